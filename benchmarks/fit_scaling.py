@@ -10,32 +10,44 @@ published table counts with the square root of its rows.
 """
 
 import argparse
-import csv
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from fit_intervals import Errors, fit_widths
+import pandas as pd
 from folds import FOLDS, MODEL_PARTS, Fold, model_parts
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, linprog
+from scipy.sparse import csr_matrix, hstack, identity
 
-from labkit.scaling import memory
+from labkit.scaling import DATA, memory
 from labkit.scaling.calibration import soft_l1
-from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.ground import FEATURES, distance, features, measure_ground
-from labkit.scaling.intervals import factors
-from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, apply_bounds
-from labkit.scaling.published import Published, load_published
+from labkit.scaling.constants import Constant, Rows, from_values, read_constants
+from labkit.scaling.intervals import FEATURES, FLOORS, distance, features, measure_ground
+from labkit.scaling.prediction import (
+    FITS_SHARE,
+    UNSTABLE_SHARE,
+    find_ends,
+    has_open_engine,
+    predict_runs,
+)
+from labkit.scaling.published import WITHOUT_MODEL, Published, arrangement, held_out_s, load_published
 from labkit.scaling.runs import Runs
+from labkit.scaling.search import PROPOSED, distinct, preference_s
 from labkit.scaling.step_time import predict_step_s, slow_engine_s
-from labkit.scaling.tables import DATA
 
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-MIN_ROWS = 8
-"""Per number of GPUs, to print a line."""
+LEVEL, COVERED = 0.96, 0.94
+"""Quantile of both ends' regressions, and the least share inside each end in a table of a fold."""
+MIN_ROWS, MAX_ROWS = 30, 100
+"""Of a table in a fold: to demand that share, and at most in a regression."""
+ROUNDS, GAIN = 7, 4.0
+"""Of weighing tables up whose rows lie outside too often."""
+MIN_LAYOUTS = 4
+"""Measured layouts of a model on a number of GPUs, to judge which one is proposed."""
 MEMORY = {"activation_scale", "fused_operators", "logit_bytes", "transient_ffn", "held_gathers", "fragmentation"}
 MEMORY |= {"stream_fragmentation", "runtime_bytes"}
 """Quantities that memory depends on."""
@@ -69,17 +81,21 @@ def fit_time(published: Published, mask: np.ndarray) -> dict[str, float]:
     return fit(TIME_CONSTANTS, lambda values: soft_l1(weight * np.log(seconds(runs, values) / measured) / NOISE))
 
 
+def constant_rows(runs: Runs, values: Mapping[str, float]) -> Rows:
+    return from_values(read_constants(), values).rows(runs)
+
+
 def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
-    return predict_step_s(runs, from_values(read_constants(), values).rows(runs))
+    return predict_step_s(runs, constant_rows(runs, values))
 
 
-def fit_memory(published: Published, mask: np.ndarray) -> dict[str, float]:
+def fit_memory(published: Published) -> dict[str, float]:
     """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out must not."""
-    runs, is_ok, reserved = published.runs.take(mask), published.is_ok[mask], published.reserved_gib[mask]
+    runs, is_ok, reserved = published.runs, published.is_ok, published.reserved_gib
     is_measured = is_ok & np.isfinite(reserved)
 
     def errors(values: Mapping[str, float]) -> np.ndarray:
-        stages = memory.stages(runs, from_values(read_constants(), values).rows(runs))
+        stages = memory.stages(runs, constant_rows(runs, values))
         first = stages.reserved[:, 0] / memory.GIB
         over = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib))
         return np.concatenate(
@@ -93,100 +109,174 @@ def fit_memory(published: Published, mask: np.ndarray) -> dict[str, float]:
     return fit(MEMORY_CONSTANTS, errors)
 
 
-def cross_validate(published: Published, fold: Fold, unstable: np.ndarray) -> Errors:
-    """Every timed row that a part of the fold leaves out, with its error by constants fitted to the others."""
+@dataclass(frozen=True, eq=False)
+class Errors:
+    """Held-out rows, their predicted seconds and features, the fold and table of each, and the runs as predicted."""
+
+    row: np.ndarray
+    fold: np.ndarray
+    table: np.ndarray
+    predicted_s: np.ndarray
+    features: np.ndarray
+    is_hidden: np.ndarray
+    """Whether the fold hides the framework."""
+
+
+def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> Errors:
+    """Every timed row that a part of the fold leaves out, predicted by constants fitted to the others."""
     parts = []
-    for trained, tested in fold.parts(published):
-        tested = tested & published.is_timed
-        if tested.any():
-            runs = fold.hide(published.runs.take(tested))
-            log_ratio = np.log(published.step_s[tested] / seconds(runs, fit_time(published, trained)))
-            columns = features(runs, measure_ground(published, trained), unstable[tested])
-            parts.append((np.flatnonzero(tested), published.group[tested], log_ratio, columns))
-    row, table, log_ratio, columns = (np.concatenate(list(some)) for some in zip(*parts, strict=True))
-    return Errors(row, np.full(len(row), fold.name), table, log_ratio, columns)
+    for is_judged in fold.parts(published):
+        judged = is_judged & published.is_timed
+        if judged.any():
+            runs = fold.hide(published.runs.take(judged))
+            columns = features(runs, measure_ground(published, ~is_judged), is_unstable[judged])
+            names = (np.full(len(runs), fold.name), published.group[judged])
+            predicted = seconds(runs, fit_time(published, ~is_judged))
+            parts.append((np.flatnonzero(judged), *names, predicted, columns, np.full(len(runs), fold.hides_framework)))
+    return Errors(*(np.concatenate(list(some)) for some in zip(*parts, strict=True)))
 
 
-def find_unstable(published: Published, values: Mapping[str, float]) -> np.ndarray:
-    stages = memory.stages(published.runs, from_values(read_constants(), values).rows(published.runs))
-    return stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
+class Intervals:
+    """Quantile regressions of errors on their features, so that each table of each fold has its share inside."""
+
+    def __init__(self, published: Published, errors: Errors, values: Mapping[str, float]) -> None:
+        runs = published.runs.take(errors.row)
+        hidden = [replace(run, framework="generic") for run in runs.origin]
+        self.runs = Runs(
+            [b if is_hidden else a for a, b, is_hidden in zip(runs.origin, hidden, errors.is_hidden, strict=True)]
+        )
+        self.rows = constant_rows(self.runs, values)
+        self.errors, self.measured = errors, published.step_s[errors.row]
+        self.part = model_parts(published)[errors.row]
+        _, self.cell = np.unique(np.char.add(errors.fold, errors.table), return_inverse=True)
+
+    def fit(self, chosen: np.ndarray) -> dict[str, np.ndarray]:
+        """Coefficients of both ends in the order of `FEATURES`, from a mask of rows.
+
+        Of runs that may have had a slow engine, each end is fitted to those that had its engine.
+        """
+        slower, is_open = slow_engine_s(self.runs, self.rows), has_open_engine(self.runs, self.rows)
+        predicted = self.errors.predicted_s
+        is_slow = is_open & (self.measured - predicted > 0.5 * slower)
+        above = np.log(np.maximum(self.measured - np.where(is_slow, slower, 0.0), 1e-9) / predicted)
+        rng = np.random.default_rng(0)
+        order = [rng.permutation(np.flatnonzero(chosen & (self.cell == one))) for one in np.unique(self.cell[chosen])]
+        rows = np.concatenate([some[:MAX_ROWS] for some in order])
+        weight = np.concatenate(
+            [np.full(len(some[:MAX_ROWS]), len(some) ** 0.5 / len(some[:MAX_ROWS])) for some in order]
+        )
+        ends = {"low": (~is_slow, np.log(predicted / self.measured)), "high": (~is_open | is_slow, above)}
+        return {
+            end: self._fit_end(rows[mask[rows]], values, weight[mask[rows]]) for end, (mask, values) in ends.items()
+        }
+
+    def _fit_end(self, rows: np.ndarray, values: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        cell, count = self.cell[rows], np.bincount(self.cell[rows])
+        for _ in range(ROUNDS):
+            widths = _regress(self.errors.features[rows], values[rows], weight / weight.mean())
+            is_inside = values[rows] <= self.errors.features[rows] @ widths + 1e-9
+            missing = COVERED - np.bincount(cell, is_inside) / np.maximum(count, 1)
+            missing = np.where(count >= MIN_ROWS, np.clip(missing, 0, 0.3), 0.0)
+            weight = weight * np.exp(GAIN * missing)[cell]
+        return widths
+
+    def unseen_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both ends of every row's interval in seconds, by widths that saw no row of its model."""
+        low, high = np.empty(len(self.part)), np.empty(len(self.part))
+        for one in range(MODEL_PARTS):
+            rows = self.part == one
+            ends = find_ends(self.runs, self.rows, self.errors.predicted_s, self.errors.features, self.fit(~rows))
+            low[rows], high[rows] = ends[1][rows], ends[2][rows]
+        return low, high
 
 
-def without_slow_engine(published: Published, errors: Errors, values: Mapping[str, float]) -> Errors:
-    """The errors that an unstated slow engine does not explain: `apply_bounds` covers the others."""
-    runs, measured = published.runs.take(errors.row), published.step_s[errors.row]
-    slower = slow_engine_s(runs, from_values(read_constants(), values).rows(runs))
-    is_open = (runs.framework == "nanotron") & (runs.pp > 1) & (runs.nodes > 1) & ~runs.has("old_pipeline")
-    is_slow = is_open & (measured - measured / np.exp(errors.log_ratio) > 0.5 * slower)
-    return errors.take(np.flatnonzero(~is_slow))
+def _regress(columns: np.ndarray, values: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The coefficients, none below its floor, that minimize the weighted pinball loss, as a linear program."""
+    n, k = columns.shape
+    equations = hstack([csr_matrix(columns), identity(n), -identity(n)]).tocsr()
+    costs = np.concatenate([np.full(k, 1e-6), LEVEL * weight, (1 - LEVEL) * weight])
+    bounds = [(FLOORS[name], None) for name in FEATURES] + [(0.0, None)] * (2 * n)
+    return linprog(costs, A_eq=equations, b_eq=values, bounds=bounds, method="highs").x[:k]
 
 
-def unseen_ends(published: Published, errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of every error's interval over the prediction, by widths that saw no row of its model."""
-    part = model_parts(published)[errors.row]
-    low, high = np.empty(len(part)), np.empty(len(part))
-    for one in range(MODEL_PARTS):
-        others = errors.take(np.flatnonzero(part != one))
-        widths = fit_widths(without_slow_engine(published, others, values))
-        low[part == one], high[part == one] = factors(errors.features[part == one], widths)
-    runs = published.runs.take(errors.row)
-    predicted = published.step_s[errors.row] / np.exp(errors.log_ratio)
-    rows = from_values(read_constants(), values).rows(runs)
-    _, low_s, high_s = apply_bounds(runs, rows, predicted, predicted * low, predicted * high)
-    return low_s / predicted, high_s / predicted
+def make_scores(published: Published, errors: Errors, ends: tuple[np.ndarray, np.ndarray]) -> pd.DataFrame:
+    """The rows of cross_validated.csv."""
+    where = {"fold": errors.fold, "key": published.key[errors.row], "table": errors.table}
+    gpus, measured = published.runs.gpus[errors.row].astype(int), published.step_s[errors.row]
+    times = {"measured_s": measured, "predicted_s": errors.predicted_s, "low_s": ends[0], "high_s": ends[1]}
+    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": distance(errors.features)})
 
 
-def print_scores(published: Published, errors: Errors, low: np.ndarray, high: np.ndarray) -> None:
+def print_scores(rows: pd.DataFrame) -> None:
     """By fold, table and (for folds by scale) GPUs: rows, error, coverage and width of the intervals."""
-    gpus, ratio = published.runs.gpus[errors.row], np.exp(errors.log_ratio)
-    print("\nerrors in percent: median, 90th percentile; predicted/measured; 90% intervals: covered, high/low")
-    for fold in FOLDS:
-        print(f"{fold.name}")
-        for table in np.unique(errors.table[errors.fold == fold.name]):
-            rows = (errors.fold == fold.name) & (errors.table == table)
-            by_gpus = [rows & (gpus == one) for one in np.unique(gpus[rows])] if fold.name.startswith("beyond") else []
-            for some in [rows, *(one for one in by_gpus if one.sum() >= MIN_ROWS)]:
-                error = 100 * np.abs(1 / ratio[some] - 1)
-                covered = np.mean((low[some] <= ratio[some]) & (ratio[some] <= high[some]))
-                where = table if some is rows else f"  {gpus[some][0]:.0f} GPUs"
-                print(
-                    f"  {where:20} {some.sum():5} {np.median(error):6.1f} {np.percentile(error, 90):6.1f} "
-                    f"{np.median(1 / ratio[some]):6.2f} {100 * covered:6.0f} {np.median(high[some] / low[some]):6.2f}"
-                )
+    rows = rows.assign(
+        error=100 * (rows["predicted_s"] / rows["measured_s"] - 1).abs(),
+        covered=100 * rows["measured_s"].between(rows["low_s"], rows["high_s"]),
+        width=rows["high_s"] / rows["low_s"],
+    )
+    columns = {
+        "rows": ("error", "size"),
+        "median": ("error", "median"),
+        "p90": ("error", lambda errors: errors.quantile(0.9)),
+        "covered": ("covered", "mean"),
+        "width": ("width", "median"),
+    }
+    by_scale = rows[rows["fold"].str.startswith("beyond")]
+    for table, keys in ((rows, ["fold"]), (rows, ["fold", "table"]), (by_scale, ["fold", "table", "gpus"])):
+        scores = table.groupby(keys, sort=False).agg(**columns)
+        print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(keys) > 2 else 1)].round(1).to_string()}")
+
+
+def judge_families(published: Published) -> Iterator[dict[str, object]]:
+    """Every model on a number of GPUs: percent behind its best measured layout; infinite for one out of memory.
+
+    Times are predicted by constants fitted without the model.
+    """
+    runs, predictions, without_model = published.runs, predict_runs(published.runs), held_out_s(WITHOUT_MODEL)
+    times = np.where(np.isfinite(without_model), without_model, predictions.step_s)
+    preference = preference_s(replace(predictions, step_s=times))
+    measured = np.where(published.is_ok, published.step_s, np.inf)
+    keys = (published.group, published.model, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
+    for _, rows in pd.DataFrame(dict(enumerate(keys))).groupby(list(range(len(keys)))):
+        members = rows.index.to_numpy()
+        order = [int(row) for row in members[np.argsort(preference[members], kind="stable")] if predictions.fits[row]]
+        if np.isfinite(measured[members]).sum() < MIN_LAYOUTS or not order:
+            continue
+        chosen = distinct(order, lambda row: arrangement(runs, row), PROPOSED)
+        sizes = runs.tp[members] * runs.pp[members]
+        smallest = members[np.lexsort((-runs.micro_batch[members], sizes, ~predictions.fits[members]))[0]]
+        behind = [100 * (measured[row] / np.nanmin(measured[members]) - 1) for row in (*chosen, smallest)]
+        yield {
+            "table": published.group[members[0]],
+            "first": behind[0],
+            "best_of_three": min(behind[:-1]),
+            "smallest_that_fits": behind[-1],
+        }
+
+
+def summarize_families(published: Published) -> pd.DataFrame:
+    """Percent behind the best measured layout, a mean over families by table."""
+    families = pd.DataFrame(judge_families(published)).groupby("table")
+    means = families.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
+    out_of_memory = families["best_of_three"].agg(lambda behind: int(np.isinf(behind).sum()))
+    return means.assign(families=families.size(), ran_out_of_memory=out_of_memory)
 
 
 def write(
-    published: Published,
-    values: Mapping[str, float],
-    errors: Errors,
-    ends: tuple[np.ndarray, np.ndarray],
+    published: Published, values: Mapping[str, float], widths: Mapping[str, np.ndarray], scores: pd.DataFrame
 ) -> None:
-    """Write constants.csv, intervals.csv and cross_validated.csv."""
-    rows = []
-    for one in read_constants():
-        fitted = [f"{x:g}" for x in (one.prior, one.spread, one.low, one.high)] if one.is_fitted else [""] * 4
-        rows.append([one.quantity, one.key, f"{values.get(one.name, one.value):.5g}", *fitted, one.source])
-    _write_table("constants", ["quantity", "key", "value", "prior", "spread", "low", "high", "source"], rows)
-    widths = fit_widths(without_slow_engine(published, errors, values))
-    pairs = zip(FEATURES, widths["low"], widths["high"], strict=True)
-    _write_table("intervals", ["feature", "low", "high"], [[name, f"{a:.4f}", f"{b:.4f}"] for name, a, b in pairs])
-    away, low, high = distance(errors.features), *ends
-    rows = []
-    for at, row in enumerate(errors.row):
-        measured = published.step_s[row]
-        predicted = measured / np.exp(errors.log_ratio[at])
-        times = (measured, predicted, predicted * low[at], predicted * high[at])
-        where = [errors.fold[at], published.key[row], published.group[row], f"{published.runs.gpus[row]:.0f}"]
-        rows.append([*where, *(f"{value:.5g}" for value in times), f"{away[at]:.3g}"])
-    columns = ["fold", "key", "table", "gpus", "measured_s", "predicted_s", "low_s", "high_s", "distance"]
-    _write_table("cross_validated", columns, rows)
-
-
-def _write_table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    with (DATA / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(header)
-        out.writerows(rows)
+    """Write constants.csv, intervals.csv, cross_validated.csv and chosen_layouts.csv."""
+    constants = pd.read_csv(DATA / "constants.csv", dtype=str, keep_default_na=False)
+    names = constants["quantity"] + "." + constants["key"]
+    new = [
+        f"{values[name]:.5g}" if name in values else value
+        for name, value in zip(names, constants["value"], strict=True)
+    ]
+    constants.assign(value=new).to_csv(DATA / "constants.csv", index=False)
+    pd.DataFrame({"feature": FEATURES, **widths}).to_csv(DATA / "intervals.csv", index=False, float_format="%.4f")
+    scores.to_csv(DATA / "cross_validated.csv", index=False, float_format="%.5g")
+    held_out_s.cache_clear()
+    summarize_families(published).to_csv(DATA / "chosen_layouts.csv")
 
 
 def main() -> None:
@@ -194,20 +284,21 @@ def main() -> None:
     arguments.add_argument("--write", action="store_true", help="write constants, intervals and predictions")
     is_writing = arguments.parse_args().write
     published, begun = load_published(), time.perf_counter()
-    everything = np.ones(len(published.runs), dtype=bool)
-    values = fit_time(published, everything) | fit_memory(published, everything)
+    values = fit_time(published, np.ones(len(published.runs), dtype=bool)) | fit_memory(published)
     print(f"{len(published.runs)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    unstable = find_unstable(published, values)
-    by_fold = [cross_validate(published, fold, unstable) for fold in FOLDS]
-    names = ("row", "fold", "table", "log_ratio", "features")
-    errors = Errors(*(np.concatenate([getattr(one, name) for one in by_fold]) for name in names))
-    ends = unseen_ends(published, errors, values)
-    print_scores(published, errors, *ends)
-    print(f"{time.perf_counter() - begun:.0f} s")
+    stages = memory.stages(published.runs, constant_rows(published.runs, values))
+    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
+    by_fold = [vars(cross_validate(published, fold, is_unstable)).values() for fold in FOLDS]
+    errors = Errors(*map(np.concatenate, zip(*by_fold, strict=True)))
+    intervals = Intervals(published, errors, values)
+    scores = make_scores(published, errors, intervals.unseen_ends())
+    print_scores(scores)
     if is_writing:
-        write(published, values, errors, ends)
+        write(published, values, intervals.fit(np.ones(len(errors.row), dtype=bool)), scores)
+    print(f"\npercent behind the best measured layout\n{summarize_families(published).to_string()}")
+    print(f"{time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Folds of the published runs: what a prediction is fitted to, and the runs that it is judged on."""
+"""Folds of the published runs for `fit_scaling.py`: what predictions are fitted to, and the runs they are judged on."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,25 @@ from labkit.scaling.runs import Flags, Runs
 MODEL_PARTS = 6
 FAMILIES = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks left out together, since they share code and constants."""
-Parts = Iterator[tuple[Flags, Flags]]
+
+
+def hide_framework(runs: Runs) -> Runs:
+    """The same runs in an unknown framework."""
+    return Runs([replace(run, framework="generic") for run in runs.origin])
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A way to leave runs out; `parts` yields masks of the rows to judge, and all other rows are fitted."""
+
+    name: str
+    parts: Callable[[Published], Iterator[Flags]]
+    hides_framework: bool = False
+    """Predict the judged rows as rows of an unknown framework."""
+
+    def hide(self, runs: Runs) -> Runs:
+        """The runs as the fold predicts them."""
+        return hide_framework(runs) if self.hides_framework else runs
 
 
 def model_parts(published: Published) -> NDArray[np.intp]:
@@ -24,71 +42,47 @@ def model_parts(published: Published) -> NDArray[np.intp]:
     return np.array([order[one] % MODEL_PARTS for one in shape], dtype=np.intp)
 
 
-@dataclass(frozen=True)
-class Fold:
-    """A way to leave runs out; `parts` yields (rows to fit to, rows to judge on)."""
-
-    name: str
-    parts: Callable[[Published], Parts]
-    hides_framework: bool = False
-    """Predict the judged rows as rows of an unknown framework."""
-
-    def hide(self, runs: Runs) -> Runs:
-        """The runs as the fold predicts them."""
-        if not self.hides_framework:
-            return runs
-        return replace(runs, framework=np.full(len(runs), "generic"))
-
-
-def _by_model(published: Published) -> Parts:
+def _by_model(published: Published) -> Iterator[Flags]:
     part = model_parts(published)
-    return ((part != one, part == one) for one in range(MODEL_PARTS))
+    return (part == one for one in range(MODEL_PARTS))
 
 
-def _by_run(published: Published) -> Parts:
+def _by_run(published: Published) -> Iterator[Flags]:
     """A third of all runs is left out at random, so that their like is known."""
     part = np.random.default_rng(0).integers(0, 3, len(published.runs))
-    return ((part != one, part == one) for one in range(3))
+    return (part == one for one in range(3))
 
 
-def _beyond(gpus: int) -> Callable[[Published], Parts]:
-    def parts(published: Published) -> Parts:
-        yield published.runs.gpus <= gpus, published.runs.gpus > gpus
-
-    return parts
-
-
-def _by_framework(published: Published) -> Parts:
+def _by_framework(published: Published) -> Iterator[Flags]:
     family = np.array([FAMILIES.get(name, name) for name in published.runs.framework.tolist()])
-    return ((family != name, family == name) for name in np.unique(family) if name != "generic")
+    return (family == name for name in np.unique(family) if name != "generic")
 
 
-def _by_generation(published: Published) -> Parts:
+def _by_generation(published: Published) -> Iterator[Flags]:
     architecture = published.runs.architecture
-    return ((architecture != name, architecture == name) for name in np.unique(architecture))
+    return (architecture == name for name in np.unique(architecture))
 
 
-def _by_kind(published: Published) -> Parts:
+def _by_kind(published: Published) -> Iterator[Flags]:
     """Each way of sharding is left out, and fp8; not whole copies, without which little is left to fit."""
-    runs = published.runs
-    for column, names in ((runs.shard, ("zero1", "zero3", "hsdp")), (runs.precision, ("fp8",))):
-        yield from ((column != name, column == name) for name in names)
+    yield from (published.runs.shard == name for name in ("zero1", "zero3", "hsdp"))
+    yield published.runs.precision == "fp8"
 
 
-def _largest(published: Published) -> Parts:
+def _largest(published: Published) -> Iterator[Flags]:
     """Of each table with several models, the largest one is left out."""
     size = np.round(np.asarray(parameters(published.runs)))
-    tested = np.zeros(len(size), dtype=bool)
+    judged = np.zeros(len(size), dtype=bool)
     for name in np.unique(published.group):
         rows = (published.group == name) & published.is_timed
         if len(np.unique(size[rows])) > 1:
-            tested |= rows & (size == size[rows].max())
-    yield ~tested, tested
+            judged |= rows & (size == size[rows].max())
+    yield judged
 
 
 FOLDS = (
-    Fold("beyond 64 GPUs", _beyond(64)),
-    Fold("beyond 32 GPUs", _beyond(32)),
+    Fold("beyond 64 GPUs", lambda published: iter([published.runs.gpus > 64])),
+    Fold("beyond 32 GPUs", lambda published: iter([published.runs.gpus > 32])),
     Fold("without the largest models", _largest),
     Fold("without the framework", _by_framework, hides_framework=True),
     Fold("without the GPU generation", _by_generation),

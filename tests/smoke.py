@@ -23,7 +23,7 @@ from papermill.parameterize import parameterize_notebook
 from traitlets import Type
 from traitlets.config import Config
 
-from labkit.lab.figures.style import Plot
+from labkit.lab.figures import Plot
 from labkit.lab.pages.export import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_lab

@@ -18,10 +18,10 @@ from papermill.parameterize import parameterize_notebook
 
 from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError
-from labkit.lab.notebook import COMMON_PARAMETERS, open_lab
+from labkit.lab.notebook import open_lab
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import read_notebook_record
-from labkit.lab.parameter_cells import literal_assignments
+from labkit.lab.parameters import COMMON_PARAMETERS, literal_assignments
 from labkit.lab.project import checkout, notebook_path, project_root
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser

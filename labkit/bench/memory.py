@@ -116,7 +116,7 @@ class PeakMemory:
     """Bytes above the use at the start: at most, and at the end. None where it cannot be measured."""
 
     growth_bytes: int | None = None
-    kept_bytes: int | None = None
+    end_bytes: int | None = None
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
         yield peak
         torch.cuda.synchronize()
         peak.growth_bytes = torch.cuda.max_memory_allocated() - before
-        peak.kept_bytes = torch.cuda.memory_allocated() - before
+        peak.end_bytes = torch.cuda.memory_allocated() - before
         return
     _return_free_memory()
     resident = _reset_peak_resident()
@@ -142,7 +142,7 @@ def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
     if resident is not None:
         peak.growth_bytes = max(0, _resident_bytes("VmHWM") - resident)
         _return_free_memory()
-        peak.kept_bytes = _resident_bytes("VmRSS") - resident
+        peak.end_bytes = _resident_bytes("VmRSS") - resident
 
 
 def return_memory_when_freed() -> None:

@@ -11,10 +11,13 @@ Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from labkit.costs.transformer import TransformerShape
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,67 @@ REDUCE_SCATTER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": one_sh
 AT_ONCE = frozenset({"butterfly", "one_shot"})
 """Algorithms whose ranks send to all others at once."""
 ALL_GATHER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": direct_phase}
+
+
+class Calls(NamedTuple):
+    """Collectives of one rank in a step, each of a whole tensor of `n_bytes`; or messages to one other rank."""
+
+    collective: str
+    """"all_reduce", "reduce_scatter", "all_gather" or "exchange"."""
+    n_bytes: float
+    times: int
+
+
+def sent_bytes(calls: Iterable[Calls], world_size: int, *, all_reduce: CostOf = butterfly) -> float:
+    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly."""
+    costs = {"all_reduce": all_reduce, "reduce_scatter": direct_phase, "all_gather": direct_phase}
+    return sum(
+        each.times
+        * (each.n_bytes if each.collective == "exchange" else costs[each.collective](world_size, each.n_bytes).n_bytes)
+        for each in calls
+    )
+
+
+def tensor_parallel_calls(
+    shape: TransformerShape,
+    batch: int,
+    sequence: int,
+    world_size: int,
+    *,
+    itemsize: int = 4,
+    sequence_parallel: bool = False,
+) -> list[Calls]:
+    """List the collectives of a step with tensor parallelism, forward and backward, with the loss from parts.
+
+    Per layer, two blocks with one collective at each end that is a sum, forward or backward; with sequence parallelism,
+    a collective at both ends, forward and backward. Embedding and output are one block. Checkpoints repeat the layers'
+    forward collectives. Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
+    """
+    blocks, activations = 2 * shape.n_layers + 1, batch * sequence * shape.d_model * itemsize
+    loss = Calls("all_gather", 2 * batch * sequence * max(itemsize, 4) * world_size, 1)
+    if not sequence_parallel:
+        return [Calls("all_reduce", activations, 2 * blocks), loss]
+    halves = [Calls(name, activations, 2 * blocks) for name in ("all_gather", "reduce_scatter")]
+    return [*halves, Calls("all_reduce", shape.d_model * itemsize, blocks), loss]
+
+
+def pipeline_calls(
+    activation_bytes: float, ranks: int, rank: int, micro_batches: int, *, chunks: int = 1, tied_bytes: float = 0
+) -> list[Calls]:
+    """List the messages that a rank sends in a step of a pipeline.
+
+    Every micro-batch's activations to the next stage, their gradients to the stage before, the gradients of parameters
+    that one other rank has, too, and the loss, in float64. `chunks`: stages per rank. Source: arXiv:2104.04473.
+    """
+    stages = [] if ranks == 1 else range(rank, chunks * ranks, ranks)
+    neighbors = sum((stage > 0) + (stage < chunks * ranks - 1) for stage in stages)
+    messages = Calls("exchange", activation_bytes, neighbors * micro_batches)
+    return [messages, Calls("exchange", tied_bytes, 1), Calls("all_reduce", 8, 1)]
+
+
+def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:
+    """Share of a step that each rank of a pipeline idles if stages take equally long and messages no time."""
+    return (ranks - 1) / (chunks * micro_batches + ranks - 1)
 
 
 def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:

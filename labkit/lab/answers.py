@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.lab.columns import format_value, label
-from labkit.lab.figures.declared import Figure
+from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import counted, format_factor
 from labkit.lab.wording import describe_region, describe_regions, describe_scope, phrasing, quotable

@@ -7,10 +7,13 @@ import ast
 import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+T = TypeVar("T")
+Some = Annotated[list[T], Field(min_length=1)]
+"""A list that is not empty."""
 # What several labs let a reader set, each with the bounds of what can be meant.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
@@ -57,17 +60,24 @@ class LabConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @field_validator("*")
+    @classmethod
+    def _drop_repetitions(cls, value: Any) -> Any:
+        return list(dict.fromkeys(value)) if isinstance(value, list) else value
+
 
 class TimedConfig(LabConfig):
     """What every lab lets a reader set whose alternatives take turns before the clock."""
 
-    warmup: Warmup = 2
+    warmup: Warmup = 1
     repeats: Repeats = 30
     ratio_within: RatioWithin = 0.05
     """Rounds end when the ratio of any two alternatives is known to this share; 0: they do not."""
     rounds_s: RoundsSeconds | None = 30.0
     """They end after so many seconds, too, once there are six; None: they do not."""
     seed: Seed = 0
+    timeout_s: TimeoutSeconds = 300.0
+    """Deadline of one point."""
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:

@@ -24,6 +24,10 @@ ValueError for a name that is taken.
 """
 
 
+PAPER = {"ratio_within": 0.0, "rounds_s": 60.0, "timeout_s": 3600.0}
+"""Of every lab's profile `paper`, where the config has them and the lab says nothing else: rounds do not end early."""
+
+
 def refuse_alternatives(name: str, alternative: Any) -> dict[str, Any]:
     """The `register` of a lab that compares nothing a user could add to."""
     raise ValueError("this lab compares nothing of the kind")
@@ -73,11 +77,16 @@ class Lab:
         """Parameters by profile; `smoke` is a shortened `quick`."""
         quick = self.config()
         smoke = shorten(quick, self.model_parameters).model_copy(update=dict(self.smoke))
-        return {"smoke": smoke, "quick": quick, "paper": self.config(**self.paper)}
+        paper = {name: value for name, value in PAPER.items() if hasattr(quick, name)} | dict(self.paper)
+        return {"smoke": smoke, "quick": quick, "paper": self.config(**paper)}
 
     def configure(self, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
         """The profile's parameters with `overrides` in their place. ParameterError for what is wrong."""
         return resolve_config(self.name, self.profiles, profile, overrides)
+
+    def plan(self, config: LabConfig, machine: Machine) -> list[Point]:
+        """What to measure, in order; a point that is named twice is measured once."""
+        return list({point.id: point for point in self.points(config, machine)}.values())
 
     def answers(self, results: Results) -> dict[str, Answer]:
         """What a run's results say of each question, by its id."""

@@ -5,41 +5,30 @@ exported page; nothing fetched.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from IPython.display import display
+from rich.console import Console
 
-from labkit.costs.calibration import Calibration
 from labkit.lab.answers import Answer, Check
-from labkit.lab.config import LabConfig, ParameterError, nearest
+from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Plot
-from labkit.lab.figures.declared import Figure
+from labkit.lab.figures import Figure, Plot
 from labkit.lab.guesses import check_guesses, with_guesses
-from labkit.lab.metric import Results
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance, provenance_rows
 from labkit.lab.pages.record import PAGE_MIME, run_record
 from labkit.lab.pages.source import render_source
-from labkit.lab.parameter_cells import given_parameters
-from labkit.lab.progress_lines import MeasuringInterrupted, progress_line
-from labkit.lab.project import (
-    check_writable,
-    figures_directory,
-    recorded_directory,
-    relative_to_project,
-    runs_directory,
-)
+from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
+from labkit.lab.progress_lines import MeasuringInterrupted, notebook_line
+from labkit.lab.project import check_writable, figures_directory, relative_to_project
 from labkit.lab.runs.measure import measure, resume
-from labkit.lab.runs.store import Run, find_run
+from labkit.lab.runs.progress import terminal_line
+from labkit.lab.runs.store import Run
 from labkit.machine import Machine, describe_machine
-
-# Every notebook has these beside some parameters of its lab; `config` holds any others, by name.
-COMMON_PARAMETERS = ("profile", "run", "config")
 
 
 def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
@@ -48,67 +37,20 @@ def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
     A parameter may be set again in any later cell. ParameterError for an unknown name in the parameters cell (or in
     the one that papermill adds below it), a wrong type or an impossible value: before anything is measured.
     """
-    return OpenLab(study, check_parameters(study, given_parameters(namespace, known_parameters(study))))
-
-
-def known_parameters(study: Lab) -> tuple[str, ...]:
-    """`profile`, `run`, `config`, and the fields of the lab's config."""
-    return (*COMMON_PARAMETERS, *type(next(iter(study.profiles.values()))).model_fields)
-
-
-def check_parameters(study: Lab, given: Mapping[str, Any]) -> "Parameters":
-    """Validate the parameters of a notebook: `profile`, `run`, and those of the lab's config."""
-    known, more = known_parameters(study), given.get("config") or {}
-    if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
-        raise ParameterError(f"{study.name}: parameter 'config' should hold others by name, got {more!r:.80}")
-    for parameter in (*given, *more):
-        if parameter not in known:
-            raise ParameterError(
-                f"{study.name}: unknown parameter {parameter!r}{nearest(parameter, known)}; "
-                f"the parameters are {', '.join(known)}"
-            )
-    profile, run = given.get("profile", "quick"), given.get("run")
-    if run is not None and not isinstance(run, str):
-        raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")
-    if run is not None:
-        locate_run(study, run)
-    overrides = {name: value for name, value in given.items() if name not in COMMON_PARAMETERS and value is not None}
-    if twice := overrides.keys() & more.keys():
-        raise ParameterError(f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it")
-    overrides |= more
-    return Parameters(profile, run, study.configure(profile, overrides))
-
-
-def locate_run(study: Lab, text: str) -> Path:
-    """A run of a lab by its path, or by its name among the recorded ones and this machine's own."""
-    return find_run([parent / study.name for parent in (recorded_directory(), runs_directory())], text)
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Checked parameters: the profile, the run to draw instead of measuring (or None), the config."""
-
-    profile: str
-    run: str | None
-    config: LabConfig
+    return OpenLab(study, check_parameters(study, read_parameters(study, namespace)))
 
 
 class OpenLab:
-    """One lab inside one notebook: the parameters, the run once there is one, what was shown."""
+    """One lab inside one notebook: the parameters, the run once there is one, and its answers."""
 
     def __init__(self, study: Lab, parameters: Parameters):
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
-        self._own: dict[str, Mapping[str, Any] | None] = {}
+        self._plugins: dict[str, Mapping[str, Any] | None] = {}
         self._interrupted: Path | None = None
         self._answers: dict[str, Answer] = {}
         self._guess: dict[str, float] = {}
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What the predictions of the run are made of. ValueError before `measure()`."""
-        return self.run.header.calibration
 
     @property
     def config(self) -> LabConfig:
@@ -127,7 +69,7 @@ class OpenLab:
         return self._run.header.machine if self._run else describe_machine()
 
     def machine_card(self) -> None:
-        """Show what is measured on."""
+        """Show the machine."""
         self._read_run()
         hosts = self._run.header.ranks_by_host if self._run else None
         display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
@@ -141,28 +83,28 @@ class OpenLab:
     ) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
-        `alternatives` are your own, by name, as `{"mine": my_all_reduce}`: checked, timed in turns with labkit's,
-        drawn and named like these. What they have to do is in the docstring of the lab's `register`. `models` are your
-        own, by name, beside the named sizes: `labkit.lab.user_models` says what a model is. `guess` are your own
-        numbers by the names of rows, which the answers of predictions show next to what was measured.
-        The frame is long: one row per (point, rank, repeat), units in the column names.
+        Args:
+            alternatives: yours by name, as `{"mine": my_all_reduce}`; checked, interleaved with labkit's and plotted
+                like these. The docstring of the lab's `register` says what they must do.
+            models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
+            guess: your numbers by the names of rows; the answers of predictions show them next to the measured ones.
+
+        Returns:
+            One row per (point, rank, repeat), units in the column names.
         """
-        self._guess = check_guesses(guess or {})
+        self._guess, self._interrupted = check_guesses(guess or {}), None
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             if alternatives or models:
                 raise ParameterError(
-                    f"run = {self.parameters.run!r} is drawn, not measured: set run = None for your own"
+                    f"run = {self.parameters.run!r} is plotted, not measured: set run = None to measure yours"
                 )
             self._read_run()
             display(cards.Piece(cards.coverage(self.run), cards.coverage_line(self.run)))
         else:
-            self._own = {"alternatives": alternatives, "models": models}
+            self._plugins = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
-            self._run = self._measure(partial(begin, on_start=self._note_begun))
-        return self._frame()
-
-    def _frame(self) -> pd.DataFrame:
+            self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
         self._answers = {}
         return self.run.frame()
 
@@ -174,7 +116,8 @@ class OpenLab:
         if self._interrupted is None:
             raise ParameterError("nothing was interrupted here: call lab.measure()")
         self._run = self._measure(partial(resume, self.study, self._interrupted))
-        return self._frame()
+        self._answers = {}
+        return self.run.frame()
 
     def source(self, *studied: Any) -> None:
         """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
@@ -187,37 +130,27 @@ class OpenLab:
 
     def show(self, figure: Plot | Figure, name: str, caption: str = "") -> None:
         """Show a figure that belongs to no question; save it and its points under `figures/`."""
-        plot = figure.draw(self._results(), None) if isinstance(figure, Figure) else figure
+        plot = figure.draw(self.run.results(), None) if isinstance(figure, Figure) else figure
         display(self._figure(plot, name, caption))
 
     def answer(self, question_id: str, **plots: Plot) -> None:
-        """Show what this run says of a question: verdict and headline, the question's figure, then the numbers.
+        """Show the answer to a question: verdict and headline, the question's figure, then the numbers.
 
         `plots` replace the figure, by the names under which they are saved. ValueError for an unknown id.
         """
         question, answer = self.study.question(question_id), self.answers()[question_id]
         if not plots and question.figure is not None and answer.verdict != "not measured":
-            plots = {question_id: question.figure.draw(self._results(), answer.table)}
+            plots = {question_id: question.figure.draw(self.run.results(), answer.table)}
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)
-        drawn = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
-        display(cards.answer(question, answer, drawn))
-
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
-        """A figure, once it is saved; `title` stands above it in its file."""
-        stem = figures_directory() / self.study.name / self.run.name / name
-        png = plot.save(stem, title)
-        file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
-        return cards.figure(plot, png, caption or title or name, file, caption, saved)
+        figures = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
+        display(cards.answer(question, answer, figures))
 
     def answers(self) -> dict[str, Answer]:
-        """What this run says of each question, by its id."""
+        """The answer to each question by its id."""
         if not self._answers:
-            self._answers = self.study.answers(self._results())
+            self._answers = self.study.answers(self.run.results())
         return self._answers
-
-    def _results(self) -> Results:
-        return self.run.results()
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
@@ -225,6 +158,13 @@ class OpenLab:
         page = record.model_dump(mode="json")
         text = cards.definitions_text(provenance_rows(self.study, self.run))
         display(cards.Piece(provenance(self.study, self.run), text, {PAGE_MIME: page}))
+
+    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
+        """A figure, once it is saved; `title` stands above it in its file."""
+        stem = figures_directory() / self.study.name / self.run.name / name
+        png = plot.save(stem, title)
+        file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
+        return cards.figure(plot, png, caption or title or name, file, caption, saved)
 
     def _is_of_another_machine(self) -> bool:
         return self.machine.identity != describe_machine().identity
@@ -238,21 +178,25 @@ class OpenLab:
             raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
         self._run = run
 
-    def _note_begun(self, path: Path) -> None:
-        self._interrupted = path
-
     def _measure(self, measure_all: Callable[..., Run]) -> Run:
-        line = progress_line()
+        line = notebook_line()
         try:
-            with line:
-                run = measure_all(**self._own, on_progress=line.update, on_output=print)
+            with line or terminal_line(Console(stderr=True), "measuring") as show:
+                run = measure_all(**self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
-            kept = ""
-            if self._interrupted is not None:
-                kept = "; what was measured is kept: lab.resume() goes on"
-                if not any(self._own.values()):  # what is the notebook's own is known here only
-                    kept += f", or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
-            raise MeasuringInterrupted(f"interrupted{kept}") from None
+            raise MeasuringInterrupted(f"interrupted{self._way_on()}") from None
         self._interrupted = None
-        line.finish(run)
+        if line is None:
+            display(cards.Piece(cards.coverage(run), cards.coverage_line(run)))
+        else:
+            line.finish(run)
         return run
+
+    def _way_on(self) -> str:
+        """How the interrupted run goes on; in a terminal, too, unless only this notebook has its alternatives."""
+        if self._interrupted is None:
+            return ""
+        way = "; what was measured is kept: lab.resume() goes on"
+        if any(self._plugins.values()):
+            return way
+        return f"{way}, or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"

@@ -6,10 +6,11 @@ configurations, unless that nearest one shows no gain for it.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.costs.transformer import SIZES, n_parameters
@@ -52,92 +53,64 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
-class _Topic:
-    """A field of `Configuration`, and the metric of the lab that decides it."""
+class Topic:
+    """A field of `Configuration`, and the comparison of the lab that decides it."""
 
     field: str
     lab: str
-    metric: Metric
     baseline: str
+    metric: Metric
     near: str
     """The column in which the nearest configuration is looked for: a model, or "sequence"."""
-    value: Callable[[Any], object] = str
 
     def recommend(self, frame: pd.DataFrame, model: str, context_length: int) -> Recommendation:
-        default = getattr(DEFAULT, self.field)
+        """The alternative to take, from the frame of a run."""
         table = self.metric.ratios_to(self.baseline, frame)
-        here = self._nearest(table, model, context_length)
-        faster = here[here["verdict"] == "faster"]
+        distance = self._distances(table, model, context_length)
+        faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
-            return Recommendation(self.field, self.lab, default, "nothing was measured to be faster")
+            return Recommendation(self.field, self.lab, self.default, "nothing was measured to be faster")
         best = faster[faster[self.metric.compare] == self.metric.best(table)]
         row = (best if len(best) else faster).sort_values("ratio").iloc[0]
-        name, place = row[self.metric.compare], row[self.near]
-        reason = f"{name} takes {row['ratio']:.2f} times as long as {self.baseline} with {label(self.near, place)}"
+        name = row[self.metric.compare]
+        where = label(self.near, row[self.near])
+        reason = f"{name} takes {row['ratio']:.2f} times as long as {self.baseline} with {where}"
+        value = name == "compiled" if isinstance(self.default, bool) else name
         bounds = (float(row[bound]) for bound in ("ratio", "low", "high"))
-        return Recommendation(self.field, self.lab, self.value(name), reason, *bounds)
+        return Recommendation(self.field, self.lab, value, reason, *bounds)
 
-    def _nearest(self, table: pd.DataFrame, model: str, context_length: int) -> pd.DataFrame:
-        """The rows of the configuration nearest to the model, or to the length of a sequence."""
+    @property
+    def default(self) -> object:
+        return getattr(DEFAULT, self.field)
+
+    def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
+        """How far each row is from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
         if self.near == "sequence":
-            off = (table["sequence"].astype(float) / context_length).apply(math.log).abs()
-            return table[(off == off.min()) & (off <= math.log(MAX_LENGTH_RATIO))]
-        table = table[table[self.near].isin(SIZES)]
-        size = n_parameters(SIZES[model])
-        off = table[self.near].map(lambda name: abs(math.log(n_parameters(SIZES[name]) / size)))
-        return table[off == off.min()]
+            distance = np.log(table["sequence"].astype(float) / context_length).abs()
+            return distance.where(distance <= math.log(MAX_LENGTH_RATIO))
+        sizes = table[self.near].map({name: float(n_parameters(shape)) for name, shape in SIZES.items()})
+        return np.log(sizes / n_parameters(SIZES[model])).abs()
 
 
+def _topic(field: str, lab: str, baseline: str, compare: str, near: str, **where: Any) -> Topic:
+    columns = (near, "batch", "head_dim" if near == "sequence" else "context_length")
+    return Topic(field, lab, baseline, Metric("seconds", compare, columns, where, without=("local",)), near)
+
+
+STEP = "forward and backward"
 TOPICS = (
-    _Topic(
-        "precision",
-        "precision",
-        Metric(
-            "seconds",
-            "precision",
-            ("model", "batch", "context_length"),
-            where={"part": "speed", "mode": "forward and backward"},
-        ),
-        "float32",
-        "model",
-    ),
-    _Topic(
-        "attention",
-        "attention",
-        Metric(
-            "seconds",
-            "implementation",
-            ("sequence", "head_dim", "batch"),
-            where={"phase": "forward and backward", "dtype": "float32"},
-        ),
-        "explicit",
-        "sequence",
-    ),
-    _Topic(
-        "compiled",
-        "training_step",
-        Metric(
-            "seconds",
-            "implementation",
-            ("size", "batch", "context_length"),
-            where={"sweep": "compile", "precision": "float32"},
-        ),
-        "eager",
-        "size",
-        lambda name: name == "compiled",
-    ),
-    _Topic(
+    _topic("precision", "precision", "float32", "precision", "model", part="speed", mode=STEP),
+    _topic("attention", "attention", "explicit", "implementation", "sequence", phase=STEP, dtype="float32"),
+    _topic("compiled", "training_step", "eager", "implementation", "size", sweep="compile", precision="float32"),
+    _topic(
         "wrapper",
         "data_parallel",
-        Metric(
-            "seconds",
-            "implementation",
-            ("workload", "batch", "context_length"),
-            where={"sweep": "wrappers", "phase": "backward", "world_size": 2},
-            without=("local",),
-        ),
         "torch",
+        "implementation",
         "workload",
+        sweep="wrappers",
+        phase="backward",
+        world_size=2,
     ),
 )
 
@@ -147,7 +120,7 @@ def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> list[
     return [
         topic.recommend(runs[topic.lab].frame(), model, context_length)
         if topic.lab in runs
-        else Recommendation(topic.field, topic.lab, getattr(DEFAULT, topic.field), f"{topic.lab} was not measured here")
+        else Recommendation(topic.field, topic.lab, topic.default, f"{topic.lab} was not measured here")
         for topic in TOPICS
     ]
 

@@ -149,9 +149,13 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.gain)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(x, self.gain)
+
+    def normalize(self, x: Tensor, gain: Tensor) -> Tensor:
+        """Normalize x, (..., d), and multiply it by a gain, (d,)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares overflow in float16
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * scale * self.gain).to(x.dtype)
+        return (wide * scale * gain).to(x.dtype)
 
 
 class RotaryPositions(nn.Module):

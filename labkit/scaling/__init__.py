@@ -3,9 +3,20 @@
 `predict(model, hardware, layout, seq_len=...)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` a profile from three runs or more.
 
-``hardware`` ``model`` ``layout`` ``runs``      the question
-``compute`` ``communication`` ``pipeline`` ``step_time`` ``memory``   formulas, one technique per file
-``constants`` ``tables``      numbers in `data/reference/scaling/`, with their sources
-``published`` ``intervals``   measured runs, and how wrong predictions of them are
-``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``calibration``   answers
+``hardware`` ``model`` ``layout`` ``runs`` ``table``      the question
+``compute`` ``parallelism`` ``step_time`` ``memory``      formulas
+``constants`` and `data/reference/scaling/`               numbers, with their sources
+``published`` ``intervals``                               measured runs, and how wrong predictions of them are
+``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``calibration`` ``scores``      answers
 """
+
+import csv
+from pathlib import Path
+
+DATA = Path(__file__).parents[1] / "shipped" / "data" / "reference" / "scaling"
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """Rows of `name`.csv in `data/reference/scaling/` as texts by column."""
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

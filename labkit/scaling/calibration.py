@@ -42,7 +42,7 @@ def calibrate(
     if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
     constants = constants or load_constants()
-    columns = Runs.from_runs([Run(run.model, run.hardware, run.layout, run.seq_len, name) for run in runs])
+    columns = Runs([Run(run.model, run.hardware, run.layout, run.seq_len, name) for run in runs])
     start = constants.with_profile(Profile(name, base, {})).rows(columns)
     values = {quantity: float(start[quantity][0]) for quantity in SPREADS}
 

@@ -15,6 +15,8 @@ from labkit.scaling.runs import Runs
 TILE = 128
 BF16 = 2
 FLOAT32 = 4
+ALIGNED_HEAD = 8
+"""Heads of a multiple of 16 bytes use tensor cores; others ran on float32 units in cuBLAS (arXiv:2401.14489)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ def attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     peak = runs.peak_tflops * 1e12 * runs.clock_share
     short = 1 + constants["attention_head"] / runs.head_dim
     tiled = 0.5 * flops * (forwards + 2.5) * short / (peak * constants["attention_efficiency"])
-    matmuls = flops * (forwards + 2) * (1 + constants["gemm_k"] / runs.head_dim) / (peak * constants["gemm_efficiency"])
+    aligned = np.where(runs.head_dim % ALIGNED_HEAD == 0, 1.0, constants["unaligned_rate"])
+    rate = peak * constants["gemm_efficiency"] * aligned
+    matmuls = flops * (forwards + 2) * (1 + constants["gemm_k"] / runs.head_dim) / rate
     moved = scores * runs.heads * (11 * forwards + 17) * constants["score_traffic"]
     unfused = matmuls + moved / memory_bytes_per_s(runs, constants)
     return np.where(constants["unfused_attention"] > 0, unfused, tiled) * constants["attention_slowdown"]

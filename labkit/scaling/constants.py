@@ -12,9 +12,9 @@ from functools import cache
 
 import numpy as np
 
+from labkit.scaling import read_table
 from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Runs
-from labkit.scaling.tables import read_table
 
 BY_ARCHITECTURE = frozenset(
     {"gemm_efficiency", "matmul_ceiling", "attention_efficiency", "link_efficiency", "memory_efficiency"}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from labkit.scaling.tables import read_table
+from labkit.scaling import read_table
 
 
 @dataclass(frozen=True, kw_only=True)

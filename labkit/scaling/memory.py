@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.scaling import pipeline
 from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
+from labkit.scaling.parallelism import layers_per_stage
 from labkit.scaling.runs import Flags, Runs
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 def stages(runs: Runs, constants: Rows) -> Stages:
     """What every stage holds at its fullest moment."""
-    layers = runs.cached(pipeline.layers_per_stage)
+    layers = runs.cached(layers_per_stage)
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)

@@ -20,7 +20,7 @@ def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> lis
     good = [row for row in rows if row.run is not None]
     predicted: dict[int, dict[str, str]] = {}
     if good:
-        found = predict_runs(Runs.from_runs([row.run for row in good if row.run is not None]), constants)
+        found = predict_runs(Runs([row.run for row in good if row.run is not None]), constants)
         for at, row in enumerate(good):
             reason = found.refusal_reason(at)
             predicted[row.line] = _refused(reason) if reason else _cells(found, at, row)

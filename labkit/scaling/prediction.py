@@ -7,9 +7,16 @@ import numpy as np
 
 from labkit.scaling import memory
 from labkit.scaling.constants import Constants, Rows, load_constants
-from labkit.scaling.ground import MAX_DISTANCE, Ground, distance, extrapolations, features, load_ground
 from labkit.scaling.hardware import Hardware
-from labkit.scaling.intervals import factors, load_widths
+from labkit.scaling.intervals import (
+    MAX_DISTANCE,
+    Ground,
+    distance,
+    extrapolations,
+    features,
+    load_ground,
+    load_widths,
+)
 from labkit.scaling.layout import Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers, step_flops
 from labkit.scaling.runs import Flags, Run, Runs
@@ -23,6 +30,8 @@ OUT_OF_MEMORY_SPREAD = 0.07
 """Standard deviation of ln(measured / predicted) of reserved memory."""
 FITS_RISK = 0.5
 """Probability of running out of memory below which a run is expected to fit."""
+HALF_SHARE = 0.78
+"""Of an end's width, if one of two engines ran: each end leaves out 10% of its half, so 1.28 / 1.64 of the width."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def predict(
     """One training step. ValueError if the layout cannot run the model, or for a run too far from measured ground."""
     if reason := impossible_reason(layout, model, seq_len):
         raise ValueError(reason)
-    found = predict_runs(Runs.from_runs([Run(model, hardware, layout, seq_len, framework)]), constants)
+    found = predict_runs(Runs([Run(model, hardware, layout, seq_len, framework)]), constants)
     if reason := found.refusal_reason(0):
         raise ValueError(reason)
     return found.prediction(0)
@@ -133,14 +142,15 @@ def predict(
 def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     """All runs at once. Layouts must be possible (`impossible_reason`)."""
     constants = constants or load_constants()
-    ground = replace(load_ground(), aliases={name: constants.parents[name] for name in constants.calibrated})
+    ground = load_ground()
+    calibrated = {name: ground.limits(constants.parents[name]) for name in constants.calibrated}
+    ground = replace(ground, by_framework={**ground.by_framework, **calibrated})
     rows = constants.rows(runs)
     parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
     columns = features(runs, ground, is_unstable)
     predicted = step_s(parts)
-    low, high = (factor * predicted for factor in factors(columns, load_widths()))
-    seconds, low, high = apply_bounds(runs, rows, predicted, low, high)
+    seconds, low, high = find_ends(runs, rows, predicted, columns, load_widths())
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(
@@ -159,18 +169,27 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     )
 
 
-def apply_bounds(
-    runs: Runs, constants: Rows, seconds: Numbers, low: Numbers, high: Numbers
+def find_ends(
+    runs: Runs, constants: Rows, seconds: Numbers, columns: Numbers, widths: Mapping[str, Numbers]
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds and both ends, none faster than the best published matmuls of the GPU.
+    """Seconds and both ends of the 90% interval, none faster than the best published matmuls of the GPU.
 
-    A framework with a slow engine ends at that one, unless the run says which engine it has.
+    `columns` are `intervals.features`, and `widths` their coefficients. If a framework's engine may be a slow one, the
+    upper end is that one's.
     """
     fastest = _peak_s(runs) / constants["matmul_ceiling"]
+    is_open = has_open_engine(runs, constants)
+    share = np.where(is_open, HALF_SHARE, 1.0)
+    low = seconds * np.exp(-share * (columns @ widths["low"]))
+    high = seconds * np.exp(share * (columns @ widths["high"]))
+    high = high + np.where(is_open, slow_engine_s(runs, constants), 0.0)
+    return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(high, fastest)
+
+
+def has_open_engine(runs: Runs, constants: Rows) -> Flags:
+    """Whether a run does not say which of a framework's two pipeline engines it used."""
     is_stated = runs.has("old_pipeline") | runs.has("new_pipeline")
-    is_open = (constants["engine_unknown"] > 0) & (runs.nodes > 1) & ~is_stated
-    slowest = np.where(is_open, high + slow_engine_s(runs, constants), high)
-    return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(slowest, fastest)
+    return np.asarray((constants["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
 
 
 def _peak_s(runs: Runs) -> Numbers:

@@ -6,10 +6,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.scaling import DATA, read_table
 from labkit.scaling.model import Numbers, parameters
 from labkit.scaling.runs import Flags, Run, Runs
 from labkit.scaling.table import read_rows
-from labkit.scaling.tables import DATA, read_table
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
@@ -72,7 +72,7 @@ def load_published() -> Published:
         return np.array([row.cells[name] for row in rows])
 
     return Published(
-        runs=Runs.from_runs([row.run for row in rows if row.run is not None]),
+        runs=Runs([row.run for row in rows if row.run is not None]),
         key=np.array([f"{file}:{row.line}" for file, row in files]),
         group=texts("group"),
         model=texts("model"),
@@ -123,7 +123,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
     """
     published, runs = load_published(), load_published().runs
     predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
-    distance = distances(Runs.from_runs([run]), 0, runs)
+    distance = distances(Runs([run]), 0, runs)
     distance = np.where(published.is_timed & np.isfinite(predicted), distance, np.inf)
     chosen: dict[tuple[object, ...], int] = {}
     for row in np.argsort(distance, kind="stable"):

@@ -13,6 +13,13 @@ from labkit.scaling.layout import Layout
 from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters, query_width
 
 Flags = NDArray[np.bool_]
+Texts = NDArray[np.str_]
+_OWNERS = {
+    field.name: part
+    for part, owner in (("hardware", Hardware), ("model", Model), ("layout", Layout))
+    for field in fields(owner)
+} | {"seq_len": None, "framework": None}
+"""Column -> the part of a run that has it; None is the run itself."""
 
 
 @dataclass(frozen=True)
@@ -26,93 +33,56 @@ class Run:
     framework: str = "generic"
 
 
-@dataclass(frozen=True, eq=False)
 class Runs:
-    """Columns of n runs, each of shape (n,), float64 unless they are names. Units as in `Run`'s parts."""
+    """Columns of n runs: every field of their models, hardware and layouts, float64 or texts of shape (n,)."""
 
-    layers: Numbers
-    hidden: Numbers
-    heads: Numbers
-    kv_heads: Numbers
-    head_dim: Numbers
-    ffn: Numbers
-    vocab: Numbers
-    ffn_gated: Numbers
-    tied: Numbers
-    seq_len: Numbers
-    tp: Numbers
-    sequence_parallel: Numbers
-    pp: Numbers
-    vp: Numbers
-    cp: Numbers
-    dp: Numbers
-    micro_batch: Numbers
-    global_batch: Numbers
-    compiled: Numbers
-    peak_tflops: Numbers
-    memory_gib: Numbers
-    memory_gb_s: Numbers
-    link_gb_s: Numbers
-    network_gbps: Numbers
-    fp8_ratio: Numbers
-    multiprocessors: Numbers
-    gpus_per_node: Numbers
-    link_gpus: Numbers
-    clock_share: Numbers
-    shard: NDArray[np.str_]
-    recompute: NDArray[np.str_]
-    precision: NDArray[np.str_]
-    architecture: NDArray[np.str_]
-    framework: NDArray[np.str_]
-    origin: NDArray[np.object_]
-    """The `Run` of each row."""
+    shard: Texts
+    recompute: Texts
+    precision: Texts
+    architecture: Texts
+    framework: Texts
 
-    @classmethod
-    def from_runs(cls, runs: Sequence[Run]) -> "Runs":
-        """Columns of these runs. ValueError for none."""
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """ValueError for no runs."""
         if not runs:
             raise ValueError("expected one run or more")
-        columns: dict[str, Any] = {}
-        for column in fields(cls):
-            values = [_look_up(run, column.name) for run in runs]
-            columns[column.name] = np.array(values, dtype=np.float64 if column.type is Numbers else None)
-        columns["origin"] = np.empty(len(runs), dtype=object)
-        columns["origin"][:] = runs
-        return cls(**columns)
+        self.origin = list(runs)
+        self._cache: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Numbers:
+        """A column, on first use."""
+        if name not in _OWNERS:
+            raise AttributeError(name)
+        part = _OWNERS[name]
+        values = np.array([getattr(getattr(run, part) if part else run, name) for run in self.origin])
+        column = values if values.dtype.kind == "U" else values.astype(np.float64)
+        self.__dict__[name] = column
+        return column
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.origin)
 
     def take(self, rows: Any) -> "Runs":
         """The rows that a mask or indices select."""
-        return Runs(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Runs([self.origin[row] for row in np.arange(len(self))[rows]])
 
     def has(self, option: str) -> Flags:
         """Whether each run's layout has this option."""
-        if option not in self._flags:
-            self._flags[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
-        return self._flags[option]
-
-    @cached_property
-    def _flags(self) -> dict[str, Flags]:
-        return {}
+        if option not in self._cache:
+            self._cache[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
+        return np.asarray(self._cache[option])
 
     def cached(self, function: Callable[["Runs"], Numbers]) -> Numbers:
         """`function` of these runs, computed once. Pass a module's function: a new lambda each time is a new key."""
         if function not in self._cache:
             self._cache[function] = function(self)
-        return self._cache[function]
+        return np.asarray(self._cache[function])
 
     @cached_property
-    def _cache(self) -> dict[Callable[["Runs"], Numbers], Numbers]:
-        return {}
-
-    @cached_property
-    def codes(self) -> dict[str, tuple[NDArray[np.str_], NDArray[np.intp]]]:
+    def codes(self) -> dict[str, tuple[Texts, NDArray[np.intp]]]:
         """For the two columns that constants depend on: distinct names, and each row's index among them."""
-        return {
-            column: np.unique(getattr(self, column), return_inverse=True) for column in ("architecture", "framework")
-        }
+        columns = {"architecture": self.architecture, "framework": self.framework}
+        return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
     @cached_property
     def micro_batches(self) -> Numbers:
@@ -151,9 +121,3 @@ class Runs:
     @cached_property
     def kv_width(self) -> Numbers:
         return np.asarray(kv_width(self))
-
-
-def _look_up(run: Run, name: str) -> Any:
-    """A run's value by the name of a column; `origin` is None here."""
-    parts = (run.layout, run.model, run.hardware, run)
-    return next((getattr(part, name) for part in parts if hasattr(part, name)), None)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from labkit.scaling.constants import Constants, load_constants
-from labkit.scaling.ground import MAX_DISTANCE
 from labkit.scaling.hardware import Hardware
+from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
@@ -114,7 +114,7 @@ def rank(request: Request) -> Ranking:
     ]
     if not layouts:
         raise ValueError(_no_layout_reason(request))
-    found = predict_runs(Runs.from_runs([request.run(layout) for layout in layouts]), request.constants)
+    found = predict_runs(Runs([request.run(layout) for layout in layouts]), request.constants)
     nearest = int(found.distance.argmin())
     if reason := found.refusal_reason(nearest):
         raise ValueError(reason)

@@ -7,10 +7,18 @@ The CPU launches kernels ahead: a layer takes the longer of its device time and 
 
 import numpy as np
 
-from labkit.scaling import communication, compute, pipeline
-from labkit.scaling.communication import all_reduce_s, group, half_ring_s
+from labkit.scaling import compute
 from labkit.scaling.constants import Rows
 from labkit.scaling.model import Numbers
+from labkit.scaling.parallelism import (
+    Group,
+    all_reduce_s,
+    group,
+    half_ring_s,
+    layers_per_stage,
+    network_bytes_per_s,
+    schedule_s,
+)
 from labkit.scaling.runs import Runs
 
 PARTS = (
@@ -31,13 +39,13 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
     layer = _layer_s(runs, constants)
     head, transfer = compute.head_s(runs, constants), _pipeline_transfer_s(runs, constants)
-    counts = runs.cached(pipeline.layers_per_stage)
+    counts = runs.cached(layers_per_stage)
     index = np.arange(counts.shape[1])[None, :]
     is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     whole = sum(seconds for name, seconds in layer.items() if name in PARTS)
     stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
-    busy, bubble = pipeline.schedule_s(runs, stage)
+    busy, bubble = schedule_s(runs, stage)
     parameters = rank_parameters(runs)
     reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
     updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
@@ -106,7 +114,7 @@ def _context_parallel_s(runs: Runs, constants: Rows) -> Numbers:
     return np.where(runs.cp > 1, 3 * n_bytes / ranks.bytes_per_s * constants["cp_exposed"], 0.0)
 
 
-def _sharded_group(runs: Runs, constants: Rows) -> communication.Group:
+def _sharded_group(runs: Runs, constants: Rows) -> Group:
     inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
     size = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp) * runs.cp
     size = np.minimum(size, constants["largest_shard_group"])
@@ -126,7 +134,7 @@ def _pipeline_transfer_s(runs: Runs, constants: Rows) -> Numbers:
     stride = runs.tp * runs.cp * runs.dp
     across = stride * runs.pp > runs.gpus_per_node
     link = runs.link_gb_s * 1e9 * constants["link_efficiency"]
-    network = communication.network_bytes_per_s(runs, constants) / runs.gpus_per_node
+    network = network_bytes_per_s(runs, constants) / runs.gpus_per_node
     seconds = n_bytes / np.where(across, network, link) + np.where(across, constants["network_step_s"], 0.0)
     return np.where(runs.pp > 1, 2 * runs.vp * seconds * constants["p2p_exposed"], 0.0)
 
@@ -149,7 +157,7 @@ def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
 
 def rank_parameters(runs: Runs) -> Numbers:
     """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
-    counts = runs.cached(pipeline.layers_per_stage).max(axis=1)
+    counts = runs.cached(layers_per_stage).max(axis=1)
     return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 

@@ -1,4 +1,4 @@
-"""Reads tables of runs: a CSV with the columns of `data/reference/scaling/training_runs.csv`.
+"""Reads tables of runs, a CSV with the columns of `data/reference/scaling/training_runs.csv`, and writes predictions.
 
 A wrong row is refused with its line and the reason, and the others are read. Separators, encodings and thousands as
 spreadsheets write them are understood.
@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.scaling.hardware import find_hardware
@@ -31,8 +31,7 @@ SEPARATORS = (",", ";", "\t")
 _FRAMEWORKS = {
     **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
     **{"dgxc": "nemo", "megatron": "megatron", "torchtitan": "torchtitan", "fms": "fms", "titan_blog": "torchtitan"},
-    **{"nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain"},
-    **{"dlperf_megatron": "vtrain"},
+    **{"nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain", "dlperf_megatron": "vtrain"},
 }
 """Published table -> framework."""
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
@@ -46,6 +45,49 @@ _NOTES = {
 }
 """Words of a note -> option of the layout."""
 _CPU_OPTIMIZER = re.compile(r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE)
+_FLAGS = {**dict.fromkeys(("1", "1.0", "true", "yes"), True), **dict.fromkeys(("0", "0.0", "false", "no"), False)}
+
+
+class Cells(dict[str, str]):
+    """A row's texts by column, and their values; assumptions about empty cells are noted."""
+
+    def __init__(self, cells: Mapping[str, str]) -> None:
+        super().__init__(cells)
+        self.assumptions: list[str] = []
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.get(name) or default
+
+    def number(self, name: str) -> float | None:
+        """A positive number; None for an empty cell. ValueError for another text."""
+        text = self.text(name)
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"expected {name} to be a number, got {text[:40]!r}") from None
+        if not (math.isfinite(value) and 0 < value <= LARGEST):
+            raise ValueError(f"expected {name} above 0 and at most {LARGEST:.0e}, got {text[:40]}")
+        return value
+
+    def integer(self, name: str, default: int | None = None, assumption: str = "") -> int:
+        """A whole number, or the default of an empty cell, which is noted if it has a name."""
+        value = self.number(name)
+        if value is None:
+            if default is None:
+                raise ValueError(f"{name} is empty")
+            self.assumptions += [assumption] if assumption else []
+            return default
+        if value != int(value):
+            raise ValueError(f"expected {name} to be a whole number, got {value:g}")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self.text(name).lower()
+        if text and text not in _FLAGS:
+            raise ValueError(f"expected {name} to be 0 or 1, got {text[:40]!r}")
+        return _FLAGS.get(text, default)
 
 
 @dataclass(frozen=True)
@@ -56,7 +98,7 @@ class Row:
     cells: Mapping[str, str]
     run: Run | None
     refusal: str = ""
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = field(default_factory=list)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -73,24 +115,20 @@ def read_rows(path: Path) -> list[Row]:
     except csv.Error as error:
         raise ValueError(f"expected a CSV, and {name} is none: {error}") from None
     columns = _columns(content[int(bool(stated))][1] if header else [], name)
-    rows = [
-        _row(line, columns, row, separator) for line, row in content[1 + bool(stated) :] if any(map(str.strip, row))
-    ]
-    if not rows:
+    filled = [(line, row) for line, row in content[1 + bool(stated) :] if any(map(str.strip, row))]
+    if not filled:
         raise ValueError(f"{name} has no rows")
-    return rows
+    return [_row(line, columns, row, separator) for line, row in filled]
 
 
 def _decode(content: bytes, name: str) -> str:
-    encoding = ENCODINGS.get(content[:2], "utf-8-sig")
     try:
-        text = content.decode(encoding)
+        text = content.decode(ENCODINGS.get(content[:2], "utf-8-sig"))
     except UnicodeDecodeError:
         raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
-    if "\0" in text:
-        raise ValueError(
-            f"expected a CSV, and {name} has a zero byte in line {text.partition(chr(0))[0].count(chr(10)) + 1}"
-        )
+    before, zero, _ = text.partition("\0")
+    if zero:
+        raise ValueError(f"expected a CSV, and {name} has a zero byte in line {before.count(chr(10)) + 1}")
     return text
 
 
@@ -107,114 +145,109 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
     return columns
 
 
-def read_run(cells: Mapping[str, str]) -> tuple[Run, tuple[str, ...]]:
-    """The run of a row, and assumptions about its empty cells. ValueError with the reason if it describes none."""
-    assumptions: list[str] = []
-    recompute, options = _recompute(cells, assumptions)
-    note = cells.get("note") or ""
-    if _CPU_OPTIMIZER.search(note):
-        raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
-    options |= {option for words, option in _NOTES.items() if words in note}
-    framework = find_framework(cells)
-    if framework == "nanotron":
-        options.add("empty_stages")
-    model = _model(cells, assumptions)
-    hardware = find_hardware(cells["gpu"]).with_network(
-        network_gbps=_positive(cells, "node_network_gbps"), gpus_per_node=_integer(cells, "gpus_per_node", 0) or None
-    )
-    if not cells.get("micro_batch"):
-        assumptions.append("micro-batch of 1")
-    tp = _integer(cells, "tp")
-    shard = (cells.get("shard") or "none").lower()
-    layout = Layout(
-        tp=tp,
-        sequence_parallel=_flag(cells, "sequence_parallel", tp > 1),
-        pp=_integer(cells, "pp"),
-        vp=_integer(cells, "vp", 1),
-        cp=_integer(cells, "cp", 1),
-        dp=_integer(cells, "dp"),
-        shard=_SHARDS.get(shard, shard),
-        micro_batch=_integer(cells, "micro_batch", 1),
-        global_batch=_integer(cells, "global_batch"),
-        recompute=recompute,
-        precision=_precision(cells.get("precision") or "bf16"),
-        compiled=_flag(cells, "compiled", False),
-        options=frozenset(options),
-    )
-    gpus, seq_len = _integer(cells, "gpus"), _integer(cells, "seq_len")
-    if layout.gpus != gpus:
-        raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
-    if reason := impossible_reason(layout, model, seq_len):
-        raise ValueError(reason)
-    return Run(model, hardware, layout, seq_len, framework), tuple(assumptions)
-
-
-def find_framework(cells: Mapping[str, str]) -> str:
-    """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
-    if cells.get("framework"):
-        return cells["framework"]
-    if "maxtext" in (cells.get("recompute") or ""):
-        return "maxtext"
-    group = cells.get("group") or ""
-    if group == "megatron" and not cells["gpu"].startswith("A100"):
-        return "nemo"  # Megatron-Core, as NeMo
-    return _FRAMEWORKS.get(group, group if group in {*_FRAMEWORKS.values(), "maxtext"} else "generic")
-
-
 def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) -> Row:
-    cells = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
+    texts = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
     if len(row) > len(columns) and any(cell.strip() for cell in row[len(columns) :]):
-        return Row(line, cells, None, "more cells than columns")
-    numbers = dict(_numbers(cells, separator))
+        return Row(line, texts, None, "more cells than columns")
+    cells = Cells(texts | dict(_numbers(texts, separator)))
     try:
-        run, assumptions = read_run(cells | numbers)
+        run = _read_run(cells)
     except ValueError as error:
-        return Row(line, cells, None, str(error))
-    return Row(line, cells, run, assumptions=assumptions)
+        return Row(line, texts, None, str(error))
+    return Row(line, texts, run, assumptions=cells.assumptions)
 
 
-def _numbers(cells: Mapping[str, str], separator: str) -> Iterator[tuple[str, str]]:
+def _numbers(texts: Mapping[str, str], separator: str) -> Iterator[tuple[str, str]]:
     """Numbers as spreadsheets write them: 4,000,000 and 4 000 000 are thousands; 0,5 is a half in a file with `;`."""
-    for name, text in cells.items():
+    for name, text in texts.items():
         if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (separator == ";" and text.count(",") == 1):
             yield name, re.sub(r"\D", "", text)
         elif separator == ";" and re.fullmatch(r"\d+,\d+", text) and not re.fullmatch(r"\d{1,3},\d{3}", text):
             yield name, text.replace(",", ".")
 
 
-def _model(cells: Mapping[str, str], assumptions: list[str]) -> Model:
-    hidden, heads = _integer(cells, "hidden"), _integer(cells, "heads")
-    width = re.search(r"head width (\d{1,4})", cells.get("note") or "")
-    if not cells.get("ffn"):
-        assumptions.append("ffn of 4 x hidden")
+def _read_run(cells: Cells) -> Run:
+    """The run of a row. ValueError with the reason if it describes none."""
+    recompute, options = _recompute(cells)
+    note = cells.text("note")
+    if _CPU_OPTIMIZER.search(note):
+        raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
+    options |= {option for words, option in _NOTES.items() if words in note}
+    framework = _find_framework(cells)
+    if framework == "nanotron":
+        options.add("empty_stages")
+    model = _read_model(cells)
+    hardware = find_hardware(cells["gpu"]).with_network(
+        network_gbps=cells.number("node_network_gbps"), gpus_per_node=cells.integer("gpus_per_node", 0) or None
+    )
+    tp, shard = cells.integer("tp"), cells.text("shard", "none").lower()
+    layout = Layout(
+        tp=tp,
+        sequence_parallel=cells.flag("sequence_parallel", tp > 1),
+        pp=cells.integer("pp"),
+        vp=cells.integer("vp", 1),
+        cp=cells.integer("cp", 1),
+        dp=cells.integer("dp"),
+        shard=_SHARDS.get(shard, shard),
+        micro_batch=cells.integer("micro_batch", 1, "micro-batch of 1"),
+        global_batch=cells.integer("global_batch"),
+        recompute=recompute,
+        precision=_precision(cells.text("precision", "bf16")),
+        compiled=cells.flag("compiled", False),
+        options=frozenset(options),
+    )
+    gpus, seq_len = cells.integer("gpus"), cells.integer("seq_len")
+    if layout.gpus != gpus:
+        raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
+    if reason := impossible_reason(layout, model, seq_len):
+        raise ValueError(reason)
+    return Run(model, hardware, layout, seq_len, framework)
+
+
+def _find_framework(cells: Cells) -> str:
+    """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
+    if cells.text("framework"):
+        return cells["framework"]
+    if "maxtext" in cells.text("recompute"):
+        return "maxtext"
+    group = cells.text("group")
+    if group == "megatron" and not cells["gpu"].startswith("A100"):
+        return "nemo"  # Megatron-Core, as NeMo
+    return _FRAMEWORKS.get(group, group if group in {*_FRAMEWORKS.values(), "maxtext"} else "generic")
+
+
+def _read_model(cells: Cells) -> Model:
+    hidden, heads = cells.integer("hidden"), cells.integer("heads")
+    width = re.search(r"head width (\d{1,4})", cells.text("note"))
     return Model(
-        layers=_integer(cells, "layers"),
+        layers=cells.integer("layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=_integer(cells, "kv_heads", heads),
-        head_dim=_integer(cells, "head_dim", int(width[1]) if width else 0),
-        ffn=_integer(cells, "ffn", 4 * hidden),
-        ffn_gated=_flag(cells, "ffn_gated", True),
-        vocab=_integer(cells, "vocab"),
-        tied=_flag(cells, "tied", False),
+        kv_heads=cells.integer("kv_heads", heads),
+        head_dim=cells.integer("head_dim", int(width[1]) if width else 0),
+        ffn=cells.integer("ffn", 4 * hidden, "ffn of 4 x hidden"),
+        ffn_gated=cells.flag("ffn_gated", True),
+        vocab=cells.integer("vocab"),
+        tied=cells.flag("tied", False),
     )
 
 
 def _precision(words: str) -> str:
     """The layout's precision. ValueError for the ones without a measured row, with the nearest that has some."""
     words = words.lower()
-    if "fp4" in words:
-        raise ValueError(f"no run in {words[:20]} was published for many GPUs; the nearest known precision is fp8")
-    if words in ("fp32", "tf32", "float32"):
-        raise ValueError(f"no run in {words} was published for many GPUs; the nearest known precision is bf16")
+    for name, nearest in (("fp4", "fp8"), ("fp32", "bf16"), ("tf32", "bf16"), ("float32", "bf16")):
+        if name in words:
+            raise ValueError(
+                f"no run in {words[:20]} was published for many GPUs; the nearest known precision is {nearest}"
+            )
     return "fp8" if "fp8" in words else words
 
 
-def _recompute(cells: Mapping[str, str], assumptions: list[str]) -> tuple[str, set[str]]:
+def _recompute(cells: Cells) -> tuple[str, set[str]]:
     """The column's words as one of three kinds, with a framework's variant of it as options."""
-    words, group = cells.get("recompute") or "none", cells.get("group") or ""
+    words, group = cells.text("recompute", "none"), cells.text("group")
     if words == "not printed":
-        assumptions.append("no recomputation")
+        cells.assumptions.append("no recomputation")
         return "none", set()
     if "maxtext" in words:  # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
         return ("none", set()) if "minimal" in words else ("full", set() if "full" in words else {"save_qkv"})
@@ -223,39 +256,3 @@ def _recompute(cells: Mapping[str, str], assumptions: list[str]) -> tuple[str, s
     if words == "selective" and group == "fms":
         return "selective", {"layer_recompute"}
     return words, set()
-
-
-def _positive(cells: Mapping[str, str], name: str) -> float | None:
-    """A positive number; None for an empty cell."""
-    text = cells.get(name) or ""
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"expected {name} to be a number, got {text[:40]!r}") from None
-    if not (math.isfinite(value) and 0 < value <= LARGEST):
-        raise ValueError(f"expected {name} above 0 and at most {LARGEST:.0e}, got {text[:40]}")
-    return value
-
-
-def _integer(cells: Mapping[str, str], name: str, default: int | None = None) -> int:
-    value = _positive(cells, name)
-    if value is None:
-        if default is None:
-            raise ValueError(f"{name} is empty")
-        return default
-    if value != int(value):
-        raise ValueError(f"expected {name} to be a whole number, got {value:g}")
-    return int(value)
-
-
-def _flag(cells: Mapping[str, str], name: str, default: bool) -> bool:
-    text = (cells.get(name) or "").lower()
-    if not text:
-        return default
-    if text in ("1", "1.0", "true", "yes"):
-        return True
-    if text in ("0", "0.0", "false", "no"):
-        return False
-    raise ValueError(f"expected {name} to be 0 or 1, got {text[:40]!r}")

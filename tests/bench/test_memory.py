@@ -25,7 +25,7 @@ def test_the_peak_of_the_process_counts_what_is_gone_and_no_earlier_peak():
         kept = _bytes(64 * MIB)
         _bytes(32 * MIB)
     assert 90 * MIB < memory.growth_bytes < 112 * MIB
-    assert 60 * MIB < memory.kept_bytes <= 80 * MIB
+    assert 60 * MIB < memory.end_bytes <= 80 * MIB
     del kept
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError, resolve_config
-from labkit.lab.notebook import check_parameters
 from labkit.lab.pages import cards
 from labkit.lab.pages.export import export_page
 from labkit.lab.pages.provenance import provenance
+from labkit.lab.parameters import check_parameters
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
@@ -42,7 +42,7 @@ def test_every_parameter_with_every_wrong_value_stops_by_name_or_is_planned(lab)
         for value in WRONG:
             said, config = refusal(lab, study, {name: value})
             if said is None:
-                points = study.points(config, machine)
+                points = study.plan(config, machine)
                 assert all(point.describe() for point in points)
                 planned += 1
             else:

@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from labkit.lab.advise import diagnosis, report, words
-from labkit.lab.advise.request import read_measurement, read_request
-from labkit.lab.advise.screen import lines
+from labkit.lab.advise import diagnosis, layouts
+from labkit.lab.advise.options import Options, read_options
+from labkit.lab.advise.report import PARTS
+from labkit.lab.advise.request import make_request
 from labkit.scaling.advice import advise, has_room, round_batch, sums_s
-from labkit.scaling.layout import Layout
+from labkit.scaling.layout import PRECISIONS, RECOMPUTE, SHARDS, Layout
 from labkit.scaling.published import nearest
 from labkit.scaling.slowdown_causes import explain
 
@@ -25,6 +26,10 @@ LLAMA = {
     **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
 }
+
+
+def ask(**changes):
+    return make_request(read_options(USUAL | changes))
 
 
 @pytest.fixture
@@ -78,6 +83,19 @@ WRONG = {
     "an unknown option": [*_options(), "--gpuz", "8"],
     "an option without its value": [*_options(), "--tp"],
 }
+
+
+def test_options_offer_what_the_predictor_knows():
+    for name, words in (("precision", PRECISIONS), ("recompute", RECOMPUTE), ("shard", SHARDS)):
+        assert [getattr(read_options({name: word}), name) for word in words] == list(words)
+        assert all(word in Options.model_fields[name].description for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4M", 4e6), ("1.5b", 1.5e9), ("4,000,000", 4e6), ("1_024", 1024), ("2e6", 2e6), (8, 8)]
+)
+def test_numbers_are_read_as_people_write_them(text, number):
+    assert read_options({"tokens_per_step": text}).tokens_per_step == number
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -141,7 +159,7 @@ def test_nothing_heavy_is_imported():
 
 @pytest.mark.parametrize("changes", [{}, {"model": "llama-3-70b"}, {"gpus": "256", "network_gbps": "100"}])
 def test_advice_adds_up(changes):
-    question = read_request(USUAL | changes)
+    question = ask(**changes)
     advice = advise(question.request)
     assert advice.best
     assert all(one.out_of_memory < 0.5 for one in advice.best)
@@ -150,9 +168,9 @@ def test_advice_adds_up(changes):
     peak = max(sum(parts.values()) for parts in advice.first.memory_gib)
     assert peak == pytest.approx(advice.first.peak_gib)
     assert not {one.layout for one in advice.best} & {one.prediction.layout for one in advice.runners_up}
-    assert {one.cause for one in advice.runners_up} <= {*words.PARTS, "memory", "unstable"}
+    assert {one.cause for one in advice.runners_up} <= {*PARTS, "memory", "unstable"}
     assert bool(advice.remedies) != has_room(advice.first)
-    made = report.make_report(question, advice, nearest(question.request.run(advice.first.layout)))
+    made = layouts.make_report(question, advice, nearest(question.request.run(advice.first.layout)))
     assert [section.mark for section in made.sections].count("published") == 1
     assert "nearest published" in made.notes[-1] + made.notes[0] + made.notes[1]
     for step, one in zip(made.sections[1].steps or made.sections[2].steps, advice.best, strict=True):
@@ -161,7 +179,7 @@ def test_advice_adds_up(changes):
 
 def test_a_reserve_is_kept_free():
     free, kept = (
-        advise(read_request(USUAL | {"model": "llama-3-70b", "gpus": "32", "memory_reserve": reserve}).request)
+        advise(ask(**{"model": "llama-3-70b", "gpus": "32", "memory_reserve": reserve}).request)
         for reserve in (None, "16GiB")
     )
     assert kept.first.peak_gib < 80 - 16 - 1
@@ -170,7 +188,7 @@ def test_a_reserve_is_kept_free():
 
 
 def test_a_faster_network_and_more_gpus_never_hurt():
-    advice = advise(read_request(USUAL | {"network_gbps": "100"}).request)
+    advice = advise(ask(**{"network_gbps": "100"}).request)
     speed = {change.name: change.tokens_per_s for change in advice.changes}
     base = advice.request.tokens / advice.first.step_s
     assert speed["network twice as fast"] >= base > speed["network ten times slower"]
@@ -188,21 +206,21 @@ def test_a_batch_is_whole_and_near(tokens, seq_len, gpus, sequences):
 def test_calibration_narrows_the_intervals(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("\n".join([ROW, *OWN_RUNS]))
-    calibrated = read_request(USUAL | {"calibrate": str(path), "tokens_per_step": "1,048,576"})
+    calibrated = ask(**{"calibrate": str(path), "tokens_per_step": "1,048,576"})
     assert calibrated.calibration_runs == 3
     assert calibrated.calibration_error < 0.1
     widths = [
         np.log(one.interval_90[1] / one.interval_90[0])
-        for one in (advise(calibrated.request).first, advise(read_request(USUAL).request).first)
+        for one in (advise(calibrated.request).first, advise(ask().request).first)
     ]
     assert widths[0] < widths[1]
 
 
 def _explain(**options):
-    tokens_per_s, mfu = read_measurement(options)
-    question = read_request(USUAL | {"shard": "zero3", "tp": "1", "pp": "1", "cp": "1"} | options)
-    found = explain(question.request, tokens_per_s=tokens_per_s, mfu=mfu, unspecified=question.unspecified)
-    return found, "\n".join(lines(diagnosis.make_report(question, found, nearest(question.request.run(Layout())))))
+    read = read_options(USUAL | {"shard": "zero3", "tp": "1", "pp": "1", "cp": "1"} | options)
+    question, mfu = make_request(read), None if read.mfu is None else read.mfu / 100
+    found = explain(question.request, tokens_per_s=read.tokens_per_second, mfu=mfu, unspecified=question.unspecified)
+    return found, "\n".join(diagnosis.make_report(question, found, nearest(question.request.run(Layout()))).lines())
 
 
 def test_a_fault_that_was_put_in_explains_all_of_the_gap():

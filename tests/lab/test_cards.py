@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from IPython.core.formatters import DisplayFormatter
 
-from labkit.lab import figures
 from labkit.lab.answers import Answer, Question
 from labkit.lab.columns import INTERVAL
+from labkit.lab.figures import Lines
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance, provenance_rows
 from labkit.lab.runs.measure import measure
@@ -37,7 +37,7 @@ def answer_pieces(text):
     question = Question(id=text, text=text)
     answer = Answer(text, text, pd.DataFrame({text: [text]}), text, 0.5, text, text, (text,))
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
-    plot = figures.lines(frame, x="n_bytes", y="seconds", hue="algorithm")
+    plot = Lines(x="n_bytes", y="seconds", hue="algorithm").plot(frame)
     piece = cards.answer(question, answer, [cards.figure(plot, b"PNG", text, text, text)])
     return [piece.data, piece.on_page]
 

@@ -74,6 +74,18 @@ def test_a_checkpoint_cannot_execute_anything(tmp_path):
     assert not proof.exists()
 
 
+def _run_block(text):
+    exec(text, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("part", ["tensor", "pipeline"])
+def test_model_parallel_examples_of_the_docs_run(part):
+    blocks = [block.split("```")[0] for block in PAGE.read_text().split("```python\n")[1:]]
+    (example,) = (block for block in blocks if f"from labkit.parallel.{part} import" in block)
+    assert len(example.splitlines()) <= 14
+    run_ranks(_run_block, example, world_size=2)
+
+
 def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
     """The example of the docs, as it stands."""
     blocks = PAGE.read_text().split("```python\n")[1:]

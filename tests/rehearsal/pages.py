@@ -10,11 +10,14 @@ import matplotlib.pyplot as plt
 
 from labkit.lab import notebook
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.style import Plot
+from labkit.lab.figures import Plot
 from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
-from labkit.lab.runs.store import Record, Run
+from labkit.lab.runs.records import Row
+from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import Plugins, check_plugins
+
+Record = dict[str, Any]
 
 
 class LabOnRun(notebook.OpenLab):
@@ -86,10 +89,9 @@ def _carried_out(lab: Lab, run: Run) -> Iterator[tuple[str, str, dict[str, Any]]
 def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:
     """The same run with other rows: `rows` gets a point and a record, and gives one in its place, or None."""
     planned = run.header.planned
-    changed = [(record, rows(planned[record["point"]], record)) for record in run._rows]
-    emptied = {record["point"] for record, kept in changed if kept is None}
-    kept = [new for _, new in changed if new is not None]
+    changed = [(row.point, rows(planned[row.point], row.model_dump())) for row in run._rows]
+    kept = [Row.model_validate(record) for _, record in changed if record is not None]
+    without = {point for point, record in changed if record is None} - {row.point for row in kept}
     lost = {"status": "failed", "reason": "rank 0: RuntimeError: rehearsed"}
-    without = emptied - {record["point"] for record in kept}
-    ends = {point: end | (lost if point in without else {}) for point, end in run._ends.items()}
+    ends = {point: end.model_copy(update=lost if point in without else {}) for point, end in run._ends.items()}
     return Run(run.path, run.header, kept, ends)

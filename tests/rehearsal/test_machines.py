@@ -21,7 +21,7 @@ PLANNING = [lab for lab in LABS if lab != "tuned_step"]
 
 def _plan(study, machine, profile):
     """Points that can be measured there, and the reasons of the others."""
-    points = list(study.points(study.profiles[profile], machine))
+    points = study.plan(study.profiles[profile], machine)
     assert len({point.id for point in points}) == len(points)
     reasons = {point.id: point.skip_reason(machine) for point in points}
     assert all(reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values())
@@ -62,7 +62,7 @@ def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
         if lab in ON_THE_CPU:
             continue
         wanted = study.profiles["smoke"].model_copy(update={"device": "cuda"})
-        reasons = [point.skip_reason(machine) for point in study.points(wanted, machine)]
+        reasons = [point.skip_reason(machine) for point in study.plan(wanted, machine)]
         assert any(machine.no_gpu_reason in reason for reason in reasons if reason), name
 
 

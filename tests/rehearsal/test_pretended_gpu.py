@@ -29,7 +29,7 @@ def _points(lab):
     """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks they share."""
     study, machine = load_lab(lab), MACHINES["one H100"]
     kinds = {}
-    for point in study.points(study.profiles["smoke"], machine):
+    for point in study.plan(study.profiles["smoke"], machine):
         kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
         is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
         if is_there and kind not in OF_A_REAL_GPU and point.skip_reason(machine) is None:

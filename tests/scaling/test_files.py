@@ -7,13 +7,12 @@ import json
 import pytest
 
 from labkit.costs.transformer import SIZES, n_parameters
+from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
 from labkit.scaling.model import parameters
-from labkit.scaling.model_config import MAX_BYTES, read_model
-from labkit.scaling.named_models import NAMED, find_model
+from labkit.scaling.named_models import MAX_BYTES, NAMED, find_model, read_model
 from labkit.scaling.predicted_table import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
-from labkit.scaling.tables import DATA
 from tests.commands import labkit
 
 GOOD = {

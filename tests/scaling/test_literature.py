@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from labkit.scaling import communication, memory, pipeline
-from labkit.scaling.break_even import compute_comm_ratio
-from labkit.scaling.communication import group
+from labkit.scaling import memory, parallelism, read_table
 from labkit.scaling.constants import load_constants
 from labkit.scaling.model import Model, parameters, step_flops
 from labkit.scaling.runs import Runs
-from labkit.scaling.tables import read_table
+from labkit.scaling.scores import compute_comm_ratio
+from labkit.scaling.step_time import predict_step_s
 from tests.scaling.conftest import LLAMA_8B, LLAMA_70B, ideal_constants, run
 
 GIB = 2**30
@@ -34,9 +33,9 @@ def test_activations_of_korthikanti_et_al(row):
     pp, small = int(row["pp"]), row["mode"] == "seqsel"
     layout = {"tp": 8, "pp": pp, "vp": vp, "micro_batch": micro_batch, "global_batch": micro_batch * pp}
     layout |= {"sequence_parallel": small, "recompute": "selective" if small else "none"}
-    runs = Runs.from_runs([run(model, "a100", seq_len=2048, framework="megatron", **layout)])
+    runs = Runs([run(model, "a100", seq_len=2048, framework="megatron", **layout)])
     kept, again = memory.layer_activations(runs, np.ones(1), np.zeros(1))
-    first_stage = kept * pipeline.layers_per_stage(runs)[:, 0] * memory.micro_batches_alive(runs)[:, 0]
+    first_stage = kept * parallelism.layers_per_stage(runs)[:, 0] * memory.micro_batches_alive(runs)[:, 0]
     assert first_stage[0] / GIB == pytest.approx(float(row["activations_gib"]), rel=1e-4)
     assert again[0] == 0
     matrices = 18 * 12 * model.layers * model.hidden**2 / (8 * pp)
@@ -47,10 +46,19 @@ def test_activations_of_korthikanti_et_al(row):
 def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
     """ZeRO, arXiv:1910.02054, figure 1: 2 bytes of weights, 2 of gradients, 12 of optimizer per parameter."""
     model = Model(layers=37, hidden=4096, heads=32, ffn=16384, vocab=1000, ffn_gated=False, tied=True)
-    runs = Runs.from_runs([run(model, framework="mosaic", dp=64, global_batch=64, shard=shard)])
+    runs = Runs([run(model, framework="mosaic", dp=64, global_batch=64, shard=shard)])
     stages = memory.stages(runs, load_constants().rows(runs))
     held = sum(stages.parts[name][0, 0] for name in ("parameters", "gradients", "optimizer"))
     assert held * 7.5e9 / parameters(model) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_heads_of_no_multiple_of_eight_leave_the_tensor_cores():
+    """arXiv:2401.14489, section 6: BigScience's 96 heads of 150 took 1.2 to 1.4 times as long as 64 of 224."""
+    layout = {"tp": 8, "pp": 12, "dp": 4, "global_batch": 2048, "micro_batch": 2, "recompute": "full", "shard": "zero1"}
+    shapes = [_gpt(72, 14400, 96), _gpt(72, 14336, 64)]
+    runs = Runs([run(model, "a100", seq_len=2048, framework="vtrain", **layout) for model in shapes])
+    unaligned, aligned = predict_step_s(runs, load_constants().rows(runs))
+    assert 1.2 <= unaligned / aligned <= 1.5
 
 
 def test_flops_of_megatron():
@@ -71,8 +79,8 @@ def test_llama_3_70b_on_15_trillion_tokens():
 def test_bubbles_of_the_pipeline_schedules():
     """arXiv:2104.04473, section 2.2: (p-1)/m of the ideal time, 1/v of that interleaved; here p = 64, m = 512."""
     layout = {"tp": 8, "pp": 64, "global_batch": 512, "framework": "megatron"}
-    runs = Runs.from_runs([run(_gpt(128, 25600, 160), "a100", vp=vp, **layout) for vp in (1, 2)])
-    ideal, bubble = pipeline.schedule_s(runs, np.ones((2, 64)))
+    runs = Runs([run(_gpt(128, 25600, 160), "a100", vp=vp, **layout) for vp in (1, 2)])
+    ideal, bubble = parallelism.schedule_s(runs, np.ones((2, 64)))
     assert bubble / ideal == pytest.approx([63 / 512, 63 / 1024])
 
 
@@ -83,7 +91,7 @@ def test_bubbles_of_the_pipeline_schedules():
 def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(layers, pp, vp, first, middle, last):
     """arXiv:2407.21783, section 3.3.2: Llama 3 405B has 126 layers so that 126 + 2 divide over the stages."""
     model = Model(layers=layers, hidden=4096, heads=32, ffn=16384, vocab=51200)
-    stages = pipeline.layers_per_stage(Runs.from_runs([run(model, pp=pp, vp=vp, global_batch=pp)]))[0]
+    stages = parallelism.layers_per_stage(Runs([run(model, pp=pp, vp=vp, global_batch=pp)]))[0]
     assert stages.sum() == layers
     assert (stages[0], stages[1], stages[-1]) == (first, middle, last)
 
@@ -91,10 +99,10 @@ def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(layers, 
 def test_nccl_in_a_node_of_a100():
     """nccl-tests' all-reduce of 1 MB to 1 GB: the median error is 5%."""
     rows = [row for row in read_table("nccl_all_reduce_in_a_node") if row["gpu"] == "a100"]
-    runs = Runs.from_runs([run(gpu="a100", dp=int(row["ranks"]), global_batch=840) for row in rows])
+    runs = Runs([run(gpu="a100", dp=int(row["ranks"]), global_batch=840) for row in rows])
     constants = load_constants().rows(runs)
-    ring = group(runs, constants, runs.dp, np.ones(len(runs)))
-    predicted = communication.all_reduce_s(ring, constants, np.array([float(row["bytes"]) for row in rows]))
+    ring = parallelism.group(runs, constants, runs.dp, np.ones(len(runs)))
+    predicted = parallelism.all_reduce_s(ring, constants, np.array([float(row["bytes"]) for row in rows]))
     measured = np.array([float(row["out_of_place_ns"]) for row in rows]) / 1e9
     assert np.median(np.abs(predicted / measured - 1)) < 0.06
 
@@ -116,7 +124,7 @@ def test_nccl_in_a_node_of_a100():
     ],
 )
 def test_when_parallelism_breaks_even(one, kind, ratio):
-    runs = Runs.from_runs([one])
+    runs = Runs([one])
     found = compute_comm_ratio(runs, ideal_constants().rows(runs))
     assert found[kind][0] == pytest.approx(ratio, rel=0.01)
     assert {name for name, values in found.items() if np.isfinite(values[0])} == {kind}

@@ -16,8 +16,8 @@ from tests.scaling.conftest import LLAMA_8B, run
 
 # by fold: largest median error in percent over all rows, and the share of rows that intervals must hold
 BOUNDS = {
-    **{"beyond 64 GPUs": (10, 0.9), "beyond 32 GPUs": (11, 0.9), "without the framework": (20, 0.9)},
-    "without the model": (7.5, 0.85),
+    **{"beyond 64 GPUs": (9, 0.9), "beyond 32 GPUs": (10, 0.9), "without the framework": (20, 0.9)},
+    "without the model": (7, 0.85),
 }
 MIN_ROWS = 30
 
@@ -35,7 +35,9 @@ def test_runs_that_a_fit_had_left_out_are_predicted_and_covered(fold):
     assert rows[rows["gpus"] >= 1000]["is_covered"].mean() >= 0.8
     by_gpus = rows.groupby(["table", "gpus"])["is_covered"].agg(["size", "mean"])
     assert (by_gpus[by_gpus["size"] >= MIN_ROWS]["mean"] >= 0.82).all()
-    assert fold != "without the model" or rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
+    if fold == "without the model":
+        assert rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
+        assert rows["is_covered"].mean() <= 0.95
 
 
 def test_nothing_is_predicted_to_be_faster_than_published_matmuls(published, predictions):
@@ -108,22 +110,21 @@ def test_an_unknown_pipeline_engine_is_in_the_interval():
 def fit_scaling(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     yield import_module("fit_scaling")
-    for name in ("fit_scaling", "fit_intervals", "folds"):
+    for name in ("fit_scaling", "folds"):
         del sys.modules[name]
 
 
-def test_a_fold_never_judges_a_run_that_it_was_fitted_to(published, fit_scaling):
+def test_every_fold_judges_some_runs_and_is_fitted_to_others(published, fit_scaling):
     for fold in fit_scaling.FOLDS:
-        for trained, tested in fold.parts(published):
-            assert not (trained & tested).any()
-            assert tested.any()
+        for is_judged in fold.parts(published):
+            assert is_judged.any()
+            assert not is_judged.all()
 
 
 def test_a_fold_that_is_fitted_again_predicts_what_is_committed(published, fit_scaling):
     (fold,) = (fold for fold in fit_scaling.FOLDS if fold.name == "beyond 32 GPUs")
     errors = fit_scaling.cross_validate(published, fold, np.zeros(len(published.runs), dtype=bool))
-    found = published.step_s[errors.row] / np.exp(errors.log_ratio)
-    assert found == pytest.approx(held_out_s(fold.name)[errors.row], rel=0.02)
+    assert errors.predicted_s == pytest.approx(held_out_s(fold.name)[errors.row], rel=0.02)
 
 
 def test_the_nearest_published_runs_are_alike_and_carry_the_error_made_on_them(published):

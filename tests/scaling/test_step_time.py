@@ -51,19 +51,19 @@ def possible_runs(draw):
 
 
 def seconds(one, constants=None):
-    runs = Runs.from_runs([one])
+    runs = Runs([one])
     return float(predict_step_s(runs, (constants or load_constants()).rows(runs))[0])
 
 
 def part(one, name, constants=None):
-    runs = Runs.from_runs([one])
+    runs = Runs([one])
     return float(breakdown(runs, (constants or load_constants()).rows(runs))[name][0])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_every_breakdown_adds_up_and_nothing_is_negative(one):
-    found = predict_runs(Runs.from_runs([one])).prediction(0)
+    found = predict_runs(Runs([one])).prediction(0)
     assert set(found.parts_s) == set(PARTS)
     assert sum(found.parts_s.values()) == pytest.approx(found.step_s, rel=1e-9)
     assert min(found.parts_s.values()) >= -1e-12 * found.step_s
@@ -99,7 +99,7 @@ def test_seconds_are_seconds(one, factor):
 @given(possible_runs(), st.sampled_from(["layers", "ffn", "vocab"]))
 def test_larger_models_take_longer_and_more_memory(one, name):
     larger = replace(one, model=replace(one.model, **{name: 2 * getattr(one.model, name)}))
-    small, large = (predict_runs(Runs.from_runs([either])) for either in (one, larger))
+    small, large = (predict_runs(Runs([either])) for either in (one, larger))
     assert large.step_s[0] > small.step_s[0]
     assert large.peak_gib[0] >= small.peak_gib[0] * (1 - 1e-9)
 
@@ -108,7 +108,7 @@ def test_larger_models_take_longer_and_more_memory(one, name):
 @given(possible_runs())
 def test_a_row_does_not_depend_on_its_neighbors(one):
     others = [run(LLAMA_70B, "a100", tp=8, pp=16, framework="megatron", global_batch=64), run(GPT_1B)]
-    alone, among = predict_runs(Runs.from_runs([one])), predict_runs(Runs.from_runs([*others, one]))
+    alone, among = predict_runs(Runs([one])), predict_runs(Runs([*others, one]))
     for name in ("step_s", "peak_gib", "low_90", "high_90"):
         assert getattr(among, name)[2] == pytest.approx(getattr(alone, name)[0], rel=1e-12)
 
@@ -122,7 +122,7 @@ def test_one_gpu_communicates_nothing():
 def test_at_the_peak_a_step_takes_its_flops_over_the_peak():
     """Ideal constants, endless memory bandwidth, one GPU: only arithmetic is left (half of attention's scores)."""
     one = faster(run(seq_len=2048), memory=1e12)
-    runs = Runs.from_runs([one])
+    runs = Runs([one])
     matrices = LLAMA_8B.layers * (runs.layer_parameters[0] - 2 * LLAMA_8B.hidden) + runs.embedding_parameters[0]
     attention = LLAMA_8B.layers * 3.5 * 4 * 2048**2 * LLAMA_8B.hidden / 2
     expected = (6 * 2048 * matrices + attention) / (one.hardware.peak_tflops * 1e12)
@@ -194,10 +194,10 @@ def _runs(framework):
 
 def test_three_runs_calibrate_a_slower_site():
     theirs = load_constants().with_profile(Profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6}))
-    measured = predict_runs(Runs.from_runs(_runs("theirs")), theirs).step_s
+    measured = predict_runs(Runs(_runs("theirs")), theirs).step_s
     profile = calibrate(_runs("generic")[:3], measured[:3].tolist(), name="mine")
-    mine = predict_runs(Runs.from_runs(_runs("mine")), load_constants().with_profile(profile))
-    before = predict_runs(Runs.from_runs(_runs("generic")))
+    mine = predict_runs(Runs(_runs("mine")), load_constants().with_profile(profile))
+    before = predict_runs(Runs(_runs("generic")))
     errors, blind = (np.abs(one.step_s / measured - 1) for one in (mine, before))
     assert np.median(errors) < np.median(blind) / 3
     assert ((mine.high_90 / mine.low_90) < (before.high_90 / before.low_90)).all()
@@ -205,7 +205,7 @@ def test_three_runs_calibrate_a_slower_site():
 
 def test_exact_runs_leave_the_base_as_it_is():
     runs = _runs("mosaic")[:4]
-    profile = calibrate(runs, predict_runs(Runs.from_runs(runs)).step_s.tolist(), base="mosaic")
+    profile = calibrate(runs, predict_runs(Runs(runs)).step_s.tolist(), base="mosaic")
     assert profile.values["slowdown"] == pytest.approx(load_constants().table["slowdown"]["mosaic"], rel=1e-3)
     assert profile.values["unfused_attention"] == 0
 

@@ -47,6 +47,16 @@ def test_those_that_run_are_timed_whatever_the_others_raise():
     assert all(re.fullmatch(NO_PLAN, reason) for reason in failed.values())
 
 
+def test_an_error_in_the_inputs_of_an_alternative_is_its_failure():
+    def prepare(name):
+        if name == "broken":
+            _broken()
+
+    alternatives = {name: {"call": int} for name in ("broken", "first", "second")}
+    samples, failed = time_guarded(alternatives, device="cpu", warmup=1, repeats=8, prepare=prepare)
+    assert (set(samples), set(failed)) == ({"first", "second"}, {"broken"})
+
+
 def test_what_no_alternative_is_to_blame_for_is_raised():
     with pytest.raises(ValueError, match="no plan"):
         time_guarded({"one": {"call": int}}, device="cpu", warmup=0, repeats=1, before=_broken)

@@ -1,8 +1,6 @@
 """Recommendations for this machine, in sentences and as Python to paste."""
 
-from collections.abc import Iterator, Mapping, Sequence
-
-import pandas as pd
+from collections.abc import Iterator, Mapping
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.advise.report import Report, Section
@@ -23,7 +21,6 @@ from labkit.machine import describe_machine
 
 MEASURED = "measured here"
 MODEL, SEQUENCE = "small", 128
-ALLOWED = ("model", "sequence")
 TUNED_STEP = "tuned_step"
 JOINED = Metric("seconds", "implementation", ("model", "world_size"))
 NAMES: Mapping[str, str] = {"compiled": "torch.compile", "wrapper": "data-parallel wrapper"}
@@ -38,33 +35,34 @@ def check_model(name: str | None) -> str:
     return name or MODEL
 
 
-def report(model: str, context_length: int) -> Report:
+def make_report(model: str, context_length: int) -> Report:
     """Recommendations of the newest runs of this machine, and their gain together where it was measured."""
     runs = newest_runs(labs={TUNED_STEP, *(topic.lab for topic in TOPICS)})
     recommendations = recommend(model, context_length, runs)
-    gains = list(_gains(runs, context_length))
     changed = [_name(one.topic) for one in recommendations if one.value != getattr(DEFAULT, one.topic)]
     verdict = f"Change {len(changed)} of {len(recommendations)} defaults." if changed else "Keep the defaults."
-    headline = (
-        f"Each of {join_words(changed)} was faster alone."
-        if changed
-        else "No run of this machine shows a faster alternative."
-    )
-    headings = ("", "use", "time", "reason")
-    sections = [Section("Recommendations of its labs", MEASURED, headings, list(_rows(recommendations)))]
-    if gains:
-        headings = ("model", "ranks", "time of the joined over the default's", "verdict")
+    headline = "No run of this machine shows a faster alternative."
+    if changed:
+        headline = f"Each of {join_words(changed)} was faster alone."
+    rows = [_row(one) for one in recommendations]
+    sections = [Section("Recommendations of its labs", MEASURED, ("topic", "use", "time", "reason"), rows)]
+    notes = ["As Python to paste: labkit advise --apply. On many GPUs: --gpus 64 --gpu h100."]
+    if gains := list(_gains(runs, context_length)):
+        headings = ("model", "ranks", "time relative to the default", "verdict")
         sections.append(Section("All of it together against the default, in turns", MEASURED, headings, gains))
-    notes = list(_notes(recommendations, has_gains=bool(gains)))
+    else:
+        notes.insert(0, f"Not measured together yet: labkit report {TUNED_STEP}")
+    if missing := sorted({one.lab for one in recommendations} - runs.keys()):
+        notes.insert(0, f"Not measured here: labkit report {' '.join(missing)}")
     return Report(verdict, headline, f"{describe_machine().label}; {model}", sections, notes)
 
 
-def python_of(model: str, context_length: int) -> str:
+def recommended_code(model: str, context_length: int) -> str:
     """The joined configuration as a script's lines: attention, compile, wrapper, autocast, optimizer."""
-    return code(join(recommend(model, context_length, newest_runs())), model, context_length)
+    return write_code(join(recommend(model, context_length, newest_runs())), model, context_length)
 
 
-def code(chosen: Configuration, model: str, context_length: int) -> str:
+def write_code(chosen: Configuration, model: str, context_length: int) -> str:
     """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
     lines = [
         "import torch",
@@ -104,40 +102,25 @@ def _name(topic: str) -> str:
     return NAMES.get(topic, topic)
 
 
-def _value(value: object) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+def _row(one: Recommendation) -> tuple[str, ...]:
+    value = {True: "yes", False: "no"}.get(one.value, str(one.value)) if isinstance(one.value, bool) else str(one.value)
+    time = "" if one.value == getattr(DEFAULT, one.topic) else _percent(one.ratio, one.low, one.high)
+    return _name(one.topic), value, time, f"{one.lab}: {one.reason}"
 
 
-def _rows(recommendations: Sequence[Recommendation]) -> Iterator[tuple[str, ...]]:
-    for one in recommendations:
-        is_default = one.value == getattr(DEFAULT, one.topic)
-        interval = "" if is_default else f"{100 * one.ratio:.0f}% [{100 * one.low:.0f}, {100 * one.high:.0f}]"
-        yield _name(one.topic), _value(one.value), interval, f"{one.lab}: {one.reason}"
+def _percent(ratio: float, low: float, high: float) -> str:
+    return f"{100 * ratio:.0f}% [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def _gains(runs: Mapping[str, Run], context_length: int) -> Iterator[tuple[str, ...]]:
-    """The newest comparisons of a joined configuration with the default, and what it had that is not advised now."""
+    """The newest comparisons of a joined configuration with the default, if it is the one that is advised now."""
     if TUNED_STEP not in runs:
         return
     frame = runs[TUNED_STEP].frame()
     for row in JOINED.ratios_to("default", frame).to_dict("records"):
         model, ranks = str(row["model"]), int(row["world_size"])
-        rows = frame[(frame["model"] == model) & (frame["world_size"] == ranks)]
-        other = list(_differences(rows.iloc[0], recommend(model, context_length, runs), ranks))
-        ratio = f"{100 * row['ratio']:.0f}% [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
-        yield model, str(ranks), ratio, f"{row['verdict']}{f' with {join_words(other)}' if other else ''}"
-
-
-def _differences(row: "pd.Series[object]", recommendations: Sequence[Recommendation], ranks: int) -> Iterator[str]:
-    for one in recommendations:
-        if row[one.topic] != one.value and (ranks > 1 or one.topic not in RANK_FIELDS):
-            yield f"{_name(one.topic)} {_value(row[one.topic])}"
-
-
-def _notes(recommendations: Sequence[Recommendation], *, has_gains: bool) -> Iterator[str]:
-    if not has_gains:
-        yield f"Not measured together yet: labkit report {TUNED_STEP}"
-    missing = sorted({one.lab for one in recommendations if one.reason.endswith("was not measured here")})
-    if missing:
-        yield f"Not measured here: labkit report {' '.join(missing)}"
-    yield "As Python to paste: labkit advise --apply. On many GPUs: --gpus 64 --gpu h100."
+        measured = frame[(frame["model"] == model) & (frame["world_size"] == ranks)].iloc[0]
+        advised = recommend(model, context_length, runs)
+        compared = [one for one in advised if ranks > 1 or one.topic not in RANK_FIELDS]
+        if all(measured[one.topic] == one.value for one in compared):
+            yield model, str(ranks), _percent(row["ratio"], row["low"], row["high"]), str(row["verdict"])

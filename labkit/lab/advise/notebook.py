@@ -1,19 +1,19 @@
-"""An advice in a notebook: the ranking as a frame, and the parts of steps as figures."""
+"""An advice in a notebook: rankings as frames, shares of a step and waterfalls as figures."""
 
-import base64
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise import report, screen, words
-from labkit.lab.advise.figures import waterfalls
-from labkit.lab.advise.request import AdviceRequest, read_request
+from labkit.lab.advise import layouts
+from labkit.lab.advise.options import Options, read_options
+from labkit.lab.advise.report import PARTS, PREDICTED, YOURS, Step, describe_layout, predicted_step
+from labkit.lab.advise.request import make_request
 from labkit.lab.config import ParameterError
-from labkit.lab.figures import Plot, bars
-from labkit.scaling.advice import Advice, advise, sums_s
+from labkit.lab.figures import Bars, Plot, Timeline
+from labkit.scaling.advice import advise, sums_s
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
@@ -23,8 +23,9 @@ NAMES = (
     *("memory_reserve", "tokens", "framework", "calibrate"),
 )
 """Variables of a notebook that are options of `labkit advise`."""
-MIN_PERCENT = 0.5
-"""Percent of a step from which on a part is plotted."""
+MIN_SHARE = 5e-3
+"""Share of a step from which on a part is plotted."""
+WHOLE = "step"
 
 
 class Plan:
@@ -33,17 +34,17 @@ class Plan:
     As the last expression of a cell it prints the answer. ParameterError for what the command refuses.
     """
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self.options = options
+    def __init__(self, options: Mapping[str, Any]) -> None:
         try:
-            self.question: AdviceRequest = read_request(options)
-            self.advice: Advice = advise(self.question.request)
+            self.options: Options = read_options(options)
+            self.question = make_request(self.options)
+            self.advice = advise(self.question.request)
         except ValueError as error:
             raise ParameterError(str(error)) from None
 
     def __repr__(self) -> str:
         rows = nearest(self.question.request.run(self.advice.first.layout))
-        return "\n".join(screen.lines(report.make_report(self.question, self.advice, rows)))
+        return "\n".join(layouts.make_report(self.question, self.advice, rows).lines())
 
     def ranking(self, count: int = 10) -> pd.DataFrame:
         """The best layouts, one per row; times in seconds, memory in GiB."""
@@ -52,97 +53,51 @@ class Plan:
 
     def waterfall(self) -> Plot:
         """The parts of the best layouts' steps, one panel each, numbered as in the ranking."""
-        return waterfalls(report.number_steps(self.advice.best or [self.advice.first]))
+        return draw_steps(layouts.number_steps(self.advice.best or [self.advice.first]))
 
     def but(self, **changes: Any) -> "Plan":
         """The plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the default."""
-        if unknown := set(changes) - set(NAMES):
-            raise ParameterError(f"expected options among {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
-        return Plan(_texts({**self.options, **changes}))
-
-    def compare(self, **changes: Any) -> "Comparison":
-        """This plan and the one with other values, `plan.compare(gpus=32)`: both rankings and both waterfalls."""
-        title = ", ".join(f"{name} {value}" for name, value in changes.items())
-        return Comparison({"as asked": self, title: self.but(**changes)})
+        return Plan(self.options.named() | changes)
 
     def by_gpus(self, gpus: Iterable[int]) -> Plot:
         """Shares of the best layout's step on each number of GPUs; numbers on which nothing fits are left out."""
-        best: dict[str, Prediction] = {}
-        for count in gpus:
-            ranking = rank(replace(self.question.request, gpus=count))
-            if ranking.order:
-                best[str(count)] = ranking.first()
+        rankings = {count: rank(replace(self.question.request, gpus=count)) for count in gpus}
+        best = {str(count): ranking.first() for count, ranking in rankings.items() if ranking.order}
         rows = [
-            {"gpus": count, "part": words.PARTS[part], "percent": 100 * seconds / one.step_s}
+            {"gpus": count, "part": PARTS[part], "share_percent": 100 * seconds / one.step_s}
             for count, one in best.items()
             for part, seconds in sums_s(one).items()
         ]
-        frame = pd.DataFrame(rows, columns=["gpus", "part", "percent"])
-        large = frame[frame["percent"] > MIN_PERCENT]["part"].unique()
-        frame = frame[frame["part"].isin(large)]
-        return bars(
-            frame,
-            x="gpus",
-            y="percent",
-            hue="part",
-            hue_order=[name for name in words.PARTS.values() if name in large],
-            stacked=True,
-            y_title="share of a step (%)",
-            source=report.PREDICTED,
-        )
-
-
-class Comparison:
-    """Plans to compare. As the last expression of a cell: the three best layouts of each, and their best's parts."""
-
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
-        self.plans = plans
-
-    def __repr__(self) -> str:
-        return compare(self.plans).to_string()
-
-    def _repr_html_(self) -> str:
-        columns = ["layout", "step_s", "mfu_percent", "peak_gib"]
-        tables = [
-            f"<div><p><b>{escape(name)}</b></p>{plan.ranking(3)[columns].to_html(float_format='{:.3g}'.format)}</div>"
-            for name, plan in self.plans.items()
-        ]
-        image = base64.b64encode(waterfall(self.plans).png()).decode()
-        alt = f"The parts of a step: {', '.join(self.plans)}."
-        return (
-            f'<div style="display: flex; flex-wrap: wrap; gap: 2em">{"".join(tables)}</div>'
-            f'<img style="max-width: 100%" alt="{escape(alt)}" src="data:image/png;base64,{image}">'
-        )
+        frame = pd.DataFrame(rows, columns=["gpus", "part", "share_percent"])
+        large = frame.groupby("part")["share_percent"].transform("max") > 100 * MIN_SHARE
+        return Bars(x="gpus", y="share_percent", hue="part", stacked=True).plot(frame[large])
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
     """The plan for a notebook's variables: those named as an option of `labkit advise`. ParameterError as there."""
-    return Plan(_texts({name: variables.get(name) for name in NAMES}))
+    return Plan({name: variables.get(name) for name in NAMES})
 
 
-def compare(plans: Mapping[str, Plan]) -> pd.DataFrame:
-    """The best layout of each plan, one per row, and tokens per second of all GPUs."""
-    rows = []
-    for plan in plans.values():
-        first = plan.advice.first
-        rows.append(_row(first) | {"tokens_per_s": plan.question.request.tokens / first.step_s})
-    return pd.DataFrame(rows, index=list(plans))
+def compare(plans: Mapping[str, Plan], count: int = 1) -> pd.DataFrame:
+    """The best layouts of each plan, one per row, and tokens per second of all GPUs."""
+    rows = {
+        (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
+        for name, plan in plans.items()
+        for place, one in enumerate(rank(plan.question.request).proposed(count) or [plan.advice.first], start=1)
+    }
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return frame if count > 1 else frame.droplevel(1)
 
 
 def waterfall(plans: Mapping[str, Plan]) -> Plot:
     """The parts of each plan's best step, one panel each."""
-    first = {name: plan.advice.first for name, plan in plans.items()}
-    return waterfalls([report.Step(name, report.list_parts(one), one.interval_90) for name, one in first.items()])
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items() if value is not None}
+    return draw_steps([predicted_step(name, plan.advice.first) for name, plan in plans.items()])
 
 
 def _row(one: Prediction) -> dict[str, object]:
     low, high = one.interval_90
     return {
-        "layout": words.arrangement(one.layout),
+        "layout": describe_layout(one.layout),
         "micro_batch": one.layout.micro_batch,
         "accumulated": int(one.layout.micro_batches),
         "recompute": one.layout.recompute,
@@ -153,3 +108,26 @@ def _row(one: Prediction) -> dict[str, object]:
         "peak_gib": one.peak_gib,
         "out_of_memory": one.out_of_memory,
     }
+
+
+def draw_steps(steps: Sequence[Step]) -> Plot:
+    """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and the whole step."""
+    rows = [row for step in steps for row in _boxes(step)]
+    frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
+    is_large = frame["seconds"] > MIN_SHARE * frame.groupby("layout")["seconds"].transform("max")
+    frame = frame[is_large.groupby(frame["part"]).transform("any")]
+    plot = Timeline(panel="layout", start="start_s", duration="seconds", lane="part").plot(frame)
+    source = f"{PREDICTED}, {YOURS}" if any(step.name == YOURS for step in steps) else PREDICTED
+    return replace(plot, data=plot.data.assign(source=source))
+
+
+def _boxes(step: Step) -> Iterator[dict[str, object]]:
+    """A row per part of a step, and one of the whole step with its interval."""
+    start_s, no_interval = 0.0, (math.nan, math.nan)
+    boxes = []
+    for part, seconds in step.parts_s:
+        boxes.append((part, start_s, seconds, *no_interval))
+        start_s += seconds
+    names = ("part", "start_s", "seconds", "low", "high")
+    for box in [*boxes, (WHOLE, 0.0, start_s, *step.interval_s)]:
+        yield {"layout": step.name} | dict(zip(names, box, strict=True))

@@ -18,7 +18,7 @@ err = Console(stderr=True, highlight=False)
 @contextmanager
 def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
     """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
-    from labkit.lab.terminal_line import terminal_line
+    from labkit.lab.runs.progress import terminal_line
 
     run: str | None = None
 

@@ -57,7 +57,7 @@ def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, str, str, str, str]]
     machine = describe_machine()
     for study in studies:
         for profile in PROFILES:
-            points = list(study.points(study.profiles[profile], machine))
+            points = study.plan(study.profiles[profile], machine)
             reasons = [reason for point in points if (reason := point.skip_reason(machine))]
             commonest = max(set(reasons), key=reasons.count) if reasons else ""
             yield study.name, profile, str(len(points)), str(len(points) - len(reasons)), commonest

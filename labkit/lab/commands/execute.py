@@ -7,7 +7,6 @@ parameters are checked against the lab before a kernel starts, and success is ju
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,9 @@ from traitlets import default
 
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.notebook import check_parameters
-from labkit.lab.parameter_cells import literal_assignments
+from labkit.lab.parameters import check_parameters, literal_assignments
 from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
+from labkit.lab.project import write_file
 from labkit.lab.runs.progress import Progress
 
 ENGINE = "labkit"
@@ -35,7 +34,6 @@ ENGINE = "labkit"
 # them a dozen times while it imports, and once more at its end. In this way a lab takes two seconds less.
 KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
 
-SAVED_EVERY_S = 10.0
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
 
@@ -43,21 +41,17 @@ class NotebookFailed(RuntimeError):
     """A notebook did not run to its end. The message is the error in one line; the notebook is saved."""
 
 
-class EncryptedKernelManager(AsyncKernelManager):
-    """ipykernel warns of its unencrypted TCP ports unless the manager offers encryption."""
+class _KernelManager(AsyncKernelManager):
+    """Offers encryption, without which ipykernel warns; does not interrupt a kernel that has run all its cells.
+
+    Jupyter interrupts every kernel that is to end. One still busy with its last message would print that.
+    """
+
+    has_finished = False
 
     @default("transport_encryption")
     def _encrypt(self) -> str:
         return "auto"
-
-
-class _KernelManager(EncryptedKernelManager):
-    """Leaves a kernel alone that has run all its cells.
-
-    Jupyter interrupts every kernel that is to end. One still busy with its last message would say so in the terminal.
-    """
-
-    has_finished = False
 
     async def _async_interrupt_kernel(self) -> None:
         if not self.has_finished:
@@ -112,6 +106,7 @@ class _LabEngine(Engine):
         kernel_name: str,
         *,
         on_progress: Callable[[Progress], None],
+        target: Path,
         **_: Any,
     ) -> Any:
         client = _Client(
@@ -119,29 +114,16 @@ class _LabEngine(Engine):
             on_progress,
             kernel_name=kernel_name,
             kernel_manager_class=_KernelManager,
-            timeout=None,  # a lab has deadlines of its own, one a point
+            timeout=None,  # a lab has deadlines of its own, one per point
             startup_timeout=60,
-            extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}"],
+            # a reader's `random.py` in the working directory must not stand in for Python's
+            extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}", "--IPKernelApp.ignore_cwd=True"],
             log=logger,
         )
-        notebook_manager.save = _seldom(notebook_manager.save)
         try:
             return client.execute()
         finally:
-            del notebook_manager.save  # the last time, papermill saves it whole
-
-
-def _seldom(save: Callable[[], None]) -> Callable[..., None]:
-    """papermill saves a notebook before and after each cell: with figures that takes a second of a page."""
-    last = time.monotonic()
-
-    def save_if_due(**_: Any) -> None:
-        nonlocal last
-        if time.monotonic() - last > SAVED_EVERY_S:
-            save()
-            last = time.monotonic()
-
-    return save_if_due
+            write_file(target, nbformat.writes(notebook_manager.nb))
 
 
 def execute_notebook(
@@ -160,20 +142,20 @@ def execute_notebook(
         KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
     """
     in_cell = notebook_parameters(source)
-    given = _as_in_cell(in_cell, parameters)
-    check_parameters(study, in_cell | given)
+    values = _as_in_cell(in_cell, parameters)
+    check_parameters(study, in_cell | values)
     target.parent.mkdir(parents=True, exist_ok=True)
-    running = target.with_suffix(".running.ipynb")
     papermill_engines.register(ENGINE, _LabEngine)
     try:
         papermill.execute_notebook(
             source,
-            running,
-            parameters=given,
+            None,
+            parameters=values,
             engine_name=ENGINE,
             kernel_name="python3",  # this interpreter, whatever kernels are registered
             progress_bar=False,
             on_progress=on_progress,
+            target=target,
         )
     except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:
@@ -183,19 +165,16 @@ def execute_notebook(
         raise NotebookFailed(str(error).strip().splitlines()[-1]) from error
     except RuntimeError as error:  # nbclient: the kernel died
         raise NotebookFailed(str(error) or type(error).__name__) from error
-    finally:
-        if running.exists():
-            running.replace(target)
 
 
 def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters by the names of the cell, all others in `config`: they win over what the cell says there."""
-    given = {name: value for name, value in parameters.items() if name in in_cell}
+    values = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
-    more = given.get("config", in_cell.get("config")) or {}
-    if isinstance(more, dict) and (others or more.keys() & given.keys()):
-        given["config"] = {name: value for name, value in more.items() if name not in given} | others
-    return given
+    more = values.get("config", in_cell.get("config")) or {}
+    if isinstance(more, dict) and (others or more.keys() & values.keys()):
+        values["config"] = {name: value for name, value in more.items() if name not in values} | others
+    return values
 
 
 def notebook_parameters(path: Path) -> dict[str, Any]:
@@ -203,10 +182,8 @@ def notebook_parameters(path: Path) -> dict[str, Any]:
     for cell in nbformat.read(path, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:
-                values = literal_assignments(cell.source)
+                if values := literal_assignments(cell.source):
+                    return values
             except (ValueError, SyntaxError) as error:
                 raise ParameterError(f"{path.name}: the parameters cell cannot be read: {error}") from None
-            if values or not cell.source.strip():
-                return values
-            raise ParameterError(f"{path.name}: the parameters cell sets no parameter")
-    raise ParameterError(f"{path.name}: no cell is tagged `parameters`")
+    raise ParameterError(f"{path.name}: no cell is tagged `parameters` and sets some")

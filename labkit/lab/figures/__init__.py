@@ -1,17 +1,15 @@
-"""A few general plots over tidy frames. Each returns the figure and exactly the points it drew.
+"""Figures of tidy frames, declared by a lab or drawn in a notebook; each is saved with exactly its points.
 
-``lines``     a value over a numeric axis, with intervals
-``bars``      a value by category, side by side or stacked
-``areas``     parts of a whole over a numeric axis, stacked
-``timeline``  what ran when, one lane a kind
-``waterfall`` a whole from its parts, one box below the other
+``Lines``     a value over a numeric axis, with intervals
+``Bars``      a value by category, side by side or stacked
+``Areas``     parts of a whole over a numeric axis, stacked
+``Timeline``  boxes in lanes: events, or a whole from its parts
 """
 
-from labkit.lab.figures.areas import areas
-from labkit.lab.figures.bars import bars
-from labkit.lab.figures.lines import lines
-from labkit.lab.figures.style import Plot
-from labkit.lab.figures.timeline import timeline
-from labkit.lab.figures.waterfall import waterfall
+from labkit.lab.figures.bars import Areas, Bars
+from labkit.lab.figures.figure import RATIO, Figure
+from labkit.lab.figures.lines import Lines
+from labkit.lab.figures.plot import Plot
+from labkit.lab.figures.timeline import Timeline
 
-__all__ = ["Plot", "areas", "bars", "lines", "timeline", "waterfall"]
+__all__ = ["RATIO", "Areas", "Bars", "Figure", "Lines", "Plot", "Timeline"]

@@ -1,48 +1,85 @@
-"""What ran when: one lane per kind, one box per interval of time."""
+"""Boxes in lanes: events by their time, or the parts of a whole as a waterfall."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
 
-from labkit.lab.columns import format_value
+from labkit.lab.columns import column, format_value
 from labkit.lab.figures import style
-from labkit.lab.figures.ticks import format_axis
+from labkit.lab.figures.figure import Figure, patches, tidy
+from labkit.lab.figures.plot import Mark, Plot, mark_text, plot_nothing
 
-LANE_HEIGHT = 0.42  # inches
+LANE_INCHES, SPARE_INCHES = 0.3, 1.0  # the height of a lane, and of the titles around a panel
+ROOM = 0.28  # of the x axis: for the values next to boxes
+TURN = 0.62  # of the x axis: a box that ends further to the right has its value on its left
 
 
-def timeline(
-    frame: pd.DataFrame,
-    *,
-    start: str,
-    duration: str,
-    lane: str,
-    hue: str | None = None,
-) -> style.Plot:
-    """Boxes from `start` over `duration` (both in the unit that `duration` names), from the first start on.
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Figure):
+    """Boxes from `start` over `duration`, from the first start on: one lane per name, from the top down.
 
-    One row per box. Lanes run from top to bottom in the order of the rows. ParameterError for a missing column.
+    `low` and `high` right behind the duration are its interval. If each lane has one box, its duration is written next
+    to it.
     """
-    data, hue = style.tidy(frame, duration, start, lane, hue=hue)
-    data = data.dropna(subset=[start])
-    if data.empty:
-        return style.nothing_to_draw(data)
-    data = data.assign(**{start: data[start] - data[start].min()})
-    lanes, kinds = list(dict.fromkeys(data[lane])), list(dict.fromkeys(data[hue]))
-    colors = style.looks(kinds, style.PALETTE)
-    figure = Figure(figsize=(style.WIDE, LANE_HEIGHT * len(lanes) + 0.9))
-    axis = figure.subplots()
-    places = data[lane].map(lanes.index)
-    axis.barh(places, data[duration], 0.8, data[start], color=data[hue].map(colors), linewidth=0)
-    marks = []
-    for place, row in zip(places, data.to_dict("records"), strict=True):
-        at, length = row[start], row[duration]
-        name = style.name_text(row[hue] or row[lane])
-        text = f"{name} · {format_value(duration, length)} from {format_value(duration, at)} on"
-        marks.append(style.Mark(axis, at, place + 0.4, at + length, place - 0.4, text))
-    axis.set_yticks(range(len(lanes)), [style.name_text(value) for value in lanes])
-    axis.invert_yaxis()
-    style.finish_axes(axis, x="time since the first event", grid="x")
-    format_axis(axis.xaxis, duration, False)
-    style.legend(figure, hue, {str(kind): Patch(color=colors[kind]) for kind in kinds})
-    return style.plotted(figure, data, marks)
+
+    start: str
+    duration: str
+    lane: str
+
+    def plot(self, frame: pd.DataFrame) -> Plot:
+        data = tidy(frame, self.duration, self.start, self.lane, self.panel, hue=self.color)
+        data = data.dropna(subset=[self.start])
+        if data.empty:
+            return plot_nothing(data)
+        data = data.assign(**{self.start: data[self.start] - data[self.start].min()})
+        lanes, colors = list(dict.fromkeys(data[self.lane])), style.colors(data[self.color])
+        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel, sort=False))
+        figure, axes = style.panel_grid(len(panels), LANE_INCHES * len(lanes) + SPARE_INCHES)
+        figure.set_figwidth(style.WIDE)
+        has_values = not data.duplicated([name for name in (self.panel, self.lane) if name]).any()
+        reach = (
+            data[self.start] + data[["high" if "high" in data else self.duration, self.duration]].max(axis=1)
+        ).max()
+        marks: list[Mark] = []
+        for axis, (value, rows) in zip(axes, panels, strict=True):
+            axis.set_xlim(0, (1 + ROOM * has_values) * reach)
+            at = rows[self.lane].map(lanes.index)
+            colored = rows[self.color].map(colors)
+            axis.barh(at, rows[self.duration], 0.76, rows[self.start], color=colored, linewidth=0)
+            marks += self._finish_boxes(axis, rows.assign(at=at), has_values)
+            style.finish_axes(axis, style.panel_title(self.panel, value), grid="x")
+            axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
+            style.format_axis(axis.xaxis, self.duration)
+        axes[0].set_ylim(len(lanes) - 0.4, -0.6)
+        # once for all panels: side by side, titles would run into one another
+        figure.supxlabel(column(self.duration).axis, fontsize=style.FONT, color=style.TEXT)
+        style.add_legend(figure, self.color, patches(colors))
+        return Plot(figure, data, marks)
+
+    def _finish_boxes(self, axis: Axes, rows: pd.DataFrame, has_values: bool) -> Iterator[Mark]:
+        """Draw intervals and values; yields the area and text of each box."""
+        for row in rows.to_dict("records"):
+            begin, length, place = row[self.start], row[self.duration], row["at"]
+            end = begin + length
+            text = mark_text([style.name_text(row[self.lane])], self.duration, row)
+            if row.get("low", float("nan")) == row.get("low"):
+                axis.hlines(place, begin + row["low"], begin + row["high"], colors=style.TEXT, linewidth=1.2)
+                end = max(end, begin + row["high"])
+            if has_values:
+                _write_value(axis, place, begin, end, format_value(self.duration, length))
+            else:
+                text = f"{text} from {format_value(self.duration, begin)} on"
+            yield Mark(axis, begin, place + 0.4, begin + length, place - 0.4, text)
+
+
+def _write_value(axis: Axes, place: float, left: float, right: float, text: str) -> None:
+    """Write a value next to a box, where there is room."""
+    width = axis.get_xlim()[1]
+    is_left = right > TURN * width and left > (1 - TURN) * width
+    looks: dict[str, Any] = {"va": "center", "fontsize": style.FONT, "color": style.TEXT}
+    at, shift = (left, -3) if is_left else (right, 3)
+    align = "right" if is_left else "left"
+    axis.annotate(text, (at, place), xytext=(shift, 0), textcoords="offset points", ha=align, **looks)

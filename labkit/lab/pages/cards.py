@@ -14,7 +14,6 @@ from markupsafe import Markup
 
 from labkit.lab.answers import Answer, Question
 from labkit.lab.figures import Plot
-from labkit.lab.figures.vector import drawing
 from labkit.lab.pages.html import piece, piece_style
 from labkit.lab.pages.tables import split_constant, table_columns, table_text
 from labkit.lab.runs.progress import Progress
@@ -165,21 +164,32 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, caption: str = "", saved
     `alt` stands for it where it cannot be seen, `file` names the file of its numbers, and `saved` is the path of the
     picture, for a console.
     """
-    about = {"caption": caption, "file": file, "csv": _embedded_csv(plot)}
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
-    html = piece("figure", images=Markup(picture), has_switch=False, **about)
-    drawings = []
-    for kind, one in {"plain": plot, "published": plot.with_published}.items():
-        if one is not None:
-            svg, places = drawing(one, f"{file}-{kind}")
-            inches = one.figure.get_figwidth()
-            drawings.append(piece("drawing", svg=svg, places=places, inches=inches, alt=alt, kind=kind))
-    on_page = piece("figure", images=Markup("".join(drawings)), has_switch=len(drawings) > 1, **about)
-    return Piece(html, "\n".join(filter(None, (alt, saved))), {PIECE_MIME: {"html": on_page}})
+    html = piece("figure", images=Markup(picture), has_switch=False, file=file, caption=caption, csv=_base64_csv(plot))
+    text = "\n".join(filter(None, (alt, saved)))
+    return Piece(html, text, {PIECE_MIME: {"html": page_figure(plot, alt, file, caption)}})
 
 
-def _embedded_csv(plot: Plot) -> str | None:
-    """The plotted points as base64; None if they are too many to travel in a page."""
+def page_figure(plot: Plot, alt: str, file: str, caption: str = "") -> str:
+    """A figure as a page has it: drawn as text, with published values on demand if there are any."""
+    plots = {"plain": plot} | ({"published": plot.with_published} if plot.with_published else {})
+    drawings = [
+        piece(
+            "drawing",
+            svg=one.svg(f"{file}-{kind}"),
+            places=one.places(),
+            inches=one.figure.get_figwidth(),
+            alt=alt,
+            kind=kind,
+        )
+        for kind, one in plots.items()
+    ]
+    images, csv = Markup("".join(drawings)), _base64_csv(plot)
+    return piece("figure", images=images, has_switch=len(plots) > 1, file=file, caption=caption, csv=csv)
+
+
+def _base64_csv(plot: Plot) -> str | None:
+    """The plotted points; None if they are too many to travel in a page."""
     csv = plot.csv().encode()
     return base64.b64encode(csv).decode() if len(csv) <= MAX_CSV_BYTES else None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import nbformat
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from labkit.lab.advise.local import code
+from labkit.lab.advise.local import write_code
 from labkit.lab.answers import Answer, Verdict
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import machine_rows, missing_points
@@ -166,7 +166,7 @@ def _joined_code(run: Run) -> str | None:
         return None
     row = rows.iloc[0]
     values: dict[str, Any] = {name: None if row[name] != row[name] else row[name] for name in names}
-    return code(Configuration(**values), row["model"], int(row["context_length"]))
+    return write_code(Configuration(**values), row["model"], int(row["context_length"]))
 
 
 def read_notebook_record(notebook: Path) -> RunRecord | None:

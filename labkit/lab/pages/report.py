@@ -8,8 +8,8 @@ from typing import Any
 
 from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.declaration import Lab
-from labkit.lab.notebook import check_parameters
 from labkit.lab.pages.export import export_page
+from labkit.lab.parameters import check_parameters
 from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory
 from labkit.lab.runs.progress import Progress
 

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,108 +18,129 @@ from labkit.lab.runs.writer import RunWriter
 from labkit.lab.units import format_seconds
 from labkit.lab.user_plugins import Plugins, worker_with_plugins
 from labkit.machine import describe_machine
-from labkit.machine.load import Load, LoadMeter
+from labkit.machine.load import LoadMeter
 from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_rank
 
+Events = Generator[Row | Retry | PointEnd, None, None]
+OnOutput = Callable[[str], None] | None
 TOO_LONG = 6
-"""Times what its rounds should take: a point whose fewest rounds take longer is the largest of its series, as on a CPU
-without instructions for 16-bit numbers."""
-SizeLimits = dict[Any, tuple[float, str]]
-"""By series: the size from which on points are skipped, and why."""
+"""Times its `rounds_s`: a point whose fewest rounds take longer is the largest of its series, as on a CPU without
+instructions for 16-bit numbers."""
 
 
-def measure_points(
-    study: Lab,
-    points: list[Point],
-    writer: RunWriter,
-    tally: Tally,
-    on_output: Callable[[str], None] | None,
-    plugins: Plugins,
-) -> None:
-    """Measure these points, those of the same ranks by one launch; skip points that this machine cannot hold."""
-    size_limits: SizeLimits = {}
-    for same_ranks in by_ranks(points):
-        while same_ranks:
-            same_ranks, skipped = _skip(study, same_ranks, size_limits)
-            broadcast_from_first_rank([point.id for point in same_ranks])
-            for point, reason in skipped:
-                writer.end_point(point, "skipped", reason=reason)
-                tally.skipped(point.id)
-            if not same_ranks:
-                break
-            tally.tell(same_ranks[0].title())
-            ended = _measure_group(study, same_ranks, writer, size_limits, on_output, tally, plugins)
-            same_ranks = same_ranks[ended:]
-    shutil.rmtree(_checkpoints(writer), ignore_errors=True)
-    tally.tell("")
+@dataclass
+class Executor:
+    """Measures points into one run: those of the same ranks by one launch; skips what this machine cannot hold."""
 
+    study: Lab
+    plugins: Plugins
+    writer: RunWriter
+    tally: Tally
+    on_output: OnOutput
+    _size_limits: dict[Any, tuple[float, str]] = field(default_factory=dict)
+    """By series: the size from which on points are skipped, and why."""
+    _rows_s: list[float] = field(default_factory=list)
+    """What each row of the current point took, by its median: no single stall makes a point too long."""
 
-def _measure_group(
-    study: Lab,
-    points: list[Point],
-    writer: RunWriter,
-    size_limits: SizeLimits,
-    on_output: Callable[[str], None] | None,
-    tally: Tally,
-    plugins: Plugins,
-) -> int:
-    """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
-    ended, rows_s, meter = 0, list[float](), LoadMeter(knows_own=not is_job_rank())
-    probe: dict[str, float] = {}
-    # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-    with closing(_launch(study, points, on_output, plugins, _checkpoints(writer))) as events:
-        for event in events:
-            point = points[event.index]
-            if isinstance(event, Row):
-                values = event.values
-                if PROBE in values:
-                    probe |= values[PROBE]
-                    continue
-                writer.add_row(point, event.rank, values)
-                if event.rank == 0 and (seconds := values.get("seconds")) and isinstance(seconds, list):
-                    rows_s.append(median(seconds) * len(seconds))
-                if event.rank == 0 and (text := study.progress(point, values)):
-                    tally.tell(f"{point.title()}: {text}")
-                continue
-            if isinstance(event, Retry):
-                writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
-                tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
-                rows_s.clear()
-                continue
-            _record_end(writer, point, event, meter.load().model_copy(update=probe))
-            probe.clear()
-            shutil.rmtree(_checkpoints(writer) / point.id, ignore_errors=True)
-            ended += 1
-            tally.ended(point.id)
-            if ended < len(points):
-                tally.tell(points[ended].title())
-            reason, is_larger = _why_no_larger(point, event, rows_s)
-            rows_s.clear()
-            if reason and (series := point.series) is not None:
-                size = math.nextafter(series[1], math.inf) if is_larger else series[1]
-                size_limits[series[0]] = min((size, reason), size_limits.get(series[0], (math.inf, "")))
-                if not is_job_rank():  # the ranks of a torchrun job all go on to the next point
+    def measure(self, points: list[Point]) -> None:
+        for same_ranks in by_ranks(points):
+            while same_ranks:
+                same_ranks = self._skip(same_ranks)
+                broadcast_from_first_rank([point.id for point in same_ranks])
+                if not same_ranks:
                     break
-    return ended
+                self.tally.tell(same_ranks[0].title())
+                same_ranks = same_ranks[self._measure_group(same_ranks) :]
+        shutil.rmtree(self._checkpoints, ignore_errors=True)
+        self.tally.tell("")
+
+    def _skip(self, points: list[Point]) -> list[Point]:
+        """Record points that cannot be measured here, with the reason; return the others."""
+        machine, remaining = describe_machine(), []
+        for point in points:
+            reason = point.skip_reason(machine) or self._size_reason(point) or _ranks_reason(point)
+            if reason is None:
+                remaining.append(point)
+            else:
+                self.writer.end_point(point, "skipped", reason=reason)
+                self.tally.end(point.id)
+        return remaining
+
+    def _measure_group(self, points: list[Point]) -> int:
+        """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
+        ended, meter, probe = 0, LoadMeter(knows_own=not is_job_rank()), dict[str, float]()
+        # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
+        with closing(launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)) as events:
+            for event in events:
+                point = points[event.index]
+                match event:
+                    case Row(values=values) if PROBE in values:
+                        probe |= values[PROBE]
+                    case Row():
+                        self._add_row(point, event)
+                    case Retry():
+                        self.writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
+                        self.tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
+                        self._rows_s.clear()
+                    case PointEnd():
+                        self._end(point, event, meter.load().model_copy(update=probe))
+                        ended, probe = ended + 1, {}
+                        if ended < len(points):
+                            self.tally.tell(points[ended].title())
+                        if self._limit_series(point, event) and not is_job_rank():
+                            break  # the ranks of a torchrun job all go on to the next point
+        return ended
+
+    def _add_row(self, point: Point, row: Row) -> None:
+        self.writer.add_row(point, row.rank, row.values)
+        if row.rank > 0:
+            return
+        if isinstance(seconds := row.values.get("seconds"), list) and seconds:
+            self._rows_s.append(median(seconds) * len(seconds))
+        if text := self.study.progress(point, row.values):
+            self.tally.tell(f"{point.title()}: {text}")
+
+    def _end(self, point: Point, end: PointEnd, load: Any) -> None:
+        fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts, "load": load}
+        details = _details(end.failure)
+        self.writer.end_point(point, end.status, **fields | ({"details": details} if details else {}))
+        shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
+        self.tally.end(point.id)
+
+    def _limit_series(self, point: Point, end: PointEnd) -> bool:
+        """Skip larger points of a series after one that ran out of memory or took far too long; return whether."""
+        timed_s = median(self._rows_s) * len(self._rows_s) if self._rows_s else 0.0
+        self._rows_s.clear()
+        rounds_s = getattr(point, "rounds_s", None)
+        is_too_long = rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s
+        if point.series is None or not (end.status == "oom" or is_too_long):
+            return False
+        series, size = point.series
+        limit = size, "a smaller point of this series ran out of memory"
+        if end.status != "oom":  # others of this size may be faster
+            limit = math.nextafter(size, math.inf), f"a smaller point of this series took {format_seconds(timed_s)}"
+        self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
+        return True
+
+    def _size_reason(self, point: Point) -> str | None:
+        series, size = point.series or (None, 0.0)
+        limit, reason = self._size_limits.get(series, (math.inf, ""))
+        return reason if size >= limit else None
+
+    @property
+    def _checkpoints(self) -> Path:
+        """Where workers keep what an interrupted point goes on from; not there once the run is complete."""
+        return self.writer.path.with_suffix(".checkpoints")
 
 
-def _checkpoints(writer: RunWriter) -> Path:
-    """Where the workers of a run keep what an interrupted point goes on from; not there once the run is complete."""
-    return writer.path.with_suffix(".checkpoints")
-
-
-def _launch(
-    study: Lab,
-    points: list[Point],
-    on_output: Callable[[str], None] | None,
-    plugins: Plugins,
-    checkpoints: Path | None = None,
-) -> Generator[Row | Retry | PointEnd, None, None]:
-    first = points[0]
-    worker = worker_with_plugins(study, plugins)
+def launch_points(
+    study: Lab, points: list[Point], plugins: Plugins, on_output: OnOutput = None, checkpoints: Path | None = None
+) -> Events:
+    """The events of points of one group of ranks; on rank 0 alone there are `checkpoints`."""
+    first, options = points[0], {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
     return launch(
-        partial(probed, worker, **({"checkpoints": checkpoints} if study.keeps_checkpoints else {})),
+        partial(probed, worker_with_plugins(study, plugins), **options),
         points,
         world_size=first.world_size,
         backend=first.backend,
@@ -128,65 +150,21 @@ def _launch(
     )
 
 
-def _record_end(writer: RunWriter, point: Point, end: PointEnd, load: Load) -> None:
-    writer.end_point(
-        point,
-        end.status,
-        reason=end.reason,
-        elapsed_s=end.elapsed_s,
-        facts=end.facts,
-        details=_details(end.failure),
-        load=load,
-    )
-
-
-def _details(failure: RankFailure | None) -> str:
-    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
-    return "\n".join(part.strip() for part in parts if part.strip())
-
-
-def _skip(study: Lab, points: list[Point], size_limits: SizeLimits) -> tuple[list[Point], list[tuple[Point, str]]]:
-    """Split points into those to measure and those this machine cannot, with the reason."""
-    machine = describe_machine()
-    remaining, skipped = [], []
-    for point in points:
-        reason = point.skip_reason(machine) or _size_limits_reason(study, point, size_limits)
-        if point.fresh_ranks and is_job_rank():
-            reason = "needs new processes, and the ranks of a torchrun job are there already"
-        if reason is None and not is_job_rank():
-            reason = too_many_ranks_reason(point.world_size)
-        if reason is None:
-            remaining.append(point)
-        else:
-            skipped.append((point, reason))
-    return remaining, skipped
-
-
-def _why_no_larger(point: Point, end: PointEnd, rows_s: list[float]) -> tuple[str, bool]:
-    """Why larger points of a series need not be tried, "" if they may; and whether another of this size may.
-
-    `rows_s` is what each row took, by its median: neither one that is slow nor a stall is to blame for all.
-    """
-    if end.status == "oom":
-        return "a smaller point of this series ran out of memory", False
-    rounds_s = getattr(point, "rounds_s", None)
-    timed_s = median(rows_s) * len(rows_s) if rows_s else 0.0
-    if rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s:
-        return f"a smaller point of this series took {format_seconds(timed_s)}", True
-    return "", False
-
-
-def _size_limits_reason(study: Lab, point: Point, size_limits: SizeLimits) -> str | None:
-    size, reason = math.inf, None
-    if (series := point.series) is not None:
-        size, reason = size_limits.get(series[0], (math.inf, None))
-    return reason if series is not None and series[1] >= size else None
-
-
 def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> None:
     """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
-            for _ in _launch(study, to_measure, None, plugins):
+            for _ in launch_points(study, to_measure, plugins):
                 pass
+
+
+def _ranks_reason(point: Point) -> str | None:
+    if not is_job_rank():
+        return too_many_ranks_reason(point.world_size)
+    return "needs new processes, and the ranks of a torchrun job are there already" if point.fresh_ranks else None
+
+
+def _details(failure: RankFailure | None) -> str:
+    parts = (failure.traceback, failure.output_tail) if failure is not None else ()
+    return "\n".join(part.strip() for part in parts if part.strip())

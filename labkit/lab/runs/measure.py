@@ -12,14 +12,14 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
-from labkit.lab.runs.executor import measure_points, run_as_worker_rank
+from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress, Tally
-from labkit.lab.runs.resuming import check_same_setting, config_again, replan
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
+from labkit.parallel.ranks.hosts import describe_hosts
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
 
@@ -33,40 +33,24 @@ def measure(
     directory: Path | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_start: Callable[[Path], None] = lambda path: None,
-    on_output: Callable[[str], None] | None = None,
+    on_output: OnOutput = None,
 ) -> Run:
     """Measure every point of `config` into a new run in `data/runs/<lab>/`; returns it, complete.
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
-    `alternatives` and `models` are the caller's own, by name, measured with the study's; known only meanwhile.
+    `alternatives` and `models` are the caller's, by name: measured with the study's, and registered only meanwhile.
     """
     plugins = Plugins(alternatives or {}, models or {})
     check_plugins(study, plugins)
     with registered(study.register, plugins):
         config = with_plugin_names(study, config, plugins)
-        machine = describe_machine()
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
         _check_inputs(study, config, on_progress)
-        points = list(study.points(config, machine))
+        points = study.plan(config, describe_machine())
         unavailable = _prepare(study, config, points, on_progress)
-        load, hosts = load_before_measuring(), ranks_by_host()
-        header = RunHeader(
-            lab=study.name,
-            profile=profile,
-            config=config.model_dump(mode="json"),
-            machine=machine,
-            command=_command(),
-            started=datetime.now(UTC),
-            planned={point.id: point.describe() for point in points},
-            ranks_by_host=hosts,
-            load=load,
-            # of one machine: links between hosts are not among what it knows
-            calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
-        )
-        if len(header.planned) != len(points):
-            raise ValueError(f"{study.name}: the plan names a point twice")
+        header = _plan(study, config, profile, points)
         if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
             run_as_worker_rank(study, [] if unavailable else points, plugins)
             raise SystemExit(0)
@@ -77,7 +61,7 @@ def measure(
                     writer.end_point(point, "skipped", reason=unavailable)
             else:
                 tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-                measure_points(study, points, writer, tally, on_output, plugins)
+                Executor(study, plugins, writer, tally, on_output).measure(points)
         return Run.load(writer.path)
 
 
@@ -88,23 +72,22 @@ def resume(
     alternatives: Mapping[str, Any] | None = None,
     models: Mapping[str, Any] | None = None,
     on_progress: ShowProgress = lambda progress: None,
-    on_output: Callable[[str], None] | None = None,
+    on_output: OnOutput = None,
 ) -> Run:
     """Measure the points of a run that have not ended. RunFileError if it is of another lab, machine or plan.
 
-    ParameterError if what they need is no longer what it was, or not to be had. Whatever else may refuse has been
-    looked at before anything is fetched.
+    ParameterError if what they need has changed or is not available. Everything else that may refuse comes before
+    anything is fetched.
     """
     run, layout = Run.load(path), ranks_by_host()
-    _on_first_rank(lambda: check_same_setting(study, run, layout))
+    _on_first_rank(lambda: _check_same_setting(study, run, layout))
     plugins = Plugins(alternatives or {}, models or {})
     with registered(study.register, plugins):  # the run's config names them
-        config = config_again(study, run)
-        pending = set(run.pending)
-        if pending:
+        config = _configure_again(study, run)
+        if run.pending:
             _check_inputs(study, config, on_progress)
-        points = replan(study, run, config)
-        remaining = [point for point in points if point.id in pending]
+        points = _plan_again(study, run, config)
+        remaining = [point for point in points if point.id in set(run.pending)]
         if job_rank() > 0:
             _prepare_again(study, path, config, remaining, on_progress)
             run_as_worker_rank(study, remaining, plugins)
@@ -116,12 +99,31 @@ def resume(
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
             tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-            measure_points(study, remaining, writer, tally, on_output, plugins)
+            Executor(study, plugins, writer, tally, on_output).measure(remaining)
         return Run.load(path)
 
 
+def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> RunHeader:
+    """The header of a new run."""
+    machine, hosts = describe_machine(), ranks_by_host()
+    planned = {point.id: point.describe() for point in points}
+    return RunHeader(
+        lab=study.name,
+        profile=profile,
+        config=config.model_dump(mode="json"),
+        machine=machine,
+        command=_command(),
+        started=datetime.now(UTC),
+        planned=planned,
+        ranks_by_host=hosts,
+        load=load_before_measuring(),
+        # a calibration of one machine has no links between hosts
+        calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
+    )
+
+
 def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
-    """ParameterError on every rank for what the first one finds wrong with the files that the config names."""
+    """ParameterError on every rank for a bad file that the config names."""
     _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
 
 
@@ -143,23 +145,62 @@ def _prepare_again(study: Lab, path: Path, config: LabConfig, points: list[Point
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """What the first rank's call returns, on every rank; what it raises, every rank raises."""
+    """The result of the first rank's call on every rank, or its ParameterError."""
     # All are here: a call may take long, and where rank 0 serves the job's store, it must do so by now.
     broadcast_from_first_rank(None)
-    result, error, is_of_run = None, None, False
+    result, error = None, None
     if job_rank() == 0:
         try:
             result = call()
-        except ParameterError as found:
-            error, is_of_run = str(found), isinstance(found, RunFileError)
-    result, error, is_of_run = broadcast_from_first_rank([result, error, is_of_run])
-    if error is not None:
-        raise RunFileError(error) if is_of_run else ParameterError(error)
+        except ParameterError as refusal:
+            error = refusal
+    result, message = broadcast_from_first_rank([result, error and str(error)])
+    if message is not None:
+        raise error or ParameterError(message)
     return result
 
 
+def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | None) -> None:
+    """RunFileError for a run of another lab, machine, or layout of ranks (`ranks_by_host`)."""
+    header = run.header
+    if header.lab != study.name:
+        raise RunFileError(f"{run.path}: a run of the lab {header.lab!r}, not of {study.name!r}")
+    if header.machine.identity != describe_machine().identity:
+        instructions = header.machine.instructions or "unknown instructions"
+        there = f"{header.machine.label} ({header.machine.host}, {instructions})"
+        raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
+    if header.ranks_by_host != layout:
+        there = describe_hosts(header.ranks_by_host)
+        raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
+
+
+def _configure_again(study: Lab, run: Run) -> LabConfig:
+    """The config of a run. ParameterError for unknown names, such as alternatives of another notebook."""
+    try:
+        return study.configure(run.header.profile, run.header.config)
+    except ParameterError as error:
+        raise ParameterError(f"{error}; a run with a notebook's alternatives goes on there, by lab.resume()") from None
+
+
+def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
+    """The points of a run, planned again from its config. RunFileError if they are not the ones in its header."""
+    points, then = study.plan(config, run.header.machine), run.header.planned
+    now = {point.id: point.describe() for point in points}
+    if now == then:
+        return points
+    difference = f"{len(now)} points, and {len(then)} in the run"
+    for before, after in zip(then.values(), now.values(), strict=False):
+        changes = [name for name in before | after if before.get(name) != after.get(name)]
+        if changes and len(then) == len(now):
+            words = (f"{name} was {before.get(name)!r:.80} and is {after.get(name)!r:.80}" for name in changes)
+            difference = ", ".join(words)
+            break
+    reason = f"this version of labkit plans other points, or a file is another: {difference}"
+    raise RunFileError(f"{run.path}: {reason}; measure a new run")
+
+
 def _command() -> str:
-    """What the user typed, without the paths of this machine; "notebook" inside a kernel."""
+    """The command as typed, without the paths of this machine; "notebook" inside a kernel."""
     program = Path(sys.argv[0]).name
     if program.startswith("ipykernel") or "ipykernel" in sys.modules:
         return "notebook"

@@ -1,10 +1,9 @@
 """The lines of a run's file after its header, checked as they are read: a run may come from anybody."""
 
-from collections.abc import Container
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from labkit.machine import Source
 from labkit.machine.load import Load
@@ -12,19 +11,25 @@ from labkit.machine.load import Load
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
 
-class _Record(BaseModel):
+class Row(BaseModel):
+    """Values that a rank has measured; lists are samples."""
+
     model_config = ConfigDict(strict=True)
 
-
-class _Row(_Record):
     kind: Literal["row"]
     point: str
     rank: int
     values: dict[str, Any]
 
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if len({len(value) for value in self.values.values() if isinstance(value, list)}) > 1:
+            raise ValueError("its samples differ in number")
+        return self
 
-class _Facts(_Record):
-    """What ranks said of themselves: these are counted with, others are told as they are."""
+
+class Facts(BaseModel):
+    """What ranks report of themselves; labkit calculates with these two and prints the others."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -32,18 +37,32 @@ class _Facts(_Record):
     threads: Annotated[int, Field(ge=1)] = 1
 
 
-class _End(_Record):
+class End(BaseModel):
+    """A point is over; with a reason unless it is ok."""
+
+    model_config = ConfigDict(strict=True)
+
     kind: Literal["end"]
     point: str
     status: Status
-    reason: str | None
-    elapsed_s: float
-    facts: _Facts = _Facts()
+    reason: str | None = None
+    elapsed_s: float = 0.0
+    facts: Facts = Facts()
     load: Load | None = None
+    details: str = ""
+    """Traceback and output of the rank that failed."""
+
+    @model_validator(mode="after")
+    def _check_reason(self) -> Self:
+        if (self.reason is None) != (self.status == "ok"):
+            raise ValueError("expected a reason unless the status is ok")
+        return self
 
 
-class _Again(_Record):
-    """A point is measured again, without an alternative that failed: its rows so far do not count."""
+class Again(BaseModel):
+    """A point is measured again without an alternative that failed: its rows so far do not count."""
+
+    model_config = ConfigDict(strict=True)
 
     kind: Literal["again"]
     point: str
@@ -63,25 +82,19 @@ class Resumption(BaseModel):
     source: Source | None = Field(default=None, validation_alias=AliasChoices("source", "git"))  # `git` in older runs
 
 
-_MODELS: dict[str, TypeAdapter[Any]] = {
-    "row": TypeAdapter(_Row),
-    "end": TypeAdapter(_End),
-    "again": TypeAdapter(_Again),
-    "resumed": TypeAdapter(Resumption),
-}
+Record = Row | End | Again | Resumption
+_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 
-def check_record(record: dict[str, Any], planned: Container[str]) -> None:
-    """ValueError in one line for what is not a record of a run in which these points are planned."""
-    kind = record.get("kind")
-    if not isinstance(kind, str) or kind not in _MODELS:
-        raise ValueError(f"its kind is {kind!r:.40}, not one of {', '.join(_MODELS)}")
+def parse_record(line: bytes) -> Record:
+    """A line as a record. ValueError in one line if it is none."""
     try:
-        _MODELS[kind].validate_python(record)
+        return _RECORD.validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if kind != "resumed" and record["point"] not in planned:
-        raise ValueError(f"the point {record['point']!r:.40} is not in the plan")
-    if kind == "row" and len({len(value) for value in record["values"].values() if isinstance(value, list)}) > 1:
-        raise ValueError("its samples differ in number")
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """ "machine.cores: Input should be a valid integer"."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

@@ -11,7 +11,7 @@ A killed run keeps every complete line. Rows of a point that did not end are ign
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +24,12 @@ from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.runs.records import Resumption, check_record
+from labkit.lab.runs.records import Again, End, Resumption, Row, first_problem, parse_record
 from labkit.machine import Machine, Source
 from labkit.machine.load import Load, busy_points
 
 SCHEMA = 1
 MAX_REASONS = 3
-
-Record = dict[str, Any]
 
 
 class RunFileError(ParameterError):
@@ -68,35 +66,43 @@ class Run:
         self,
         path: Path,
         header: RunHeader,
-        rows: list[Record],
-        ends: dict[str, Record],
+        rows: Sequence[Row],
+        ends: Mapping[str, End],
         resumptions: Sequence[Resumption] = (),
     ):
-        self.path = path
-        self.header = header
-        self.resumptions = list(resumptions)
-        self._rows = rows
-        self._ends = ends
+        self.path, self.header, self.resumptions = path, header, list(resumptions)
+        self._rows, self._ends = rows, ends
 
     @classmethod
     def load(cls, path: Path | str) -> "Run":
         """Read a run. RunFileError for a foreign or damaged file; a torn last line is passed over."""
         path = Path(path)
-        records = _read_records(path)
-        header = _read_header(path, next(records, None))
-        rows: dict[str, list[Record]] = {}
-        ends: dict[str, Record] = {}
+        try:
+            lines = path.read_bytes().split(b"\n")[:-1]  # a last line without its newline was torn by a kill
+        except OSError as error:
+            raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
+        header = _parse_header(path, lines[0] if lines else b"{}")
+        rows: dict[str, list[Row]] = {}
+        ends: dict[str, End] = {}
         resumptions: list[Resumption] = []
-        for number, record in enumerate(records, start=2):
+        for number, line in enumerate(lines[1:], start=2):
             try:
-                check_record(record, header.planned)
+                record = parse_record(line)
+                if not isinstance(record, Resumption) and record.point not in header.planned:
+                    raise ValueError(f"the point {record.point!r:.40} is not in the plan")
             except ValueError as error:
                 raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
-            if record["kind"] == "resumed":
-                resumptions.append(Resumption.model_validate(record))
-            _collect(record, rows, ends)
-        ended_rows = [row for point, of_point in rows.items() if point in ends for row in of_point]
-        return cls(path, header, ended_rows, ends, resumptions)
+            match record:
+                case Row():
+                    rows.setdefault(record.point, []).append(record)
+                case End():
+                    ends[record.point] = record
+                case Again():
+                    rows.pop(record.point, None)
+                case Resumption():  # points that had not ended are measured again
+                    resumptions.append(record)
+                    rows = {point: measured for point, measured in rows.items() if point in ends}
+        return cls(path, header, [row for point in rows if point in ends for row in rows[point]], ends, resumptions)
 
     @property
     def name(self) -> str:
@@ -122,13 +128,12 @@ class Run:
 
     @cached_property
     def _frame(self) -> pd.DataFrame:
-        ok = {point for point, end in self._ends.items() if end["status"] == "ok"}
         flat = [
-            {"point": row["point"], "rank": row["rank"], **self._scalar_fields(row["point"]), **row["values"]}
+            {"point": row.point, "rank": row.rank, **self._scalar_fields(row.point), **row.values}
             for row in self._rows
-            if row["point"] in ok
+            if self._ends[row.point].status == "ok"
         ]
-        return _one_row_a_repeat(flat)
+        return _one_row_per_repeat(flat)
 
     def results(self) -> Results:
         """The rows, calibration and reasons that questions are answered from."""
@@ -141,17 +146,16 @@ class Run:
     def coverage(self) -> pd.DataFrame:
         """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
+        ends = {point: {name: getattr(end, name) for name in pending} for point, end in self._ends.items()}
         rows = [
-            {"point": point, **self._scalar_fields(point)}
-            | {field: self._ends.get(point, pending).get(field) for field in pending}
-            for point in self.header.planned
+            {"point": point, **self._scalar_fields(point), **ends.get(point, pending)} for point in self.header.planned
         ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
     @cached_property
     def busy(self) -> dict[str, str]:
         """Points during which the machine was busy or slow, and why, as a phrase."""
-        loads = {point: Load.model_validate(end["load"]) for point, end in self._ends.items() if end.get("load")}
+        loads = {point: end.load for point, end in self._ends.items() if end.load is not None}
         return busy_points(loads, self.header.machine.cores)
 
     def failures(self) -> Iterator[tuple[str, str, str]]:
@@ -161,8 +165,8 @@ class Run:
                 yield point, f"{end['status']}: {end.get('reason') or ''}", end.get("details", "")
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What the ranks said of themselves (threads, scheduling, start method), by point id."""
-        return {point: end.get("facts", {}) for point, end in self._ends.items()}
+        """What the ranks report of themselves (threads, scheduling, start method), by point id."""
+        return {point: end.facts.model_dump(exclude_unset=True) for point, end in self._ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
         fields = self.header.planned[point]
@@ -171,16 +175,16 @@ class Run:
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
     """A run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
-    given = Path(text)
-    if kind_of_path(given) == "file":
-        return given
+    path = Path(text)
+    if kind_of_path(path) == "file":
+        return path
     directories = list(directories)
-    runs = [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]
-    name = given.name.removesuffix(".jsonl")
-    matches = [path for path in runs if path.stem == name] or [path for path in runs if path.stem.startswith(name)]
+    runs = [run for directory in directories for run in sorted(directory.glob("*.jsonl"))]
+    name = path.name.removesuffix(".jsonl")
+    matches = [run for run in runs if run.stem == name] or [run for run in runs if run.stem.startswith(name)]
     if len(matches) > 1:
-        found = ", ".join(f"{path.parent.name}/{path.stem}" for path in matches)
-        raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {found}; give more of one")
+        names = ", ".join(f"{run.parent.name}/{run.stem}" for run in matches)
+        raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {names}; give more of one")
     if not matches:
         places = directories if len(directories) <= 2 else [directory.parent for directory in directories]
         where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
@@ -188,72 +192,42 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     return matches[0]
 
 
-def _read_records(path: Path) -> Iterator[Record]:
-    """Whole lines as JSON objects. A last line without its newline was torn by a kill, and is not read."""
+def _parse_header(path: Path, line: bytes) -> RunHeader:
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError) as error:
-            raise RunFileError(f"{path}, line {number}: not a line of a run ({error})") from None
-        yield record
-
-
-def _read_header(path: Path, record: Record | None) -> RunHeader:
-    if record is None or record.get("kind") != "header":
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        raise RunFileError(f"{path}, line 1: not a line of a run ({error})") from None
+    if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
-    if record.get("format_version") != SCHEMA:
-        version = record.get("format_version")
-        raise RunFileError(
-            f"{path}: written by {_writer(record)} in format {version}; this labkit reads format {SCHEMA}"
-        )
+    if (version := record.get("format_version")) != SCHEMA:
+        raise RunFileError(f"{path}: written by {_writer(record)} in format {version}; this one reads format {SCHEMA}")
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise RunFileError(f"{path}: written by {_writer(record)}; {place} is unknown to this labkit") from None
-        raise RunFileError(f"{path}: damaged header: {place}: {first['msg']}") from None
+        if error.errors()[0]["type"] == "extra_forbidden":
+            name = error.errors()[0]["loc"][0]
+            raise RunFileError(f"{path}: written by {_writer(record)}; {name} is unknown to this labkit") from None
+        raise RunFileError(f"{path}: damaged header: {first_problem(error)}") from None
 
 
-def _writer(record: Record) -> str:
+def _writer(record: dict[str, Any]) -> str:
     """The labkit that wrote a header which this one cannot read."""
     machine = record.get("machine")
     source = machine.get("source") if isinstance(machine, dict) else None
     if not isinstance(source, dict):
         return "another labkit"
     version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
-    return " ".join(filter(None, ["labkit", version or "of another version", f"(commit {commit})" if commit else ""]))
+    return f"labkit {version or 'of another version'}" + (f" (commit {commit})" if commit else "")
 
 
-def _collect(record: Record, rows: dict[str, list[Record]], ends: dict[str, Record]) -> None:
-    match record["kind"]:
-        case "row":
-            rows.setdefault(record["point"], []).append(record)
-        case "end":
-            ends[record["point"]] = record
-        case "again":
-            rows.pop(record["point"], None)
-        case "resumed":  # what an interrupted attempt measured of a point is measured again
-            for point in rows.keys() - ends.keys():
-                del rows[point]
-
-
-def _one_row_a_repeat(rows: list[Record]) -> pd.DataFrame:
+def _one_row_per_repeat(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Turn list-valued fields (samples, all of one length in a row) into rows numbered by `repeat`."""
-    long: list[Record] = []
+    long = []
     for row in rows:
         samples = {name: value for name, value in row.items() if isinstance(value, list)}
         scalars = {name: value for name, value in row.items() if name not in samples}
-        lengths = {len(values) for values in samples.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"samples of one row differ in number: {sorted(samples)}")
-        for repeat in range(max(lengths, default=1)):
-            long.append(scalars | {"repeat": repeat} | {name: s[repeat] for name, s in samples.items()})
+        for repeat in range(max(map(len, samples.values()), default=1)):
+            long.append(scalars | {"repeat": repeat} | {name: values[repeat] for name, values in samples.items()})
     return pd.DataFrame(long)

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self
+
+from pydantic import BaseModel
 
 from labkit.lab.point import Point
-from labkit.lab.runs.records import Resumption, Status
-from labkit.lab.runs.store import Record, RunFileError, RunHeader
+from labkit.lab.runs.records import Again, End, Resumption, Row
+from labkit.lab.runs.store import RunFileError, RunHeader
 from labkit.machine import Source
-from labkit.machine.load import Load
-
-STATUSES = get_args(Status)
 
 
 class RunWriter:
@@ -26,7 +25,7 @@ class RunWriter:
         self._descriptor = descriptor
 
     @classmethod
-    def create(cls, directory: Path, header: RunHeader) -> "RunWriter":
+    def create(cls, directory: Path, header: RunHeader) -> Self:
         """A new file `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
         with _failing_by_name(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -41,13 +40,13 @@ class RunWriter:
                 raise _cannot_be_written(path, error) from error
             writer = cls(path, descriptor)
             writer._lock()
-            writer._append(header.model_dump(mode="json"))
+            writer._append(header)
             writer.sync()
             return writer
         raise RunFileError(f"{directory}: a thousand runs of the name {stem} exist")
 
     @classmethod
-    def reopen(cls, path: Path) -> "RunWriter":
+    def reopen(cls, path: Path) -> Self:
         """A run that is there, as it is until `start_resumption`. RunFileError if somebody else is writing it."""
         with _failing_by_name(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
@@ -62,36 +61,19 @@ class RunWriter:
         """Take up a reopened run: a torn last line is dropped, and what follows is of this command and source."""
         with _failing_by_name(self.path):
             os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
-        resumption = Resumption(at=datetime.now(UTC), command=command, source=source)
-        self._append(resumption.model_dump(mode="json"))
+        self._append(Resumption(kind="resumed", at=datetime.now(UTC), command=command, source=source))
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
-        self._append({"kind": "row", "point": point.id, "rank": rank, "values": values})
+        self._append(Row(kind="row", point=point.id, rank=rank, values=values))
 
-    def end_point(
-        self,
-        point: Point,
-        status: str,
-        *,
-        reason: str | None = None,
-        elapsed_s: float = 0.0,
-        facts: dict[str, Any] | None = None,
-        details: str = "",
-        load: Load | None = None,
-    ) -> None:
-        """Record how a point ended; `details` is the traceback and the output of the rank that failed."""
-        if status not in STATUSES or (reason is None) != (status == "ok"):
-            raise ValueError(f"expected a status of {STATUSES} and a reason unless ok: {status}, {reason}")
-        end = {"kind": "end", "point": point.id, "status": status, "reason": reason, "elapsed_s": elapsed_s}
-        about_machine: dict[str, Any] = {"load": load.model_dump(exclude_none=True)} if load else {}
-        self._append(end | {"facts": facts or {}} | about_machine | ({"details": details} if details else {}))
+    def end_point(self, point: Point, status: str, **fields: Any) -> None:
+        """Record how a point ended, with the `fields` of `End`. ValueError for a reason too many, or none."""
+        self._append(End.model_validate({"kind": "end", "point": point.id, "status": status} | fields))
         self.sync()
 
     def measure_again(self, point: Point, alternative: str, reason: str, details: str) -> None:
-        """Record that a point begins anew without an alternative that failed; `details` as in `end_point`."""
-        self._append(
-            {"kind": "again", "point": point.id, "alternative": alternative, "reason": reason, "details": details}
-        )
+        """Record that a point begins anew without an alternative that failed; `details` as in `End`."""
+        self._append(Again(kind="again", point=point.id, alternative=alternative, reason=reason, details=details))
 
     def sync(self) -> None:
         """Onto the disk itself, so that not even a power cut loses it."""
@@ -103,7 +85,7 @@ class RunWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> "RunWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,8 +94,9 @@ class RunWriter:
     def _lock(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def _append(self, record: Record) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    def _append(self, record: BaseModel) -> None:
+        values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))
+        line = json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"
         with _failing_by_name(self.path):
             while line:  # a write may be partial when the disk is nearly full; the next one raises
                 line = line[os.write(self._descriptor, line) :]

@@ -9,19 +9,18 @@ from pydantic import Field
 
 from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register
+from labkit.studies.shared.tables import read_published
 
 KIB, MIB = 2**10, 2**20
-FLAT_RATIO = 1.25  # times of short tensors are not known better than this
 SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between processes
 
 Ranks = Annotated[int, Field(ge=1, le=64)]
@@ -33,8 +32,8 @@ Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, AUTO))]
 class AllReduceConfig(TimedConfig):
     """The parameters of this lab."""
 
-    world_sizes: Annotated[list[Ranks], Field(min_length=1)] = [2, 4, 6]
-    sizes_bytes: Annotated[list[Bytes], Field(min_length=1)] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
+    world_sizes: Some[Ranks] = [2, 4]
+    sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
     algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), AUTO]
     """Compared with torch's, point to point. One-shot sends p/2 times the bytes of a ring: only if it is named."""
     transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
@@ -44,7 +43,6 @@ class AllReduceConfig(TimedConfig):
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
-    warmup: int = Field(1, ge=0, le=10_000)
     repeats: int = Field(60, ge=1, le=100_000)
     rounds_s: float | None = 0.6
     timeout_s: TimeoutSeconds = 120.0
@@ -79,8 +77,8 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     over_transports = (TORCH, *(f"{AUTO}{OVER}{transport}" for transport in config.transports), FLOOR)
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
-    worlds = [world_size for world_size in dict.fromkeys(config.world_sizes) if world_size > 1]
-    for world_size, n_bytes in product(worlds, dict.fromkeys(config.sizes_bytes)):
+    worlds = [world_size for world_size in config.world_sizes if world_size > 1]
+    for world_size, n_bytes in product(worlds, config.sizes_bytes):
         common: dict[str, Any] = {"backend": backend, "world_size": world_size, "n_bytes": n_bytes}
         yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": algorithms})
         if backend == "gloo":
@@ -104,14 +102,9 @@ def times(results: Results) -> pd.DataFrame:
 
 
 def torch_times(results: Results) -> pd.DataFrame:
-    """Torch's all-reduce by size and ranks; up to `flat_bytes` all sizes take about the same time."""
+    """Torch's all-reduce by size and ranks."""
     table = times(results)
-    table = table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
-    if table.empty:
-        return table
-    is_flat = table.groupby(["backend", "world_size"])["times_the_shortest"].cummax() <= FLAT_RATIO
-    flat = table["n_bytes"].where(is_flat).groupby([table["backend"], table["world_size"]]).transform("max")
-    return table.assign(flat_bytes=flat)
+    return table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
 
 
 def predictions(results: Results) -> pd.DataFrame:
@@ -130,14 +123,14 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
 
 def published_times() -> pd.DataFrame:
     """Published times of gloo and NCCL on a node with up to six GPUs: the slowest rank's mean."""
-    table = pd.read_csv(reference_directory() / "allreduce_gloo_nccl.csv").rename(columns={"size_mb": "n_bytes"})
+    table = read_published("allreduce_gloo_nccl").rename(columns={"size_mb": "n_bytes"})
     table["n_bytes"] = table["n_bytes"] * 10**6
     return table.groupby(list(CONFIGURATION), as_index=False)["seconds"].max()
 
 
 def published_algorithms() -> pd.DataFrame:
     """Published times of ring, butterfly and torch's all-reduce by ranks; they contain the start of the processes."""
-    tables = [pd.read_csv(reference_directory() / f"allreduce_ring_vs_{name}.csv") for name in ("butterfly", "torch")]
+    tables = [read_published(f"allreduce_ring_vs_{name}") for name in ("butterfly", "torch")]
     columns = ["world_size", "elements", "ring_max_s", "butterfly_max_s", "torch_max_s"]
     return pd.concat(tables).reindex(columns=columns)
 
@@ -151,9 +144,6 @@ LAB = Lab(
         "world_sizes": [2, 4, 6],
         "sizes_bytes": [10**6, 10**7, 10**8, 10**9],
         "repeats": 50,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 600.0,
     },
     on_gpu={"world_sizes": [2, 4, 8], "sizes_bytes": [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]},
     worker=measure,
@@ -166,7 +156,7 @@ LAB = Lab(
             text="How does the time of an all-reduce grow with its size and the number of ranks?",
             table=torch_times,
             configuration=CONFIGURATION,
-            says="Up to {flat_bytes} the size hardly matters; {n_bytes} take {seconds}.",
+            says="{n_bytes} take {seconds}, {times_the_shortest} times as long as the smallest size.",
             figure=Lines(
                 source=torch_times,
                 x="n_bytes",

@@ -9,12 +9,11 @@ from pydantic import Field
 
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explicit_saved, forward_flops, tiled_saved
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, Sessions, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Sessions, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
 from labkit.studies.attention.worker import (
@@ -29,6 +28,7 @@ from labkit.studies.attention.worker import (
     AttentionPoint,
     measure,
 )
+from labkit.studies.shared.tables import read_published
 
 MIB = 2**20
 Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
@@ -39,14 +39,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class AttentionConfig(TimedConfig):
     """The parameters of this lab."""
 
-    sequences: Annotated[list[Length], Field(min_length=1)] = [256, 512, 1024, 2048, 4096]
-    head_dims: Annotated[list[HeadDim], Field(min_length=1)] = [64]
-    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float32", "bfloat16"]
+    sequences: Some[Length] = [256, 512, 1024, 2048, 4096]
+    head_dims: Some[HeadDim] = [64]
+    dtypes: Some[Dtype] = ["float32", "bfloat16"]
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
         name for name in IMPLEMENTATIONS if name != "sdpa_math"
     ]
     """All are compared with naive attention. SDPA's unfused backend is measured only if it is named."""
-    compiled_sequences: list[Length] = [256, 1024]
+    compiled_sequences: list[Length] = [1024]
     """Lengths at which compiled attention takes part: each shape costs seconds to compile."""
     batch: Count = 1
     """Sequences, or heads, at once."""
@@ -55,9 +55,7 @@ class AttentionConfig(TimedConfig):
     device: Device = "auto"
     max_bytes: int = Field(512 * MIB, ge=0)
     """An implementation that needs more is left out; 0: only what does not fit into memory is."""
-    warmup: int = Field(1, ge=0, le=10_000)
     rounds_s: float | None = 1.0
-    timeout_s: TimeoutSeconds = 300.0
 
 
 CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")
@@ -84,10 +82,10 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 def _points(config: AttentionConfig, device: str) -> Iterator[AttentionPoint]:
     names = dict.fromkeys([EXPLICIT, *config.implementations])
-    for dtype in dict.fromkeys(config.dtypes):
-        for sequence in sorted(set(config.sequences)):
+    for dtype in config.dtypes:
+        for sequence in sorted(config.sequences):
             here = tuple(name for name in names if name != COMPILED or sequence in config.compiled_sequences)
-            for head_dim in dict.fromkeys(config.head_dims):
+            for head_dim in config.head_dims:
                 problem = {"dtype": dtype, "sequence": sequence, "head_dim": head_dim, "device": device}
                 yield AttentionPoint.of(config, implementations=here, **problem)
 
@@ -113,7 +111,7 @@ def naive_growth(results: Results) -> pd.DataFrame:
     return pd.concat([table.drop(doubled.index), doubled]) if len(doubled) else table.iloc[:0]
 
 
-def shown_phases(results: Results) -> pd.DataFrame:
+def phases(results: Results) -> pd.DataFrame:
     """Times of each pass in float32 at the largest head dimension, for the figure."""
     table = PHASES.medians(results.frame)
     return table[(table["dtype"] == table["dtype"].max()) & (table["head_dim"] == table["head_dim"].max())]
@@ -135,24 +133,24 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Naive attention in float32 by length, in powers of two, up to the first that does not fit: bytes at its peak."""
+    """Naive attention in float32 by length, up to the first that does not fit: bytes at its peak, with a margin."""
     frame = results.frame
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()
     rows, batch, head_dim = [], int(frame["batch"].iloc[0]), int(frame["head_dim"].max())
     for exponent in range(8, 31):
         tensors = explicit_peak(batch, 2**exponent, head_dim, 4, causal=bool(frame["causal"].iloc[0]))
-        needed = sum(tensors.values())
+        needed = MARGIN * sum(tensors.values())
         size = {"batch": batch, "head_dim": head_dim, "sequence": 2**exponent}
         rows.append(size | {"needed_bytes": needed, "matrix_bytes": max(tensors.values())})
-        if MARGIN * needed > results.machine_bytes:
+        if needed > results.machine_bytes:
             break
     return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
 
 
 def published_compiled() -> pd.DataFrame:
     """Published times of naive attention, eager and compiled: batch 8, one head, no mask, an H100."""
-    table = pd.read_csv(reference_directory() / "attention_compile.csv").rename(columns={"seq_len": "sequence"})
+    table = read_published("attention_compile").rename(columns={"seq_len": "sequence"})
     rows = [
         table[["sequence", "head_dim"]].assign(
             implementation=name, phase=phase, seconds=table[f"{word}_{phase}_ms"] / 1e3
@@ -164,18 +162,9 @@ def published_compiled() -> pd.DataFrame:
     return table[table["head_dim"] == 64]
 
 
-def published_eager() -> pd.DataFrame:
-    """Published times of naive attention, and bytes held between its passes: batch 8, one head, no mask, an H100."""
-    table = pd.read_csv(reference_directory() / "attention_eager.csv").rename(columns={"seq_len": "sequence"})
-    table = table[table["head_dim"] == 64]
-    seconds = {f"{name}_s": pd.to_numeric(table[f"{name}_ms"], errors="coerce") / 1e3 for name in (FORWARD, BACKWARD)}
-    saved = pd.to_numeric(table["memory_gib"], errors="coerce") * 2**30
-    return table[["sequence"]].assign(**seconds, saved_bytes=saved)
-
-
 def published_flash() -> pd.DataFrame:
     """Published times of a Triton kernel over naive attention's, both passes: causal, batch 1, head 64, an H100."""
-    table = pd.read_csv(reference_directory() / "flash_attention.csv").rename(columns={"seq_len": "sequence"})
+    table = read_published("flash_attention").rename(columns={"seq_len": "sequence"})
     table = table[table["head_dim"] == 64]
     seconds = {name: pd.to_numeric(table[f"{name}_both_ms"], errors="coerce") for name in ("flash", "eager")}
     dtypes = table["precision"].map({"fp32": "float32", "bf16": "bfloat16"})
@@ -195,9 +184,7 @@ LAB = Lab(
         "max_bytes": 0,
         "warmup": 10,
         "repeats": 100,
-        "ratio_within": 0.0,
         "rounds_s": 10.0,
-        "timeout_s": 1800.0,
     },
     on_gpu={"batch": 32, "sequences": [512, 1024, 2048, 4096, 8192, 16384], "head_dims": [64, 128], "max_bytes": 0},
     worker=measure,
@@ -212,7 +199,7 @@ LAB = Lab(
             configuration=CONFIGURATION,
             says="At {sequence} tokens naive attention takes {times_per_doubling} times as long as at half the length.",
             figure=Lines(
-                source=shown_phases,
+                source=phases,
                 x="sequence",
                 y="seconds",
                 hue="implementation",
@@ -258,7 +245,7 @@ LAB = Lab(
             table=end_of_memory,
             verdict="predicted",
             configuration=("batch", "head_dim"),
-            says="At {sequence} tokens: the two passes need {needed_bytes}, and this machine has {memory_bytes}.",
+            says="At {sequence} tokens it needs {needed_bytes}, with a margin; this machine has {memory_bytes}.",
         ),
     ],
 )

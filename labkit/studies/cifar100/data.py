@@ -40,11 +40,11 @@ def load_images(dataset: str, archive: str | None, md5: str | None) -> Images:
         return digits()
     path = Path(archive) if archive else datasets_directory() / CIFAR100_FILE
     try:
-        found = file_md5(path)
+        actual = file_md5(path)
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if md5 is not None and found != md5:
-        raise DatasetError(f"{path}: not the archive that was there at the beginning: expected MD5 {md5}, got {found}")
+    if md5 is not None and actual != md5:
+        raise DatasetError(f"{path}: not the archive that was there at the beginning: expected MD5 {md5}, got {actual}")
     return read_cifar100(path)
 
 

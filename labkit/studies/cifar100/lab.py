@@ -8,11 +8,11 @@ import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, one_of
+from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, Some, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Bars, Lines
+from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import datasets_directory, kind_of_path, reference_directory
+from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
@@ -34,12 +34,10 @@ class CifarConfig(LabConfig):
     """Path of CIFAR-100's binary archive, a .tar.gz."""
     train_images: Count | None = 512
     """Only the first so many of the training set; None: all."""
-    implementations: Annotated[list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]], Field(min_length=1)] = list(
-        IMPLEMENTATIONS
-    )
+    implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     """The wrapper, and whether batch norm is over all ranks; torch's SyncBatchNorm refuses CPU tensors."""
     world_size: Annotated[int, Field(ge=2, le=64)] = 2
-    seeds: Annotated[list[Seed], Field(min_length=1)] = list(range(6))
+    seeds: Some[Seed] = list(range(6))
     """Each is a training of its own. Below six there is no interval, and so no verdict."""
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 3
     batch: Annotated[int, Field(ge=2, le=100_000)] = 8
@@ -75,14 +73,14 @@ class CifarConfig(LabConfig):
 def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     """One per seed."""
     device = machine.device(config.device)
-    names = [name for name in dict.fromkeys(config.implementations) if device == "cuda" or name != TORCH_SYNC]
+    names = [name for name in config.implementations if device == "cuda" or name != TORCH_SYNC]
     if not names:
         raise ParameterError("cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors")
     dataset = CIFAR100 if config.archive else config.dataset
     md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names, "device": device}
     about["backend"] = machine.backend(device, ranks_here(config.world_size))
-    return [TrainingPoint.of(config, seed=seed, **about) for seed in dict.fromkeys(config.seeds)]
+    return [TrainingPoint.of(config, seed=seed, **about) for seed in config.seeds]
 
 
 def check_inputs(config: CifarConfig, say: Callable[[str], None]) -> None:
@@ -195,11 +193,6 @@ def same_training(results: Results) -> pd.DataFrame:
     )
     wide = long.pivot_table(index=["batch_norm", "seed", "result"], columns="wrapper", values="value")
     return wide.reindex(columns=[LABKIT, TORCH]).reset_index().rename_axis(columns=None)
-
-
-def published() -> pd.DataFrame:
-    """Published training of 16 epochs on two RTX A4000, by a self-made wrapper and SyncBatchNorm, and by torch's."""
-    return pd.read_csv(reference_directory() / "cifar100_training_2gpu.csv")
 
 
 LAB = Lab(

@@ -33,7 +33,7 @@ def _torch_ddp(model: nn.Module) -> nn.Module:
 
 
 # Wrapper, and whether batch norm looks at the batches of all ranks.
-_MADE: MappingProxyType[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
+_MODELS: MappingProxyType[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
     {
         OWN_SYNC: lambda model: BucketedDDP(convert_sync_batchnorm(model)),
         OWN_LOCAL: BucketedDDP,
@@ -70,7 +70,7 @@ class Trainer:
         torch.manual_seed(seed_of(seed, "weights"))
         dropout = {} if recipe.dropout else {"dropout": (0.0, 0.0)}
         net: nn.Module = SmallConvNet(recipe.classes, **dropout).to(device=recipe.device, dtype=recipe.dtype)
-        self.model: Any = _MADE[implementation](net)
+        self.model: Any = _MODELS[implementation](net)
         self.net = net
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
 
@@ -95,12 +95,12 @@ class Trainer:
     def epoch(self, images: Tensor, labels: Tensor, seed: int, epoch: int) -> tuple[Tensor, int]:
         """One epoch over the images of all ranks, of which this rank takes its part: sum of losses, and of how many."""
         torch.manual_seed(seed_of(seed, "dropout", epoch, dist.get_rank()))
-        total, seen = torch.zeros((), dtype=torch.float64, device=self.recipe.device), 0
+        total, n_images = torch.zeros((), dtype=torch.float64, device=self.recipe.device), 0
         for update in updates_of(len(images), self.recipe, seed, epoch, dist.get_world_size()):
             mine = update[:, dist.get_rank()].flatten()
             total += self.update(images[mine], labels[mine])
-            seen += len(mine)
-        return total, seen
+            n_images += len(mine)
+        return total, n_images
 
     @torch.no_grad()
     def validate(self, images: Tensor, labels: Tensor, of_all: int) -> tuple[float, float]:

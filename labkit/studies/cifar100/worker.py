@@ -111,10 +111,10 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
         rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
     yield from rows
     while training.epochs_done < point.epochs:
-        found = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
-        rows += found
+        epoch = [row | {"error": errors[row["implementation"]]} for row in training.epoch()]
+        rows += epoch
         save_checkpoint(path, training.state(rows))
-        yield from found
+        yield from epoch
 
 
 class _Training:
@@ -142,9 +142,9 @@ class _Training:
     def _timed_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
         dist.barrier()
         self._watch.start()
-        total, seen = trainer.epoch(*self.data.training, self.point.seed, epoch)
+        total, n_images = trainer.epoch(*self.data.training, self.point.seed, epoch)
         self._watch.stop()
-        sums = torch.stack([total, torch.tensor(seen).to(total)])
+        sums = torch.stack([total, torch.tensor(n_images).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
         row = describe(trainer.implementation) | {"phase": EPOCH, "check": "ok", "epoch": epoch}
@@ -153,7 +153,7 @@ class _Training:
             row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss}
             row |= {"accuracy_percent": 100 * accuracy}
             row |= {"classes": self.data.classes, "trained": int(sums[1]), "validated": self.data.validated}
-            row |= {"micro_batches": -(-seen // self.point.batch)}
+            row |= {"micro_batches": -(-n_images // self.point.batch)}
         return row
 
     def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Bars, Lines, Timeline
+from labkit.lab.figures import RATIO, Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50
@@ -20,6 +19,7 @@ from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.timeline import ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, DataParallelPoint, measure
+from labkit.studies.shared.tables import read_published
 
 WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -32,20 +32,19 @@ SAME_COLLECTIVES = {TORCH: "bucketed_sync", "bucketed": "bucketed_sync", "overla
 class DataParallelConfig(TimedConfig):
     """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
-    workloads: Annotated[list[WorkloadName], Field(min_length=1)] = ["nano", "mini"]
-    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=64)]], Field(min_length=1)] = [2]
+    workloads: Some[WorkloadName] = ["nano", "mini"]
+    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     buckets_mb: list[Megabytes] = [1.0, 10.0, 100.0]
     """Sizes of every bucket in the sweep, on the last workload; elsewhere buckets are the default."""
-    batches: Annotated[list[Count], Field(min_length=1)] = [2]
+    batches: Some[Count] = [2]
     """Sequences or images per rank."""
-    context_lengths: Annotated[list[Count], Field(min_length=1)] = [32]
+    context_lengths: Some[Count] = [32]
     image_size: Annotated[int, Field(ge=32, le=4096)] = 32
     micro_batches: Annotated[int, Field(ge=2, le=1024)] = 2
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
-    rounds_s: float | None = 5.0
-    timeout_s: TimeoutSeconds = 600.0
+    warmup: Warmup = 0
+    rounds_s: float | None = 2.5
 
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")
@@ -67,9 +66,9 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """By ranks, workload and batch: all wrappers; on the last workload also bucket sizes, memory and a timeline."""
+    """By ranks, workload and batch: all wrappers. Accumulation on the first workload; the rest on the last one."""
     device = machine.device(config.device)
-    for world_size, workload in product(config.world_sizes, dict.fromkeys(config.workloads)):
+    for world_size, workload in product(config.world_sizes, config.workloads):
         backend = machine.backend(device, ranks_here(world_size))
         for batch, length in product(config.batches, config.context_lengths):
             about = {"workload": workload, "batch": batch, "context_length": length, "world_size": world_size}
@@ -84,13 +83,13 @@ def _points(config: DataParallelConfig, is_last: bool, about: dict[str, Any]) ->
     names = [name for name in config.implementations if about["device"] == "cpu" or name not in OVER_SHARED_MEMORY]
     bucketed = [name for name in BUCKETED if name in names]
     yield DataParallelPoint.of(config, sweep="wrappers", alternatives=(LOCAL, *dict.fromkeys(names)), **about)
-    if bucketed:
+    if bucketed and about["workload"] == config.workloads[0]:
         several = about | {"micro_batches": config.micro_batches}
         yield DataParallelPoint.of(config, sweep="accumulation", alternatives=tuple(bucketed), **several)
     if not is_last:
         return
     if bucketed and config.buckets_mb:
-        sizes = sorted(set(config.buckets_mb))
+        sizes = sorted(config.buckets_mb)
         swept = [one for name in bucketed for one in (name, *(f"{name}@{size!r}" for size in sizes))]
         yield DataParallelPoint.of(config, sweep="buckets", alternatives=tuple(swept), **about)
     # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
@@ -167,15 +166,10 @@ def published_buckets() -> pd.DataFrame:
 
     Torch's sizes were published in megabytes, the Python wrapper's in Mi elements of four bytes.
     """
-    table = pd.read_csv(reference_directory() / "ddp_compare_resnet50.csv")
+    table = read_published("ddp_compare_resnet50")
     table = table[table["phase"] == BACKWARD]
     wide = table.pivot_table(index="buffer_melements", columns="implementation", values="median_ms")
     return wide.div(wide["torch_ddp"], axis=0).reset_index()
-
-
-def published_xl() -> pd.DataFrame:
-    """Published steps of an XL Transformer on two GPUs over NCCL, by batch, length and bucket size."""
-    return pd.read_csv(reference_directory() / "ddp_bucketed_xl_2gpu.csv")
 
 
 LAB = Lab(
@@ -191,13 +185,16 @@ LAB = Lab(
         "image_size": 224,
         "warmup": 20,
         "repeats": 20,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 1800.0,
     },
-    on_gpu={"workloads": ["resnet50", "small"], "world_sizes": [2, 8], "batches": [16], "context_lengths": [512]},
+    on_gpu={
+        "workloads": ["resnet50", "small"],
+        "world_sizes": [2, 8],
+        "batches": [16],
+        "context_lengths": [512],
+        "warmup": 2,
+    },
     worker=measure,
-    points=lambda config, machine: list(points(config, machine)),
+    points=points,
     plugin_parameter="implementations",
     register=register,
     model_parameters=("workloads",),

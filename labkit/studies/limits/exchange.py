@@ -34,10 +34,10 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        found = {
+        results = {
             name: run_guarded(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()
         }
-        checks = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in found.items()}
+        checks = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in results.items()}
         calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if checks[name] == "ok"}
         for name, transport in transports.items():
             if checks[name] != "ok":

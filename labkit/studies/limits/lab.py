@@ -12,9 +12,9 @@ from labkit.costs.calibration import ALL_REDUCE
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.calibration import transports
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.studies.limits.worker import LimitPoint, measure
@@ -27,15 +27,13 @@ ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
 class LimitsConfig(TimedConfig):
     """The parameters of this lab."""
 
-    matmul_sizes: Annotated[list[Annotated[int, Field(ge=8, le=2**15)]], Field(min_length=1)] = [
-        2**k for k in range(4, 12)
-    ]
+    matmul_sizes: Some[Annotated[int, Field(ge=8, le=2**15)]] = [2**k for k in range(4, 12)]
     """Rows of square matrices."""
-    dtypes: Annotated[list[Literal["float32", "float64", "bfloat16", "float16"]], Field(min_length=1)] = [
+    dtypes: Some[Literal["float32", "float64", "bfloat16", "float16"]] = [
         "float32",
         "bfloat16",
     ]
-    copy_sizes_bytes: Annotated[list[Count], Field(min_length=1)] = [64, *(KIB * 4**k for k in range(10))]
+    copy_sizes_bytes: Some[Count] = [64, *(KIB * 4**k for k in range(10))]
     """Arrays that are copied and added."""
     exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
     """Messages between ranks."""
@@ -46,9 +44,7 @@ class LimitsConfig(TimedConfig):
     batch: Count = 4
     context_length: Count = 128
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
-    rounds_s: float | None = 1.5
-    timeout_s: TimeoutSeconds = 300.0
+    rounds_s: float | None = 1.0
 
 
 MATMUL = Metric(
@@ -66,13 +62,9 @@ OPERATORS = Metric(
 )
 
 
-def points(config: LimitsConfig, machine: Machine) -> list[LimitPoint]:
+def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     """On the device: matmuls, memory, operators. On the CPU: threads, ranks, and messages between them."""
-    every = _points(config, machine, machine.device(config.device))
-    return list({point.id: point for point in every}.values())
-
-
-def _points(config: LimitsConfig, machine: Machine, device: str) -> Iterator[LimitPoint]:
+    device = machine.device(config.device)
     rows, arrays = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
     threaded = (min(THREADED_ROWS, max(rows)), min(THREADED_BYTES, max(arrays)))
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
@@ -121,11 +113,6 @@ def best_matmul(table: pd.DataFrame) -> Any:
     return rows[rows["device"] == rows["device"].max()]["flops_per_s"].idxmax()
 
 
-def square_matmuls(results: Results) -> pd.DataFrame:
-    """The square ones, for the figure."""
-    return matmuls(results).dropna(subset="rows")
-
-
 def memory(results: Results) -> pd.DataFrame:
     """Medians of copies and additions, and their bytes per second, read and written together."""
     table = MEMORY.medians(results.frame)
@@ -144,21 +131,10 @@ def shortest_all_reduce(results: Results) -> pd.DataFrame:
     """The shortest all-reduce by ranks and transport, as measured, and the cost of a byte of long ones, as fitted."""
     table = EXCHANGE.medians(results.frame)
     table = table[table["n_bytes"] == table["n_bytes"].min()].drop(columns=["low", "high", "n"])
-    rates = [
-        {
-            "world_size": one.ranks,
-            "way": one.way,
-            "bytes_per_s": 1 / one.beta_s_per_byte if one.beta_s_per_byte else None,
-        }
-        for one in transports(results.frame)
-        if one.what == ALL_REDUCE
-    ]
-    return table.merge(pd.DataFrame(rates, columns=["world_size", "way", "bytes_per_s"]), how="left")
-
-
-def gloo_between_two(table: pd.DataFrame) -> Any:
-    """The fewest ranks, over gloo."""
-    return table.sort_values(["world_size", "way"]).index[0]
+    fits = [vars(one) for one in transports(results.frame) if one.what == ALL_REDUCE]
+    rates = pd.DataFrame(fits, columns=["ranks", "way", "beta_s_per_byte"]).rename(columns={"ranks": "world_size"})
+    rates = rates.assign(bytes_per_s=1 / rates.pop("beta_s_per_byte").astype(float))
+    return table.merge(rates, how="left")
 
 
 def against_itself(results: Results) -> pd.DataFrame:
@@ -209,9 +185,6 @@ LAB = Lab(
         "exchange_sizes_bytes": [KIB * 4**k for k in range(10)],
         "model": "large",
         "context_length": 512,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 1200.0,
     },
     on_gpu={
         "matmul_sizes": [2**k for k in range(6, 14)],
@@ -228,7 +201,13 @@ LAB = Lab(
             pick=best_matmul,
             configuration=("device", "dtype"),
             says="Matmuls in {dtype} reach {flops_per_s} ({shape}).",
-            figure=Lines(source=square_matmuls, x="rows", y="flops_per_s", hue="dtype", panel="device"),
+            figure=Lines(
+                source=lambda results: matmuls(results).dropna(subset="rows"),
+                x="rows",
+                y="flops_per_s",
+                hue="dtype",
+                panel="device",
+            ),
         ),
         Report(
             id="memory",
@@ -250,7 +229,7 @@ LAB = Lab(
             id="exchange",
             text="What does an all-reduce cost: the shortest, and each byte of a long one?",
             table=shortest_all_reduce,
-            pick=gloo_between_two,
+            pick=lambda table: table.sort_values(["world_size", "way"]).index[0],
             configuration=("world_size", "way"),
             says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones: {bytes_per_s}.",
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),

@@ -14,7 +14,7 @@ from labkit.bench.check import max_over_ranks
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import Work, matrix_product
-from labkit.costs.transformer import TransformerShape, n_parameters
+from labkit.costs.transformer import n_parameters
 from labkit.lab.capacity import skip_reason
 from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
@@ -50,14 +50,18 @@ class LimitPoint(TimedPoint):
     batch: int = 1
     context_length: int = 1
 
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """Ranks begin at once, so that all of them compute while one is timed."""
+        return super().rounds | {"device": self.device} | ({"before": dist.barrier} if self.world_size > 1 else {})
+
     def skip_reason(self, machine: "Machine") -> str | None:
         largest = max(self.sizes, default=0)
-        needed = self.world_size * 3 * (8 * largest**2 if self.sweep == "products" else largest)
-        return skip_reason(machine, self.device, needed)
+        one = 8 * largest**2 if self.sweep == "products" else largest
+        return skip_reason(machine, self.device, self.world_size * 3 * one)
 
     def title(self) -> str:
-        about = self.model or self.dtype
-        return f"{super().title()}, {self.device}, {self.sweep.replace('_', ' ')}, {about}"
+        return f"{super().title()}, {self.device}, {self.sweep}, {self.model or self.dtype}"
 
 
 def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
@@ -69,16 +73,11 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
     right = {key: call for key, call in calls.items() if call.check == "ok"}
-    once, failed = time_guarded(
-        {key: {CALLS: call.run} for key, call in right.items()}, device=point.device, warmup=1, repeats=1, seed=point.id
-    )
+    singly = {key: {CALLS: call.run} for key, call in right.items()}
+    once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
     number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
-    samples, failed_later = time_guarded(
-        {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()},
-        device=point.device,
-        **point.rounds,
-        **options,
-    )
+    in_a_row = {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()}
+    samples, failed_later = time_guarded(in_a_row, **point.rounds, **options)
     failed |= failed_later
     for key, call in calls.items():
         row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
@@ -94,12 +93,11 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
     dtype = getattr(torch, point.dtype)
     sizes, longest_s = _sizes_in_time(point, device, dtype)
-    largest = max(sizes)
-    part = largest // ATTENTION_BATCH
+    largest, part = max(sizes), max(sizes) // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
     calls = {name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()}
-    for row in _timed(point, calls, "shape", **_together(point)):
+    for row in _timed(point, calls, "shape"):
         b, m, k, n = shapes[row["shape"]]
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
     for size in point.sizes:
@@ -137,7 +135,7 @@ def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         for n_bytes in point.sizes
         for name, work in (_elementwise(n_bytes, device) | _transfers(n_bytes, device)).items()
     }
-    for row in _timed(point, calls, "call", **_together(point)):
+    for row in _timed(point, calls, "call"):
         operation, _, n_bytes = row.pop("call").rpartition(" ")
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
 
@@ -157,20 +155,19 @@ def _transfers(n_bytes: int, device: str) -> dict[str, Work]:
     """Copies to a GPU and from it, of memory that the system may move and of memory that is pinned; none of a CPU."""
     if torch.device(device).type == "cpu" or n_bytes > LONGEST_TRANSFER:
         return {}
-    found: dict[str, Work] = {}
+    transfers: dict[str, Work] = {}
     for suffix, is_pinned in (("", False), (PINNED, True)):
         there_and_back = partial(_there_and_back, max(1, n_bytes // 4), device, is_pinned)
         works = run_guarded(f"{n_bytes} bytes{suffix}", there_and_back, device=device)
         if isinstance(works, Failed):
             works = (Work(lambda: None, 0, n_bytes, works.reason),) * 2
-        found |= {TO_GPU + suffix: works[0], FROM_GPU + suffix: works[1]}
-    return found
+        transfers |= {TO_GPU + suffix: works[0], FROM_GPU + suffix: works[1]}
+    return transfers
 
 
 def _there_and_back(n: int, device: str, is_pinned: bool) -> tuple[Work, Work]:
     """Copies of n float32 numbers to the GPU and from it, held against what was sent."""
-    here, there = torch.arange(n, dtype=torch.float32), torch.empty(n, device=device)
-    here = here.pin_memory() if is_pinned else here
+    here, there = torch.arange(n, dtype=torch.float32, pin_memory=is_pinned), torch.empty(n, device=device)
     back = torch.empty_like(here, pin_memory=is_pinned)
     to_gpu = partial(there.copy_, here, non_blocking=is_pinned)
     from_gpu = partial(back.copy_, there, non_blocking=is_pinned)
@@ -181,17 +178,12 @@ def _there_and_back(n: int, device: str, is_pinned: bool) -> tuple[Work, Work]:
     return Work(to_gpu, 0, 4.0 * n, check), Work(from_gpu, 0, 4.0 * n, check)
 
 
-def _together(point: LimitPoint) -> dict[str, Any]:
-    """For the clock: ranks begin at once, so that all of them compute while one is timed."""
-    return {"before": dist.barrier} if point.world_size > 1 else {}
-
-
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """A product, a copy and an addition with one thread, two, four, ..., and all that this process has."""
     all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
-    product, of_arrays = matrix_product(device, torch.float32, size, size, size), _elementwise(n_bytes, device)
-    work = {"product": product, "copy": of_arrays["copy"], "add": of_arrays["add"]}
+    work = _elementwise(n_bytes, device) | {"product": matrix_product(device, torch.float32, size, size, size)}
+    del work["new"]
     calls = {f"{name} {threads}": call for name, call in work.items() for threads in numbers}
     try:
         rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
@@ -215,10 +207,9 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             value = value * ones
         value.backward()
 
-    (n_bytes,) = point.sizes
-    others = _elementwise(n_bytes, device)["copy"].run
+    others = _elementwise(point.sizes[0], device)["copy"].run
     actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
-    samples = time_interleaved(actions, device=device, **point.rounds, **_together(point))
+    samples = time_interleaved(actions, **point.rounds)
     for n in CHAINS:
         yield {"operators": 2 * n, "check": "ok", "seconds": samples[str(n)]}
 
@@ -238,27 +229,21 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         if call.check != "ok":
             yield about
             continue
-        timing = point.rounds | {"seed": f"{point.id} {operation}", "device": point.device} | _together(point)
+        timing = point.rounds | {"seed": f"{point.id} {operation}"}
         samples = time_interleaved(dict.fromkeys(("first", "second"), call.run), **timing)
         for turn, seconds in samples.items():
             yield about | {"repetition": turn, "seconds": seconds}
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Every operator of a training step of a named model, on its own, with its arithmetic and its least traffic."""
-    shape = shape_named(point.model)
-    calls = _calls_of_a_step(shape, point.batch, point.context_length, device)
-    yield from _timed(point, calls, "operator")
+    """Every operator of a training step of a named model in float32, on its own.
 
-
-def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: str) -> dict[str, Work]:
-    """Operators in float32; FLOPs of one per element are counted by hand, as is each tensor read or written once."""
-
-    def tensor(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device)
-
+    FLOPs of one per element are counted by hand, as is each tensor read or written once.
+    """
+    shape, batch, context = shape_named(point.model), point.batch, point.context_length
+    tensor = partial(torch.randn, device=device)
     tokens, d, f, v = batch * context, shape.d_model, shape.d_ff, shape.vocabulary
-    hidden, wide, logits = tensor(tokens, d), tensor(tokens, f), tensor(tokens, v)
+    hidden, wide, logits = (tensor(tokens, columns) for columns in (d, f, v))
     scores = tensor(batch * shape.n_heads, context, context)
     weight, labels = torch.ones(d, device=device), torch.zeros(tokens, dtype=torch.int64, device=device)
     parameter = tensor(n_parameters(shape) // shape.n_layers).requires_grad_()  # a layer's share of all
@@ -281,7 +266,7 @@ def _calls_of_a_step(shape: TransformerShape, batch: int, context: int, device: 
         "cross-entropy": Work(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
         "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
-    return calls
+    yield from _timed(point, calls, "operator")
 
 
 _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {

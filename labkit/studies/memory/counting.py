@@ -70,12 +70,12 @@ class CountedStep:
 
     def _make_states(self) -> None:
         """By a step on lists of parameters: fewer operators to follow, and no phase looks at it."""
-        asked = [group["foreach"] for group in self.step.optimizer.param_groups]
+        foreach = [group["foreach"] for group in self.step.optimizer.param_groups]
         for group in self.step.optimizer.param_groups:
             group["foreach"] = True
         self.step.optimizer_step()
-        for group, foreach in zip(self.step.optimizer.param_groups, asked, strict=True):
-            group["foreach"] = foreach
+        for group, before in zip(self.step.optimizer.param_groups, foreach, strict=True):
+            group["foreach"] = before
 
     def peak(self, phase: str) -> Peak:
         return peak_between(self.ledger.allocations, *self.spans[phase])

@@ -9,11 +9,11 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.columns import labels
+from labkit.lab.config import Device, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Areas, Bars, Lines
+from labkit.lab.figures import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.lab.user_models import model_names, shape_of, user_model_names
 from labkit.machine import Machine
 from labkit.studies.memory.counting import PARTS
@@ -29,9 +29,9 @@ from labkit.studies.memory.worker import (
     MemoryPoint,
     measure,
 )
+from labkit.studies.shared.tables import FIT_SHARE, in_order
 
 PHASES = (INFERENCE, FORWARD, FULL_STEP)
-FIT_SHARE = 0.9  # of a machine's memory that a step may take; the rest is for everything else
 VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not drawn
 Size = Annotated[str, one_of(model_names)]
 Named = Annotated[str, one_of(lambda: SIZES)]
@@ -41,38 +41,34 @@ Context = Annotated[int, Field(ge=2, le=2**20)]
 class MemoryConfig(TimedConfig):
     """The parameters of this lab. Contexts are in tokens."""
 
-    sizes: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini"]
+    sizes: Some[Size] = ["nano", "mini"]
     """Models whose peaks are measured and counted, at `contexts`."""
-    contexts: Annotated[list[Context], Field(min_length=1)] = [64, 128]
+    contexts: Some[Context] = [64, 128]
     counted_sizes: list[Named] = [size for size in SIZES if size != "10B"]
     """Models that are only counted, to see which fit; the last one is looked at in detail."""
     counted_contexts: list[Context] = [512, 2048]
-    precisions: Annotated[list[Literal["float32", "bfloat16"]], Field(min_length=1)] = ["float32", "bfloat16"]
+    precisions: Some[Literal["float32", "bfloat16"]] = ["float32", "bfloat16"]
     """On a CPU, which may have no instructions for 16-bit numbers, others than float32 are counted only."""
     checkpoint_size: Named = "nano"
     """Measured and timed with each segment length that divides its layers."""
     counted_checkpoint_size: Named = "mini"
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
-    rounds_s: float | None = 5.0
-    timeout_s: TimeoutSeconds = 300.0
+    rounds_s: float | None = 2.0
 
 
 CONFIGURATION = ("device", "size", "context_length", "batch")
 PEAK_KEYS = ["device", "size", "context_length", "precision", "phase", "batch"]
+PART_BYTES = [f"{part}_bytes" for part in PARTS]
 CHECKPOINTED = {"table": "checkpoint"}
 SEGMENT_PEAK = Metric("counted_bytes", "segment", CONFIGURATION, where=CHECKPOINTED, exact=True)
 SEGMENT_TIME = Metric("seconds", "segment", CONFIGURATION, where=CHECKPOINTED)
 
 
-def points(config: MemoryConfig, machine: Machine) -> list[MemoryPoint]:
+def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     """Counting first, which takes no memory and predicts; then measured peaks by growing size; then checkpointing."""
-    every = _points(config, machine.device(config.device))
-    return list({point.id: point for point in every}.values())
+    device = machine.device(config.device)
 
-
-def _points(config: MemoryConfig, device: str) -> Iterator[MemoryPoint]:
     def point(kind: str, size: str, context: int, precision: str = "float32", **more: Any) -> MemoryPoint:
         batch = {"batch": MODEL_BATCH} if context == MODEL_BATCH else {}
         about = {"kind": kind, "size": size, "context_length": context, "precision": precision, "device": device}
@@ -84,13 +80,12 @@ def _points(config: MemoryConfig, device: str) -> Iterator[MemoryPoint]:
     for size, context in product(config.counted_sizes, sorted(config.counted_contexts)):
         is_last = (size, context) == (config.counted_sizes[-1], max(config.counted_contexts))
         yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last)
-    for size in config.sizes:
-        for low in config.precisions if device != "cpu" else ["float32"]:
-            for phase, context in product(PHASES, _contexts(config, size)):
-                yield point(MEASURED, size, context, low, phases=(phase,))
+    for size, low, phase in product(config.sizes, config.precisions if device != "cpu" else ["float32"], PHASES):
+        yield from (point(MEASURED, size, context, low, phases=(phase,)) for context in _contexts(config, size))
     for size, repeats in {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}.items():
-        segments = segment_lengths(SIZES[size].n_layers)
-        yield point(CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats)
+        layers = SIZES[size].n_layers
+        segments = tuple(length for length in range(1, layers + 1) if layers % length == 0)
+        yield point(CHECKPOINT, size, max(config.contexts), segments=(NO_CHECKPOINTS, *segments), repeats=repeats)
 
 
 def _contexts(config: MemoryConfig, size: str) -> list[int]:
@@ -98,74 +93,52 @@ def _contexts(config: MemoryConfig, size: str) -> list[int]:
     return sorted(config.contexts) if shape_of(size) else [MODEL_BATCH]
 
 
-def segment_lengths(n_layers: int) -> tuple[int, ...]:
-    """No checkpointing, then every length that divides the layers evenly."""
-    return (NO_CHECKPOINTS, *(length for length in range(1, n_layers + 1) if n_layers % length == 0))
-
-
 def peaks(results: Results, method: str) -> pd.DataFrame:
     """The highest peak of each configuration and phase, with its parts if it was counted."""
-    parts = [f"{part}_bytes" for part in PARTS]
-    columns = [*PEAK_KEYS, "table", "method", "peak_bytes", "predicted_bytes", *parts]
-    rows = results.frame.reindex(columns=columns)
+    rows = results.frame.reindex(columns=[*PEAK_KEYS, "table", "method", "peak_bytes", "predicted_bytes", *PART_BYTES])
     rows = rows[(rows["table"] == "peak") & (rows["method"] == method)]
     rows = rows.dropna(subset="peak_bytes").sort_values("peak_bytes", kind="stable")
     table = rows.drop_duplicates(PEAK_KEYS, keep="last").drop(columns=["table", "method"])
-    order = {size: place for place, size in enumerate(SIZES)}
-    return table.sort_values("size", key=lambda sizes: sizes.map(order), kind="stable", ignore_index=True)
+    return in_order(table, "size", SIZES)
 
 
 def counted_against_measured(results: Results) -> pd.DataFrame:
     """Configurations that were both counted and measured."""
-    counted = peaks(results, COUNTED)[[*PEAK_KEYS, "peak_bytes"]].rename(columns={"peak_bytes": "counted_bytes"})
-    measured = peaks(results, MEASURED)[[*PEAK_KEYS, "peak_bytes"]].rename(columns={"peak_bytes": "measured_bytes"})
-    return measured.merge(counted, on=PEAK_KEYS)
+    by_method = [peaks(results, method).set_index(PEAK_KEYS)["peak_bytes"] for method in (MEASURED, COUNTED)]
+    return pd.concat(by_method, axis=1, join="inner", keys=["measured_bytes", "counted_bytes"]).reset_index()
 
 
 def by_context(results: Results) -> pd.DataFrame:
     """Counted peaks of the models with several contexts, and how often that of the shortest context they are."""
-    table = peaks(results, COUNTED)
-    if table.empty:
-        return table
-    table, keys = table.dropna(axis=1, how="all"), ["device", "size", "precision", "phase"]
+    table, keys = peaks(results, COUNTED), ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
-    kinds = table["phase"] + ", " + table["precision"]
-    return table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=kinds).reset_index(drop=True)
+    table = table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=labels(table, ["phase", "precision"]))
+    return table.reset_index(drop=True)
 
 
-def largest_full_step(table: pd.DataFrame) -> Any:
-    """The largest full step in float32."""
-    rows = table[(table["phase"] == FULL_STEP) & (table["precision"] == "float32")]
-    return rows["peak_bytes"].idxmax()
+def full_steps(results: Results) -> pd.DataFrame:
+    """Counted full steps in float32."""
+    table = peaks(results, COUNTED)
+    return table[(table["phase"] == FULL_STEP) & (table["precision"] == "float32")]
 
 
 def parts_of_peak(results: Results) -> pd.DataFrame:
-    """Parts of each counted full step's peak in float32: bytes and percent, one row per part."""
-    table = peaks(results, COUNTED)
-    table = table[(table["phase"] == FULL_STEP) & (table["precision"] == "float32")]
-    names = [f"{part}_bytes" for part in PARTS]
-    long = table.melt(["size", "context_length", "batch", "peak_bytes"], names, "part", "bytes").dropna()
-    context = ", " + long["context_length"].astype(str) + " tokens"
-    model = long["size"] + context.where(long["context_length"] != MODEL_BATCH, "")
+    """Parts of the peak of each counted full step: bytes and percent, one row per part."""
+    table = full_steps(results)
+    long = table.melt(["size", "context_length", "batch", "peak_bytes"], PART_BYTES, "part", "bytes").dropna()
+    model = labels(long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"])
     long = long.assign(part=long["part"].str.removesuffix("_bytes"), model=model)
     long = long.assign(of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float))
-    return long[long["of_peak_percent"] > 100 * VISIBLE_SHARE].sort_values(
-        "peak_bytes", kind="stable", ignore_index=True
-    )
-
-
-def largest_part(table: pd.DataFrame) -> Any:
-    """The largest part of the largest peak."""
-    return table[table["peak_bytes"] == table["peak_bytes"].max()]["bytes"].idxmax()
+    visible = long[long["of_peak_percent"] > 100 * VISIBLE_SHARE]
+    return visible.sort_values("peak_bytes", kind="stable", ignore_index=True)
 
 
 def timeline(results: Results) -> pd.DataFrame:
     """Live bytes by part over the allocations and frees of one full step of the big model."""
-    parts = [f"{part}_bytes" for part in PARTS]
-    rows = results.frame.reindex(columns=["table", "size", "context_length", "moment", *parts])
+    rows = results.frame.reindex(columns=["table", "size", "context_length", "moment", *PART_BYTES])
     rows = rows[rows["table"] == "timeline"].dropna(subset="moment").rename(columns={"moment": "allocations_and_frees"})
-    long = rows.melt(["size", "allocations_and_frees"], parts, "part", "bytes")
+    long = rows.melt(["size", "allocations_and_frees"], PART_BYTES, "part", "bytes")
     shares = long.groupby("part")["bytes"].transform("max") / max(long["bytes"].max(), 1) if len(long) else 0
     return long[shares > VISIBLE_SHARE].assign(part=lambda table: table["part"].str.removesuffix("_bytes"))
 
@@ -180,8 +153,7 @@ def allocations(results: Results) -> pd.DataFrame:
 
 def fits(results: Results) -> pd.DataFrame:
     """Counted full step of each size at the longest context that most were counted at, and whether it fits here."""
-    table = peaks(results, COUNTED)
-    table = table[(table["phase"] == FULL_STEP) & (table["precision"] == "float32")]
+    table = full_steps(results)
     if table.empty:
         return table
     context = table.groupby("context_length")["size"].nunique().sort_values().index[-1]
@@ -189,18 +161,6 @@ def fits(results: Results) -> pd.DataFrame:
     memory = FIT_SHARE * results.machine_bytes
     columns = ["size", "context_length", "batch", "peak_bytes", "predicted_bytes"]
     return table[columns].assign(machine_bytes=results.machine_bytes, fits=table["peak_bytes"] <= memory)
-
-
-def largest_fitting(table: pd.DataFrame) -> Any:
-    """The largest size that fits; the smallest one if none does."""
-    fitting = table[table["fits"]]
-    return fitting.index[-1] if len(fitting) else table.index[0]
-
-
-def published_peaks() -> pd.DataFrame:
-    """Published peaks of a model with 32 layers and d_model 2560, on an H100; its GB are taken as 10^9 bytes."""
-    table = pd.read_csv(reference_directory() / "memory_peaks.csv")
-    return table.assign(peak_bytes=table["peak_gb"] * 1e9).drop(columns="peak_gb")
 
 
 SEGMENT_NAMES = {NO_CHECKPOINTS: "no checkpointing", 1: "checkpointing every layer"} | {
@@ -218,7 +178,6 @@ LAB = Lab(
         "counted_contexts": [128, 256, 512, 1024, 2048],
         "checkpoint_size": "xl",
         "counted_checkpoint_size": "2.7B",
-        "timeout_s": 900.0,
     },
     on_gpu={"sizes": ["small", "medium", "large"], "contexts": [128, 512], "checkpoint_size": "medium"},
     worker=measure,
@@ -230,7 +189,7 @@ LAB = Lab(
             id="peak_by_context",
             text="How does the peak memory grow with the context?",
             table=by_context,
-            pick=largest_full_step,
+            pick=lambda table: table["peak_bytes"].idxmax(),
             verdict="counted",
             configuration=("size", "precision", "batch", "context_length"),
             says="A full step of {size} peaks at {peak_bytes} with {context_length} tokens.",
@@ -240,7 +199,7 @@ LAB = Lab(
             id="where_it_goes",
             text="What is the peak of a full step made of?",
             table=parts_of_peak,
-            pick=largest_part,
+            pick=lambda table: table[table["peak_bytes"] == table["peak_bytes"].max()]["bytes"].idxmax(),
             verdict="counted",
             configuration=("size", "batch", "context_length"),
             says="At {context_length} tokens, {of_peak_percent}% of {size}'s peak is {part}.",
@@ -278,7 +237,7 @@ LAB = Lab(
             id="largest_model",
             text="Which is the largest model whose training step fits into this machine's memory?",
             table=fits,
-            pick=largest_fitting,
+            pick=lambda table: table.index[max(0, table["fits"].sum() - 1)],
             verdict="counted",
             configuration=("batch", "context_length"),
             topic="largest_model",

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
+from labkit.studies.shared.tables import read_published
 
 Size = Annotated[str, one_of(lambda: SIZES)]
 
@@ -23,8 +23,8 @@ Size = Annotated[str, one_of(lambda: SIZES)]
 class PrecisionConfig(TimedConfig):
     """The parameters of this lab."""
 
-    models: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini"]
-    precisions: Annotated[list[Literal["bfloat16", "float16"]], Field(min_length=1)] = ["bfloat16"]
+    models: Some[Size] = ["nano", "mini"]
+    precisions: Some[Literal["bfloat16", "float16"]] = ["bfloat16"]
     """Autocast dtypes that are timed against float32."""
     batch: Count = 2
     context_length: Count = 64
@@ -33,9 +33,7 @@ class PrecisionConfig(TimedConfig):
     additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
     device: Device = "auto"
     """auto: sums and dtypes on every device, times on the GPU if there is one."""
-    warmup: int = Field(1, ge=0, le=10_000)
     rounds_s: float | None = 5.0
-    timeout_s: TimeoutSeconds = 300.0
 
 
 CONFIGURATION = ("device", "model", "batch", "context_length", "mode")
@@ -55,8 +53,8 @@ def _points(config: PrecisionConfig, devices: list[str]) -> Iterator[PrecisionPo
         yield PrecisionPoint(part=ACCUMULATION, term=config.term, additions=config.additions, **common)
         for name in (FULL, "bfloat16", "float16"):
             yield PrecisionPoint(part=DTYPES, precision=name, **common)
-    precisions = (FULL, *dict.fromkeys(config.precisions))
-    for model in sorted(set(config.models), key=list(SIZES).index):
+    precisions = (FULL, *config.precisions)
+    for model in sorted(config.models, key=list(SIZES).index):
         yield PrecisionPoint.of(config, part=SPEED, device=devices[-1], model=model, precisions=precisions)
 
 
@@ -76,7 +74,7 @@ def sums(results: Results) -> pd.DataFrame:
 def final_sums(results: Results) -> pd.DataFrame:
     """The last sum of each variant, next to the published one."""
     table = sums(results).groupby(["device", "variant"], sort=False).tail(1)
-    published = pd.read_csv(reference_directory() / "profile_kernels.csv").set_index("quantity")["value"]
+    published = read_published("profile_kernels").set_index("quantity")["value"]
     names = {variant: f"accumulate_{variant}" for variant in table["variant"]}
     return table.assign(published_sum=[published.get(names[variant]) for variant in table["variant"]])
 
@@ -100,11 +98,6 @@ def bfloat16_row(table: pd.DataFrame) -> Any:
     return table.index[table["autocast"] == "bfloat16"][-1]
 
 
-def published_speed() -> pd.DataFrame:
-    """Published times of forward and backward passes in float32 and under autocast to bfloat16, on an H100."""
-    return pd.read_csv(reference_directory() / "mixed_precision.csv")
-
-
 LAB = Lab(
     name="precision",
     title="Precision",
@@ -116,9 +109,6 @@ LAB = Lab(
         "context_length": 128,
         "warmup": 5,
         "repeats": 20,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 1800.0,
     },
     on_gpu={"models": ["small", "medium", "large"], "batch": 4, "context_length": 512},
     worker=measure,

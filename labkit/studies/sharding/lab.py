@@ -11,54 +11,48 @@ from labkit.costs.memory import activation_bytes
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.columns import labels
+from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Bars
+from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, TRANSPORTS
 from labkit.studies.sharding.worker import (
     AFTER_STEP,
-    BACKWARD,
     BEFORE_STEP,
-    FORWARD,
-    OPTIMIZER,
     OPTIMIZERS,
     ShardingPoint,
     measure,
 )
+from labkit.studies.shared.tables import FIT_SHARE
 
-FIT_SHARE = 0.9  # of a memory that a training may take: the rest is for other programs
 DDP, ZERO1, ZERO2, ZERO3 = STAGES
-TORCH_ZERO1, TORCH_ZERO3 = TORCHS[1:]
-WorldSizes = Annotated[list[Annotated[int, Field(ge=2, le=1024)]], Field(min_length=1)]
+TORCH_DDP, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
+WorldSizes = Some[Annotated[int, Field(ge=2, le=1024)]]
 
 
 class ShardingConfig(TimedConfig):
     """The parameters of this lab."""
 
-    sizes: Annotated[list[Annotated[str, one_of(lambda: SIZES)]], Field(min_length=1)] = ["mini"]
-    implementations: Annotated[list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]], Field(min_length=1)] = list(
-        IMPLEMENTATIONS
-    )
-    optimizers: Annotated[list[Annotated[str, one_of(lambda: OPTIMIZERS)]], Field(min_length=1)] = list(OPTIMIZERS)
-    """A dear update and a cheap one: the time that sharding saves depends on that."""
-    transports: Annotated[list[Annotated[str, one_of(lambda: TRANSPORTS)]], Field(min_length=1)] = [
-        SHARED,
-        POINT_TO_POINT,
+    sizes: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
+    implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
+        name for name in IMPLEMENTATIONS if name != TORCH_DDP
     ]
+    """The lab on data-parallel training compares torch's DDP."""
+    optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = list(OPTIMIZERS)
+    """A dear update and a cheap one: the time that sharding saves depends on that."""
+    transports: Some[Annotated[str, one_of(lambda: TRANSPORTS)]] = [SHARED, POINT_TO_POINT]
     """Of labkit's implementations; torch's send by the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
     context_length: Count = 32
     device: Device = "auto"
-    warmup: int = Field(0, ge=0, le=10_000)
+    warmup: Warmup = 0
     rounds_s: float | None = 6.0
-    timeout_s: TimeoutSeconds = 600.0
 
 
 SETTING = ("size", "optimizer", "transport", "world_size", "device")
@@ -71,13 +65,7 @@ def _whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.dropna(subset="seconds").groupby(keys, dropna=False, sort=False)["seconds"].sum().reset_index()
 
 
-STEP = Metric(
-    "seconds",
-    "implementation",
-    SETTING,
-    where={"kind": "time", "part": (FORWARD, BACKWARD, OPTIMIZER)},
-    prepare=_whole_steps,
-)
+STEP = Metric("seconds", "implementation", SETTING, where={"kind": "time"}, prepare=_whole_steps)
 PEAK = Metric(
     "peak_bytes",
     "implementation",
@@ -90,30 +78,35 @@ NAMES = {
     ZERO1: "ZeRO-1",
     ZERO2: "ZeRO-2",
     ZERO3: "FSDP (ZeRO-3)",
-    "torch_ddp": "torch's DDP",
+    TORCH_DDP: "torch's DDP",
     TORCH_ZERO1: "torch's ZeRO-1",
     TORCH_ZERO3: "torch's FSDP",
 }
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Steps by optimizer and transport; then memory, one implementation after the other."""
+    """Steps: the first optimizer over every transport, others over the first one. Then memory, one after the other.
+
+    With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
+    """
     device = machine.device(config.device)
-    names = tuple(dict.fromkeys(config.implementations))
-    transports = dict.fromkeys(config.transports if device == "cpu" else [AUTO])
-    sizes, optimizers = dict.fromkeys(config.sizes), dict.fromkeys(config.optimizers)
-    for world_size, size, optimizer, transport in product(
-        dict.fromkeys(config.world_sizes), sizes, optimizers, transports
-    ):
-        about: dict[str, Any] = {"world_size": world_size, "size": size, "optimizer": optimizer, "transport": transport}
-        about |= {"device": device, "backend": machine.backend(device, ranks_here(world_size))}
-        yield ShardingPoint.of(config, kind="time", implementations=names, **about)
+    names = tuple(config.implementations)
+    transports = config.transports if device == "cpu" else [AUTO]
+    ways = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
+
+    def point(kind: str, world_size: int, **about: Any) -> ShardingPoint:
+        here = ranks_here(world_size)
+        about |= {"device": device, "backend": machine.backend(device, here), "host_ranks": here}
+        return ShardingPoint.of(config, kind=kind, world_size=world_size, **about)
+
+    for world_size, size, (optimizer, transport) in product(config.world_sizes, config.sizes, ways):
+        yield point("time", world_size, size=size, optimizer=optimizer, transport=transport, implementations=names)
     # Pages that several ranks map would count on each of them: memory is measured point to point.
     transport = POINT_TO_POINT if device == "cpu" else AUTO
-    for world_size, size in product(dict.fromkeys(config.memory_world_sizes), sizes):
-        about = {"world_size": world_size, "size": size, "transport": transport}
-        about |= {"device": device, "backend": machine.backend(device, ranks_here(world_size))}
-        yield ShardingPoint.of(config, kind="memory", implementations=names, **about)
+    for world_size, size in product(config.memory_world_sizes, config.sizes):
+        is_least = world_size == min(config.memory_world_sizes)
+        measured = tuple(name for name in names if is_least or name not in TORCHS) or names
+        yield point("memory", world_size, size=size, transport=transport, implementations=measured)
 
 
 def parts(results: Results) -> pd.DataFrame:
@@ -121,8 +114,7 @@ def parts(results: Results) -> pd.DataFrame:
     table = PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"])
     largest = max(table["size"], key=lambda size: n_parameters(SIZES[size]), default="")
     table = table[table["size"] == largest]
-    panels = zip(table["optimizer"], table["transport"], table["world_size"], strict=True)
-    return table.assign(panel=[f"{optimizer}, {transport}, {ranks} ranks" for optimizer, transport, ranks in panels])
+    return table.assign(panel=labels(table, ["optimizer", "transport", "world_size"]))
 
 
 def held(results: Results) -> pd.DataFrame:
@@ -151,45 +143,28 @@ def sent(results: Results) -> pd.DataFrame:
 
 def sent_once(results: Results) -> pd.DataFrame:
     """The same by the first optimizer and transport, for the figure."""
-    table = sent(results)
-    for name in ("optimizer", "transport"):
-        table = table[table[name] == table[name].iloc[:1].squeeze()]
-    return table
+    return sent(results).drop_duplicates(["size", "world_size", "implementation", "collective"])
 
 
 def largest_models(results: Results) -> pd.DataFrame:
-    """By stage, the largest named model whose training in float32 with AdamW fits into a rank's memory, by formulas."""
-    columns = ["kind", "world_size", "device", "batch", "context_length"]
+    """By stage, the largest named model whose training in float32 with AdamW fits into a rank's memory, by formulas.
+
+    Ranks on CPUs share the memory of their host.
+    """
+    columns = ["kind", "world_size", "host_ranks", "device", "batch", "context_length"]
     frame = results.frame.reindex(columns=columns)
-    rows = []
-    for _, point in frame[frame["kind"] == "memory"].drop_duplicates("world_size").iterrows():
-        ranks, batch, context = (int(point[name]) for name in ("world_size", "batch", "context_length"))
-        memory = FIT_SHARE * results.machine_bytes / (ranks if point["device"] == "cpu" else 1)
-        for stage in STAGES:
-            needed = {
-                name: sum(state_bytes(n_parameters(shape), stage, ranks).values())
-                + activation_bytes(shape, batch, context)
-                for name, shape in SIZES.items()
-            }
-            best = max((name for name in needed if needed[name] <= memory), key=needed.__getitem__, default="none")
-            row = {"world_size": ranks, "implementation": NAMES[stage], "model": best}
-            rows.append(row | {"needed_bytes": needed.get(best), "memory_bytes": memory})
-    return pd.DataFrame(rows)
-
-
-def published() -> pd.DataFrame:
-    """Published pairs of trainings with and without a sharded optimizer, two GPUs: ratios of step time and of peak."""
-    table = pd.read_csv(reference_directory() / "sharded_training_2gpu.csv")
-    table = table.assign(
-        source=table["source"].str.split("@").str[0], is_sharded=table["variant"].str.contains("shard")
-    )
-    keys = ["source", "hardware", "seq_len", "global_batch"]
-    table = table[table["optimizer"].str.startswith("AdamW") & ~table["variant"].str.contains("fsdp|gpipe")]
-    pairs = table[~table["is_sharded"]].merge(table[table["is_sharded"]], on=keys, suffixes=("", "_sharded"))
-    return pairs[keys].assign(
-        step_ratio=pairs["step_ms_sharded"] / pairs["step_ms"],
-        peak_ratio=pairs["mem_after_step_sharded"] / pairs["mem_after_step"],
-    )
+    frame["host_ranks"] = frame["host_ranks"].fillna(frame["world_size"])  # a run without it has one host
+    points = frame[frame["kind"] == "memory"].drop_duplicates("world_size").to_dict("records")
+    rows: list[dict[str, Any]] = []
+    for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
+        ranks, size = int(point["world_size"]), (int(point["batch"]), int(point["context_length"]))
+        memory = FIT_SHARE * results.machine_bytes / (point["host_ranks"] if point["device"] == "cpu" else 1)
+        needed = sum(state_bytes(n_parameters(shape), stage, ranks).values()) + activation_bytes(shape, *size)
+        row = {"world_size": ranks, "implementation": NAMES[stage], "model": model}
+        rows.append(row | {"needed_bytes": needed, "memory_bytes": memory})
+    table = pd.DataFrame(rows, columns=["world_size", "implementation", "model", "needed_bytes", "memory_bytes"])
+    fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values("needed_bytes", kind="stable")
+    return fitting.groupby(["world_size", "implementation"]).tail(1).sort_index(ignore_index=True)
 
 
 LAB = Lab(
@@ -197,16 +172,7 @@ LAB = Lab(
     title="Sharding",
     summary="What every rank may hold a share of instead of a copy (ZeRO, FSDP): memory saved, bytes sent, time paid.",
     config=ShardingConfig,
-    paper={
-        "sizes": ["mini", "small"],
-        "world_sizes": [2, 4],
-        "batch": 4,
-        "context_length": 64,
-        "warmup": 1,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 3600.0,
-    },
+    paper={"sizes": ["mini", "small"], "world_sizes": [2, 4], "batch": 4, "context_length": 64, "warmup": 1},
     on_gpu={
         "sizes": ["large"],
         "world_sizes": [2, 8],

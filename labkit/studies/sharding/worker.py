@@ -28,7 +28,6 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding.implementations import (
     LABKITS,
-    TORCHS,
     held_tensors,
     n_bytes,
     shard,
@@ -70,6 +69,8 @@ class ShardingPoint(TimedPoint):
     device: str = "cpu"
     batch: int = 1
     context_length: int = 32
+    host_ranks: int = 0
+    """Ranks on this host, which share its memory."""
 
     @property
     def series(self) -> tuple[Hashable, float]:
@@ -197,35 +198,32 @@ def _traffic_rows(name: str, calls: list[Any], parameters: list[Tensor]) -> Iter
 def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     """Rows of each implementation at three moments: bytes held by part, as its tensors say, and the peak until then."""
     return_memory_when_freed()
-    small = ShardingPoint.of(point, size="nano", batch=1)
-    warmed = {
-        name: run_guarded(name, partial(_warm_up, name, small, device), device=device) for name in point.implementations
-    }
+    checks = _check_small(point, device)
     gc.collect()
     gc.freeze()  # objects of libraries stay: looking at them each time would be a tenth of this point's time
-    for name, verdict in warmed.items():
+    for name, row in checks.items():
         gc.collect()  # the one before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
-        if verdict != "ok":
-            yield {"implementation": name, "check": verdict.reason if isinstance(verdict, Failed) else verdict}
-            continue
-        rows = run_guarded(name, partial(_memory_of, name, point, device), device=device)
-        if isinstance(rows, Failed):
-            yield {"implementation": name, "check": rows.reason}
-        else:
-            yield from ({"implementation": name, "check": "ok"} | row for row in rows)
+        rows: list[dict[str, Any]] | Failed = [row]
+        if row["check"] == "ok":
+            rows = run_guarded(name, partial(_memory_of, name, point, device), device=device)
+        for one in [{"check": rows.reason}] if isinstance(rows, Failed) else rows:
+            yield {"implementation": name, "check": "ok"} | one
 
 
-def _warm_up(name: str, point: ShardingPoint, device: str) -> str:
-    """Check a training of a small model; memory that libraries allocate once then is part of no peak."""
-    workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
-    trainer = Trainer(name, point, workloads[dist.get_rank()])
-    for _ in range(STEPS):
-        trainer.step()
-    if name in LABKITS + TORCHS:  # where these are timed, they are checked
-        return "ok"
-    reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
-    return reference.check(whole_parameters(trainer.model))[1]
+def _check_small(point: ShardingPoint, device: str) -> dict[str, dict[str, Any]]:
+    """Check trainings of a small model. Memory that libraries allocate once then is part of no peak."""
+    small = ShardingPoint.of(point, size="nano", batch=1)
+    workloads = [make_workload(small, device, rank) for rank in range(dist.get_world_size())]
+    reference = train_in_one_process(workloads, *OPTIMIZERS[small.optimizer])
+
+    def check(name: str) -> dict[str, Any]:
+        trainer = Trainer(name, small, workloads[dist.get_rank()])
+        for _ in range(STEPS):
+            trainer.step()
+        return {"check": reference.check(whole_parameters(trainer.model))[1]}
+
+    return {name: row_of(name, partial(check, name), device=device) for name in point.implementations}
 
 
 def _memory_of(name: str, point: ShardingPoint, device: str) -> list[dict[str, Any]]:
@@ -243,20 +241,21 @@ def _memory_of(name: str, point: ShardingPoint, device: str) -> list[dict[str, A
     with peak_memory_growth(device) as after:
         trainer.optimizer.step()
     held[AFTER_STEP] = trainer.held_bytes()
-    resting = _total(init.kept_bytes, first.kept_bytes)
+    resting = _total(init.end_bytes, first.end_bytes)
     peaks = {
         INIT: init.growth_bytes,
         BEFORE_STEP: _total(resting, before.growth_bytes),
-        AFTER_STEP: _total(resting, before.kept_bytes, after.growth_bytes),
+        AFTER_STEP: _total(resting, before.end_bytes, after.growth_bytes),
     }
     formula = _formula_bytes(name, trainer.model) if name in STAGES else {}
-    reasons = [_unseen_reason(peaks[moment], sum(held[moment].values())) for moment in held]
-    reason = next(filter(None, reasons), None)
+    reason = next(filter(None, (_unseen_reason(peaks[moment], sum(held[moment].values())) for moment in held)), None)
     # The largest of the other ranks or moments would be too low.
     is_unseen = max_over_ranks(float(reason is not None)) > 0
     missing: dict[str, Any] = {"not_measured": reason or "another rank has no peak"}
-    seen = {moment: missing if is_unseen else {"peak_bytes": peaks[moment]} for moment in held}
-    rows = [{"moment": moment, **parts, **seen[moment]} for moment, parts in held.items()]
+    rows: list[dict[str, Any]] = [
+        {"moment": moment, **parts} | (missing if is_unseen else {"peak_bytes": peaks[moment]})
+        for moment, parts in held.items()
+    ]
     rows[-1] |= formula
     return rows
 
@@ -278,5 +277,4 @@ def _formula_bytes(name: str, model: nn.Module) -> dict[str, float]:
 
 
 def _total(*n_bytes: int | None) -> int | None:
-    known = [n for n in n_bytes if n is not None]
-    return sum(known) if len(known) == len(n_bytes) else None
+    return None if None in n_bytes else sum(n for n in n_bytes if n is not None)

@@ -145,10 +145,17 @@ def time_guarded(
     next_one = turn = ""
 
     def prepare_turn(name: str) -> None:
-        nonlocal next_one
-        next_one = alternative_of(name)
-        if prepare is not None:
-            prepare(name)
+        """Blame the alternative for its inputs; until the barrier is passed, then the one before it again."""
+        nonlocal next_one, turn
+        last, next_one = current_alternative.name(), alternative_of(name)
+        if prepare is None:
+            return
+        turn = current_alternative.begin(next_one)
+        prepare(name)
+        if last is None:
+            current_alternative.end()
+        else:
+            turn = current_alternative.begin(last)
 
     def begin() -> None:
         """After the barrier: what breaks there is the doing of whose turn was last."""

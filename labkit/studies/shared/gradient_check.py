@@ -44,8 +44,8 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
     with settled_products():
         run()
     gradients = _taken(parameters.values())
-    found = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
-    check_same_on_all_ranks("gradients", {}, found, device_of(None), None)
+    present = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
+    check_same_on_all_ranks("gradients", {}, present, device_of(None), None)
     return [_mean_over_ranks(gradient) for gradient in gradients]
 
 
@@ -72,7 +72,7 @@ def check_gradients(
         if verdict(error, TOLERANCE) == "ok":
             return error, check_completeness(parameters, run)
     off = [_first_off(got, mean) for got, mean in zip(gradients, means, strict=True)]
-    return error, _told(parameters, off) or verdict(error, TOLERANCE)
+    return error, _describe_first(parameters, off) or verdict(error, TOLERANCE)
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
@@ -86,8 +86,8 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
             run()
         gradients = _taken(trained.values())
         off = [_deviation(*of_one, members) for of_one in zip(gradients, starts, strict=True)]
-        if told := _told(trained, off):
-            return f"{told} in a mean of whole numbers, which is whole"
+        if wrong := _describe_first(trained, off):
+            return f"{wrong} in a mean of whole numbers, which is whole"
     return "ok"
 
 
@@ -97,14 +97,14 @@ def _deviation(gradient: Tensor | None, of_passes: list[int], members: range) ->
     return first_deviation(gradient.contiguous(), members, starts=of_passes, within=HALF)
 
 
-def _told(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:
+def _describe_first(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:
     """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" of the first rank and parameter; or None."""
-    found = first_failing_rank(
+    place = first_failing_rank(
         next(((index, *one) for index, one in enumerate(off) if one[0] != RIGHT), (RIGHT, 0, 0, 0))
     )
-    if found is None:
+    if place is None:
         return None
-    rank, (index, element, expected, got) = found
+    rank, (index, element, expected, got) = place
     where = f"wrong: rank {rank}, {list(parameters)[int(index)].removeprefix('module.')}"
     if element == _LOST[0]:
         return f"{where}: expected a gradient on both sides, got one on one"

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int:
-    """Bytes at the peak of the second `run` of what is made, which is in them. All ranks call it together.
+    """Bytes at the peak of the second `run` of what `make` makes, which is in them. All ranks call it together.
 
     On a CPU a thread of gloo's may be the last to let go of a tensor, which the profiler does not see: then once more,
     until each rank has a record without that; of several records, the one that is too high by the least counts.
@@ -24,11 +24,11 @@ def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: st
     least_left, of_least = math.inf, 0
     for _ in range(MOST_RECORDS):
         with record_allocations(device) as record:
-            made = make()
-            run(made)  # makes what stays
+            subject = make()
+            run(subject)  # makes what stays
             with record.window("run"):
-                run(made)
-            del made
+                run(subject)
+            del subject
             gc.collect()
         peak_bytes = record.windows["run"].peak_bytes
         least_left, of_least = min((least_left, of_least), (record.left_bytes / max(1, peak_bytes), peak_bytes))

@@ -8,11 +8,10 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import Bars, Lines
+from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.sync_batchnorm.worker import (
@@ -33,18 +32,16 @@ from labkit.studies.sync_batchnorm.worker import (
 class SyncBatchNormConfig(TimedConfig):
     """The parameters of this lab."""
 
-    world_sizes: Annotated[list[Annotated[int, Field(ge=2, le=64)]], Field(min_length=1)] = [2, 4]
-    batches: Annotated[list[Annotated[int, Field(ge=4, lt=2**31)]], Field(min_length=1)] = [32, 64]
+    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
+    batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""
-    features: Annotated[list[Count], Field(min_length=1)] = [128, 256, 512, 1024]
+    features: Some[Count] = [128, 256, 512, 1024]
     alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, COLLECTIVES))]] = list(ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Calls of which one sample is the mean."""
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
     repeats: int = Field(60, ge=1, le=100_000)
     rounds_s: float | None = 0.8
-    timeout_s: TimeoutSeconds = 300.0
 
 
 CONFIGURATION = ("world_size", "backend", "device", "batch", "features")
@@ -62,7 +59,7 @@ NAMES = {
 def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchNormPoint]:
     """One per number of ranks, batch and number of features, small ones first."""
     device = machine.device(config.device)
-    sizes = product(sorted(set(config.world_sizes)), sorted(set(config.batches)), sorted(set(config.features)))
+    sizes = product(sorted(config.world_sizes), sorted(config.batches), sorted(config.features))
     for world_size, batch, features in sizes:
         here: dict[str, Any] = {"world_size": world_size, "device": device, "batch": batch, "features": features}
         yield SyncBatchNormPoint.of(config, backend=machine.backend(device, ranks_here(world_size)), **here)
@@ -96,11 +93,6 @@ def split_parts(results: Results) -> pd.DataFrame:
     return long.assign(features=long["features"].astype(int).astype(str), seconds=long["seconds"].clip(lower=0))
 
 
-def published() -> pd.DataFrame:
-    """Published times and peaks of torch's and a self-made layer, two workers on two RTX A4000."""
-    return pd.read_csv(reference_directory() / "sync_batchnorm.csv")
-
-
 LAB = Lab(
     name="sync_batchnorm",
     title="SyncBatchNorm",
@@ -111,13 +103,10 @@ LAB = Lab(
         "calls": 10,
         "warmup": 10,
         "repeats": 1000,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 1800.0,
     },
     on_gpu={"world_sizes": [2, 8], "calls": 10},
     worker=measure,
-    points=lambda config, machine: list(points(config, machine)),
+    points=points,
     plugin_parameter="alternatives",
     register=register,
     questions=[

@@ -24,7 +24,7 @@ from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.studies.shared.alternatives import guarded_turn, row_of, timed_phases
+from labkit.studies.shared.alternatives import row_of, timed_phases
 from labkit.studies.shared.gradient_check import furthest
 
 if TYPE_CHECKING:
@@ -120,10 +120,10 @@ class Layer:
         self.x = batch.whole[rows].clone().requires_grad_()  # no view: only this is saved by reference
         self.gradient = batch.gradient[rows].clone()
         self.layer = _with_affine(LAYERS[name](self.x.shape[1])).to(self.x.device)
-        self._outputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def forward(self) -> None:
-        self._outputs.append(self.layer(self.x))
+        self.outputs.append(self.layer(self.x))
 
     def backward(self) -> None:
         """Run backward of the last forward pass that has not had its own."""
@@ -136,18 +136,14 @@ class Layer:
     def compute_gradients(self, of_output: Tensor) -> tuple[Tensor, ...]:
         """Gradients of input, weight and bias."""
         inputs = [self.x, *_affine(self.layer)]
-        return torch.autograd.grad(self._outputs.pop(), inputs, of_output)
-
-    def output(self) -> Tensor:
-        return self._outputs[-1].detach()
+        return torch.autograd.grad(self.outputs.pop(), inputs, of_output)
 
 
 class Collectives:
     """The layer's collectives alone: count, mean and squared deviations gathered, two sums reduced."""
 
     def __init__(self, features: int, device: str):
-        n = 2 * features + 1
-        self.statistics = torch.zeros(dist.get_world_size() * n, dtype=torch.float64, device=device)
+        self.statistics = torch.zeros(dist.get_world_size() * (2 * features + 1), dtype=torch.float64, device=device)
         self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
 
     def forward(self) -> None:
@@ -180,8 +176,8 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     right: dict[str, Layer | Collectives] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in point.alternatives:
-        if refusal := _refusal(name, batch):
-            yield {"alternative": name, "not_measured": refusal}
+        if name == TORCH and device == "cpu":
+            yield {"alternative": name, "not_measured": "torch's SyncBatchNorm refuses CPU tensors"}
             continue
         rows[name] = {"alternative": name} | row_of(name, partial(_check, name, batch, right), device=device)
     # Two turns each: forward, then backward of what that has left; and both at once.
@@ -189,31 +185,13 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     turns: dict[str, dict[str, Callable[[], None]]] = {}
     for name, one in right.items():
         actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
-        turns[name] = dict.fromkeys(actions, _do_nothing) if is_idle[name] else actions
-    timing: dict[str, Any] = {"calls": point.calls, "device": device, "before": dist.barrier}
-    for row in timed_phases(rows, turns, **timing, **point.rounds):
+        turns[name] = dict.fromkeys(actions, lambda: None) if is_idle[name] else actions
+    for row in timed_phases(rows, turns, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
         if not is_idle.get(row["alternative"]):
             yield row
     for name, one in right.items():
         if isinstance(one, Layer) and not is_idle[name]:
-            with guarded_turn(name, device):
-                memory = _measure_memory(name, batch, device)
-            yield {"alternative": name} | memory
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _refusal(name: str, batch: Batch) -> str | None:
-    """Torch's own reason for not taking the input: its SyncBatchNorm is for GPUs."""
-    if name != TORCH or batch.whole.is_cuda:
-        return None
-    try:
-        Layer(name, batch).forward()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return None
+            yield {"alternative": name} | row_of(name, partial(_measure_memory, name, batch, device), device=device)
 
 
 def _check(name: str, batch: Batch, right: dict[str, Layer | Collectives]) -> dict[str, Any]:
@@ -239,7 +217,7 @@ def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     """
     gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(batch.whole.device)
     layer.forward()
-    output = layer.output()
+    output = layer.outputs[-1].detach()
     dx, *affine = layer.compute_gradients(gradient[batch.rows_for(layer.name)])
     if layer.name not in (PLAIN, WHOLE):
         for one in affine:
@@ -262,8 +240,8 @@ def _describe_error(errors: list[float], actual: list[Tensor], exact: list[Tenso
     assert wrong is not None, "the largest error is some rank's"
     rank, (tensor, element, expected, got) = wrong
     row, feature = divmod(int(element), exact[0].shape[-1])
-    at_row = f", row {row}" if tensor < 2 else ""
-    return f"rank {rank}, {TENSORS[int(tensor)]}{at_row}, feature {feature}: expected {expected:.4g}, got {got:.4g}"
+    place = f"{TENSORS[int(tensor)]}{f', row {row}' if tensor < 2 else ''}, feature {feature}"
+    return f"rank {rank}, {place}: expected {expected:.4g}, got {got:.4g}"
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:

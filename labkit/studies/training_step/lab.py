@@ -5,18 +5,17 @@ from itertools import product
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-from pydantic import Field
 
 from labkit.bench.kernel_names import FAMILIES
 from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, Repeats, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Repeats, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures.declared import RATIO, Bars, Lines
+from labkit.lab.figures import RATIO, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.project import reference_directory
 from labkit.lab.user_models import model_names, recorded_shapes, shape_of
 from labkit.machine import Machine
+from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step.operators import list_operators, predict_seconds
 from labkit.studies.training_step.worker import (
     BACKWARD,
@@ -49,7 +48,7 @@ PHASES = {
 class TrainingStepConfig(TimedConfig):
     """The parameters of this lab."""
 
-    sizes: Annotated[list[Size], Field(min_length=1)] = ["nano", "mini", "small"]
+    sizes: Some[Size] = ["nano", "mini", "small"]
     """Models whose phases are timed."""
     profiled_sizes: list[Size] = ["nano", "mini"]
     compiled_sizes: list[Size] = ["nano"]
@@ -57,14 +56,12 @@ class TrainingStepConfig(TimedConfig):
     """Models whose first steps are timed, in new processes."""
     processes: Repeats = 6
     """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
-    precisions: Annotated[list[Literal["float32", "bfloat16"]], Field(min_length=1)] = ["float32"]
+    precisions: Some[Literal["float32", "bfloat16"]] = ["float32"]
     batch: Count = 2
     context_length: Count = 64
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
     repeats: Repeats = 15
-    rounds_s: float | None = 3.0
-    timeout_s: TimeoutSeconds = 600.0
+    rounds_s: float | None = 2.0
 
 
 CONFIGURATION = ("device", "precision", "size", "batch", "context_length")
@@ -82,22 +79,20 @@ VIEWS = {
 """Passes in the table of shares: the profiled action, and its phases."""
 
 
-def points(config: TrainingStepConfig, machine: Machine) -> list[TrainingStepPoint]:
+def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:
     """Phases of all models, small ones first; then first steps, compiled steps and profiles."""
-    return list(_points(config, machine.device(config.device)))
+    device = machine.device(config.device)
 
-
-def _points(config: TrainingStepConfig, device: str) -> Iterator[TrainingStepPoint]:
     def point(sweep: str, size: str, precision: str = "float32", **more: Any) -> TrainingStepPoint:
         return TrainingStepPoint.of(config, sweep=sweep, size=size, precision=precision, device=device, **more)
 
-    for precision, size in product(config.precisions, dict.fromkeys(config.sizes)):
+    for precision, size in product(config.precisions, config.sizes):
         yield point("phases", size, precision)
-    for size, trial in product(dict.fromkeys(config.first_step_sizes), range(config.processes)):
+    for size, trial in product(config.first_step_sizes, range(config.processes)):
         yield point("first", size, trial=trial, fresh_ranks=True)
-    for precision, size in product(config.precisions, dict.fromkeys(config.compiled_sizes)):
+    for precision, size in product(config.precisions, config.compiled_sizes):
         yield point("compile", size, precision)
-    for size in dict.fromkeys(config.profiled_sizes):
+    for size in config.profiled_sizes:
         yield point("profile", size)
 
 
@@ -110,8 +105,7 @@ def step_times(results: Results) -> pd.DataFrame:
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
     shares = 100 * table["seconds"] / step.transform("max")
     table = table.assign(of_step_percent=shares, flops_per_s=rate.where(rate > 0))
-    order = {size: place for place, size in enumerate(SIZES)}
-    return table.sort_values("size", key=lambda sizes: sizes.map(order), kind="stable", ignore_index=True)
+    return in_order(table, "size", SIZES)
 
 
 def _flops(row: dict[str, Any]) -> int:
@@ -121,11 +115,6 @@ def _flops(row: dict[str, Any]) -> int:
         return 0
     counts = {INFERENCE: forward_flops, FORWARD: forward_flops, BACKWARD: backward_flops}
     return sum(sum(counts[phase](shape, *sizes).values()) for phase in PHASES[row["phase"]] if phase in counts)
-
-
-def largest_backward(table: pd.DataFrame) -> Any:
-    """Backward of the largest model."""
-    return table.index[table["phase"] == BACKWARD][-1]
 
 
 def predictions(results: Results) -> pd.DataFrame:
@@ -169,8 +158,7 @@ def shares(results: Results) -> pd.DataFrame:
     total = sums.groupby([*keys, "view", "repeat"])["self_s"].transform("sum")
     table = sums.assign(share_percent=100 * sums["self_s"] / total)
     means = table.groupby([*keys, "view", "family"], sort=False)["share_percent"].mean().reset_index()
-    order = {name: place for place, name in enumerate(FAMILIES)}
-    return means.sort_values("family", key=lambda names: names.map(order), kind="stable", ignore_index=True)
+    return in_order(means, "family", FAMILIES)
 
 
 def matmul_shares(results: Results) -> pd.DataFrame:
@@ -190,21 +178,6 @@ def top_operators(results: Results) -> pd.DataFrame:
     return sums.sort_values(["size", "self_s"], ascending=False).groupby("size").head(5)
 
 
-def published_compile() -> pd.DataFrame:
-    """Published times of a forward pass and a step, eager and compiled, on an H100."""
-    return pd.read_csv(reference_directory() / "transformer_compile.csv")
-
-
-def published_steps() -> pd.DataFrame:
-    """Published times of forward and backward passes by model, on an H100."""
-    return pd.read_csv(reference_directory() / "end_to_end.csv")
-
-
-def published_shares() -> pd.DataFrame:
-    """Published shares of GPU time by kind of kernel, on an H100."""
-    return pd.read_csv(reference_directory() / "profile_kernels.csv")
-
-
 LAB = Lab(
     name="training_step",
     title="A training step",
@@ -219,9 +192,6 @@ LAB = Lab(
         "batch": 4,
         "context_length": 128,
         "warmup": 5,
-        "ratio_within": 0.0,
-        "rounds_s": 60.0,
-        "timeout_s": 1800.0,
     },
     on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
     worker=measure,
@@ -233,10 +203,10 @@ LAB = Lab(
             id="step_times",
             text="How long does a training step take, and which part takes most of it?",
             table=step_times,
-            pick=largest_backward,
+            pick=lambda table: table.index[table["phase"] == BACKWARD][-1],
             configuration=CONFIGURATION,
             says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
-            figure=Bars(source=step_times, x="size", y="seconds", hue="phase", log=True),
+            figure=Lines(source=step_times, x="size", y="seconds", hue="phase", log="y"),
         ),
         Report(
             id="shares",

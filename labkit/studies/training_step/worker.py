@@ -29,6 +29,7 @@ EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
 SETTLED_AFTER = 5  # steps of a process, after which a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
+PROFILED_PASSES = 6  # at most: shares are means, without a verdict
 SMALL_SHARE, OTHERS = 0.001, "all others"  # operators below this share of every pass are summed up
 
 # Eager and compiled differ by the order of sums and by fused roundings, relative to a tensor's largest gradient: some
@@ -158,7 +159,7 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         action()
         profile_call(action, device=point.device)  # the first one starts the profiler itself
     passes: dict[str, list[dict[tuple[str, ...], Sum]]] = {name: [] for name in actions}
-    for _ in range(point.repeats):
+    for _ in range(min(point.repeats, PROFILED_PASSES)):
         for name, action in actions.items():
             profile = profile_call(action, device=point.device)
             key = lambda event: (event.within((FORWARD, BACKWARD, OPTIMIZER)), event.family, event.name)  # noqa: E731

@@ -4,11 +4,10 @@ from itertools import product
 from typing import Annotated, Literal
 
 import pandas as pd
-from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
 from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, join, newest_runs, recommend
@@ -25,8 +24,8 @@ WORDS = {"attention": "{} attention", "compiled": "torch.compile"}
 class TunedStepConfig(TimedConfig):
     """The parameters of this lab. None: as the newest runs of the other labs on this machine recommend."""
 
-    models: Annotated[list[Annotated[str, one_of(lambda: SIZES)]], Field(min_length=1)] = ["mini"]
-    world_sizes: Annotated[list[Count], Field(min_length=1)] = [2]
+    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
+    world_sizes: Some[Count] = [2]
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     attention: Literal["explicit", "tiled", "compiled", "flash", "sdpa"] | None = None
     compiled: bool | None = None
@@ -36,9 +35,7 @@ class TunedStepConfig(TimedConfig):
     batch: Count = 2
     context_length: Count = 64
     device: Device = "auto"
-    warmup: int = Field(1, ge=0, le=10_000)
     rounds_s: float | None = 5.0
-    timeout_s: TimeoutSeconds = 900.0
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
@@ -49,8 +46,8 @@ def points(config: TunedStepConfig, machine: Machine) -> list[TunedStepPoint]:
     """One for each model and number of ranks. Recommendations are looked up now, and recorded with the point."""
     device, runs = machine.device(config.device), newest_runs(machine)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
-    made = []
-    for world_size, model in product(sorted(set(config.world_sizes)), config.models):
+    plan = []
+    for world_size, model in product(sorted(config.world_sizes), config.models):
         recommendations = [
             one
             for one in recommend(model, config.context_length, runs)
@@ -58,10 +55,10 @@ def points(config: TunedStepConfig, machine: Machine) -> list[TunedStepPoint]:
         ]
         joined = vars(join(recommendations)) | chosen
         backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
-        made.append(
+        plan.append(
             TunedStepPoint.of(config, world_size=world_size, backend=backend, model=model, device=device, **joined)
         )
-    return made
+    return plan
 
 
 def ingredients(results: Results) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from labkit.lab.commands.execute import _as_in_cell
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
-from labkit.lab.parameter_cells import given_parameters, literal_assignments
+from labkit.lab.parameters import literal_assignments, read_parameters
 from labkit.studies import load_lab
 
 STUDY = load_lab("all_reduce")
@@ -99,21 +99,27 @@ def test_config_holds_any_other_parameter_by_name(shell):
     assert open_lab(STUDY, namespace).config.repeats == 9
 
 
+def test_values_that_papermill_has_put_above_the_parameters_cell_are_not_lost(shell):
+    """As it does in a notebook whose parameters cell lost its tag."""
+    for injected in ('profile = "smoke"', "repeats = 7"):
+        cells = f"# Parameters\n{injected}\n", "import math", 'profile = "quick"\nrepeats = None'
+        namespace = shell("%reset -f", *cells)
+        with pytest.raises(ParameterError, match="tag it `parameters`"):
+            open_lab(STUDY, namespace)
+
+
 def test_a_script_has_no_cells():
-    assert given_parameters({"profile": "smoke", "repeats": 7, "mine": 1}, ("profile", "repeats", "dtype")) == {
-        "profile": "smoke",
-        "repeats": 7,
-    }
+    values = {"profile": "smoke", "repeats": 7}
+    assert read_parameters(STUDY, values | {"mine": 1}) == values
     with pytest.raises(ParameterError, match="parameters cell first"):
-        given_parameters({"repeats": 7}, ("profile", "repeats"))
+        read_parameters(STUDY, {"repeats": 7})
 
 
 def test_literals_are_read_beside_lines_that_set_nothing():
     cell = '"""Which."""\nimport math\n%matplotlib inline\nprofile = "smoke"\nrepeats: int = 7\nprint(profile)'
     assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
-    for line in ("repeats = len(profile)", "repeats, warmup = 5, 2", "repeats += 1", "for repeats in [1]: pass"):
-        with pytest.raises(ValueError, match="literal"):
-            literal_assignments(f'profile = "smoke"\n{line}')
+    with pytest.raises(ValueError, match="malformed"):
+        literal_assignments('profile = "smoke"\nrepeats = len(profile)')
 
 
 def test_a_setting_from_outside_wins_over_config_in_the_cell():

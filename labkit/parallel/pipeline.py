@@ -1,0 +1,251 @@
+"""Pipeline parallelism: each rank has some consecutive layers, and micro-batches pass through the ranks.
+
+    pipeline = Pipeline(layers, schedule="1f1b", micro_batches=8)     this rank keeps its stage's layers
+    loss = pipeline.step(inputs, targets, loss_function)              forward and backward of the whole batch
+    torch.optim.AdamW(pipeline.parameters()).step()
+
+`labkit.parallel.pipeline_schedule` has the schedules, what they idle and hold, and why no message waits forever.
+`labkit.costs.communication.pipeline_calls` lists the messages of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from labkit.parallel.agreement import agree, describe_tensor
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe, device_of
+from labkit.parallel.exchange import exchange
+from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_schedule, plan_rank
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.transport import AUTO, find_transport
+from labkit.parallel.transport.select_transport import member_group
+
+HEADER = 12
+"""Numbers that announce an activation: dtype, dimensions, and sizes."""
+
+
+def measure_layers(
+    layers: Sequence[nn.Module], inputs: Tensor, group: dist.ProcessGroup | None = None, *, repeats: int = 3
+) -> list[float]:
+    """Return the seconds of each layer's forward pass, best of `repeats`, the mean over ranks. A collective."""
+    seconds = torch.zeros(len(layers), dtype=torch.float64)
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                outputs = layer(inputs)
+                times.append(time.perf_counter() - start)
+            inputs, seconds[number] = outputs, min(times)
+    all_reduce(seconds, group)
+    return seconds.tolist()
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a list of layers. `layers`: those it keeps, by their number in the list.
+
+    Args:
+        layers: modules from one tensor to one tensor, the same list on every rank; values become those of rank 0. The
+            gradient of a parameter that layers of several ranks share (a tied embedding) is summed over these.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        micro_batches: equal parts that a batch is cut into, along its first dimension.
+        group: the process group, whose rank r has stage r; None: all ranks.
+        chunks: stages per rank; None: 2 if interleaved, else 1.
+        costs: by layer, of any unit, by which stages are balanced (`measure_layers`); None: its parameters.
+        recompute: keep the inputs of stages only, and run their forward pass again before backward.
+        transport: as for `labkit.parallel.collectives.all_reduce`.
+
+    After a step, `times` has when each task ran (`time.perf_counter`) and `peak_held` what was held at most. Average
+    over data-parallel ranks after it: `wrapper = BucketedDDP(pipeline, group=...)`, then `wrapper.average(absent=())`.
+
+    Raises ValueError, on all ranks, for fewer layers than stages, for arguments that cannot work, and if layers or
+    arguments differ between ranks.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        group: dist.ProcessGroup | None = None,
+        chunks: int | None = None,
+        costs: Sequence[float] | None = None,
+        recompute: bool = False,
+        transport: str = AUTO,
+    ) -> None:
+        super().__init__()
+        self.group = members = member_group(group)
+        self.rank, self.ranks, self.micro_batches, self.recompute = (
+            members.rank(),
+            members.size(),
+            micro_batches,
+            recompute,
+        )
+        self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
+        costs = [sum(p.numel() for p in layer.parameters()) for layer in layers] if costs is None else list(costs)
+        refusal = None
+        try:
+            self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=chunks)
+            if len(layers) < chunks * self.ranks or len(costs) != len(layers):
+                raise ValueError(f"expected {chunks * self.ranks} layers or more with a cost each, got {len(layers)}")
+        except ValueError as error:
+            refusal = error
+        settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
+        named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
+        self.device = named[0][1].device if named else device_of(group)
+        tensors = [describe(name, p) for name, p in named]
+        check_same_on_all_ranks("pipeline", settings | {"recompute": recompute}, tensors, self.device, group, refusal)
+        broadcast(dict.fromkeys(each for layer in layers for each in (*layer.parameters(), *layer.buffers())), members)
+        self._transport = find_transport(members, self.device, transport)
+        self.stages = balance(costs, chunks * self.ranks)
+        own = [number for stage in range(self.rank, len(self.stages), self.ranks) for number in self.stages[stage]]
+        self.layers = nn.ModuleDict({str(number): layers[number] for number in own})
+        self._tied = self._find_tied(layers)
+        self._plan = plan_rank(self.schedule, self.rank)
+        self._shapes: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
+        self.times: list[TaskTime] = []
+        self.peak_held = 0
+
+    def _find_tied(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
+        """Return the parameters that this rank and others have, with the ranks that do."""
+        owners: dict[nn.Parameter, set[int]] = {}
+        for stage, numbers in enumerate(self.stages):
+            for parameter in (p for number in numbers for p in layers[number].parameters()):
+                owners.setdefault(parameter, set()).add(stage % self.ranks)
+        return [(p, sorted(ranks)) for p, ranks in owners.items() if self.rank in ranks and len(ranks) > 1]
+
+    def step(self, inputs: Tensor, targets: Tensor, loss_function: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """Add the gradients of a batch to those of this rank's parameters; return its loss, float64, on every rank.
+
+        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches; the loss is the mean of
+        `loss_function(outputs, targets)` over micro-batches. If inputs require a gradient, rank 0 gets it.
+
+        Raises ValueError, on all ranks, for another batch, and if shapes differ between ranks.
+        """
+        signature = f"{describe_tensor(inputs)}, {describe_tensor(targets)}"
+        batches = f"{tuple(inputs.shape)} {inputs.dtype} {torch.is_autocast_enabled(self.device.type)}"
+        agree("inputs and targets", signature, self.group, device=self.device, transport=self._transport)
+        if inputs.dim() < 1 or len(inputs) % self.micro_batches or len(inputs) != len(targets) or not len(inputs):
+            got = f"{tuple(inputs.shape)} inputs and {tuple(targets.shape)} targets"
+            raise ValueError(f"expected a batch that {self.micro_batches} micro-batches divide, got {got}")
+        parts = list(zip(inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True))
+        before = [parameter.grad for parameter, _ in self._tied]
+        for parameter, _ in self._tied:
+            parameter.grad = None
+        run = _Run(self, parts, loss_function, batches)
+        for is_message, task in self._plan:
+            if is_message:
+                run.pass_on(task)
+            else:
+                run.compute(task)
+        self.times, self.peak_held = run.times, run.peak_held
+        for (parameter, owners), earlier in zip(self._tied, before, strict=True):
+            self._sum_tied(parameter, owners, earlier)
+        all_reduce(run.loss, self.group, "sum", transport=self._transport)
+        return run.loss[0]
+
+    def run_stage(self, stage: int, x: Tensor) -> Tensor:
+        """Run the layers of a stage that this rank has."""
+        for number in self.stages[stage]:
+            x = self.layers[str(number)](x)
+        return x
+
+    def _sum_tied(self, parameter: nn.Parameter, owners: list[int], earlier: Tensor | None) -> None:
+        """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the earlier one."""
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        place, number = owners.index(self.rank), len(owners)
+        parts = [own if i == place else torch.empty_like(own) for i in range(number)]
+        for distance in range(1, number):
+            to, source = (place + distance) % number, (place - distance) % number
+            exchange(own, owners[to], parts[source], owners[source], self.group, transport=self._transport)
+        total = torch.stack(parts).sum(0)
+        parameter.grad = total if earlier is None else earlier + total
+
+
+class _Run:
+    """One step: what has arrived, what is to be sent, and what waits for its backward pass."""
+
+    def __init__(
+        self, pipeline: Pipeline, parts: list[tuple[Tensor, Tensor]], loss_function: Any, batches: str
+    ) -> None:
+        self._pipeline, self._parts, self._loss_function, self._batches = pipeline, parts, loss_function, batches
+        self._last = len(pipeline.stages) - 1
+        self._arrived: dict[Task, Tensor] = {}
+        self._outgoing: dict[Task, Tensor] = {}
+        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.times: list[TaskTime] = []
+        self.peak_held = 0
+        self.loss = torch.zeros(1, dtype=torch.float64, device=pipeline.device)
+
+    def compute(self, task: Task) -> None:
+        start = time.perf_counter()
+        (self._forward if task.kind == "F" else self._backward)(task)
+        self.times.append(TaskTime(task, start, time.perf_counter()))
+        self.peak_held = max(self.peak_held, len(self._held))
+
+    def _forward(self, task: Task) -> None:
+        pipeline, (inputs, targets) = self._pipeline, self._parts[task.micro_batch]
+        x = self._arrived.pop(task).requires_grad_() if task.stage else inputs
+        if pipeline.recompute:
+            y = checkpoint(pipeline.run_stage, task.stage, x, use_reentrant=False)
+        else:
+            y = pipeline.run_stage(task.stage, x)
+        if task.stage == self._last:
+            y = self._loss_function(y, targets) / len(self._parts)
+            self.loss += y.detach()
+        else:
+            self._outgoing[task] = y.detach()
+        self._held[task.stage, task.micro_batch] = x, y
+
+    def _backward(self, task: Task) -> None:
+        x, y = self._held.pop((task.stage, task.micro_batch))
+        gradient = None if task.stage == self._last else self._arrived.pop(task)
+        if y.requires_grad:
+            y.backward(gradient)
+        if task.stage:
+            self._outgoing[task] = torch.zeros_like(x) if x.grad is None else x.grad
+
+    def pass_on(self, task: Task) -> None:
+        """Carry out the message after a task, an activation or its gradient, on the rank that sends or receives it."""
+        pipeline = self._pipeline
+        there = task.destination
+        source, target = (each.stage % pipeline.ranks for each in (task, there))
+        if source == target:
+            self._arrived[there] = self._outgoing.pop(task)
+            return
+        boundary = self._batches, min(task.stage, there.stage)
+        sent = self._outgoing.pop(task) if pipeline.rank == source else None
+        if boundary not in pipeline._shapes:
+            pipeline._shapes[boundary] = self._announce(sent, source, target)
+        shape, dtype = pipeline._shapes[boundary]
+        if sent is None:
+            self._arrived[there] = received = torch.empty(shape, dtype=dtype, device=pipeline.device)
+            exchange(None, None, received, source, pipeline.group, transport=pipeline._transport)
+        elif (sent.shape, sent.dtype) != (shape, dtype):
+            raise ValueError(
+                f"expected stages to give every micro-batch one shape, {tuple(shape)}, got {tuple(sent.shape)}"
+            )
+        else:
+            exchange(sent, target, None, None, pipeline.group, transport=pipeline._transport)
+
+    def _announce(self, sent: Tensor | None, source: int, target: int) -> tuple[torch.Size, torch.dtype]:
+        """Send shape and dtype of a boundary's activations ahead of the first one, or receive them."""
+        pipeline = self._pipeline
+        header = torch.zeros(HEADER, dtype=torch.int64, device=pipeline.device)
+        if sent is None:
+            exchange(None, None, header, source, pipeline.group, transport=pipeline._transport)
+        else:
+            numbers = torch.tensor([FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape])
+            header[: len(numbers)] = numbers
+            exchange(header, target, None, None, pipeline.group, transport=pipeline._transport)
+        kind, dims, *sizes = header.tolist()
+        return torch.Size(sizes[:dims]), FLOAT_TYPES[kind]

@@ -1,0 +1,142 @@
+"""Schedules of a pipeline as data: which rank runs which task after which, and when if messages take no time.
+
+A schedule lists for each rank its tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m micro-batches and
+stages that all take equally long:
+
+    schedule       order on rank r                                               idle share           holds at most
+    gpipe          all forward, then all backward                                (p-1) / (m+p-1)      m
+    1f1b           p-1-r forward, then one forward and one backward in turn      (p-1) / (m+p-1)      p-r
+    interleaved    the same with v stages, r, r+p, ..., in groups of p           (p-1) / (v m+p-1)    `peak_activations`
+
+Messages block until the other side takes part, so their order matters. `simulate` gives every task a time. A message
+is sent when its task ends, on both ranks before any task that starts then or later. All ranks follow that one order
+in time, so the earliest unfinished message or task can always go on: nothing waits forever.
+
+Sources: Huang et al. 2018, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, for 1F1B
+and interleaving.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+class Task(NamedTuple):
+    """Forward or backward of one micro-batch through one stage. Stage s is on rank s modulo p."""
+
+    stage: int
+    kind: str
+    """"F" or "B"."""
+    micro_batch: int
+
+    @property
+    def destination(self) -> "Task":
+        """The task that needs this one's result: of the next stage, or of the one before."""
+        return self._replace(stage=self.stage + (1 if self.kind == "F" else -1))
+
+
+class TaskTime(NamedTuple):
+    """When a task ran, in seconds."""
+
+    task: Task
+    start_s: float
+    end_s: float
+
+
+Schedule = list[list[Task]]
+"""By rank: its tasks in order."""
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
+    """Return every rank's tasks in order; `chunks`: stages per rank, 1 unless interleaved.
+
+    Raises ValueError for another name, and for numbers below 1.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"expected a schedule among {', '.join(SCHEDULES)}, got {name!r}")
+    if min(ranks, micro_batches, chunks) < 1 or (chunks > 1) != (name == "interleaved"):
+        got = f"{name} with {ranks} ranks, {micro_batches} micro-batches, {chunks} stages per rank"
+        raise ValueError(f"expected 1 or more of each, and several stages per rank if interleaved only, got {got}")
+    return [_order_tasks(name, rank, ranks, micro_batches, chunks) for rank in range(ranks)]
+
+
+def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> list[Task]:
+    number = max(1, micro_batches // ranks)  # groups of p, or a little more if p does not divide m
+    starts = [micro_batches * i // number for i in range(number + 1)]
+    groups = [range(start, end) for start, end in pairwise(starts)]
+    stages = range(rank, chunks * ranks, ranks)
+    forward = [Task(stage, "F", number) for group in groups for stage in stages for number in group]
+    backward = [Task(stage, "B", number) for group in groups for stage in reversed(stages) for number in group]
+    ahead = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
+    ahead = len(forward) if name == "gpipe" else min(ahead, len(forward))
+    pairs = zip(forward[ahead:], backward, strict=False)
+    alternating = [task for pair in pairs for task in pair]
+    return forward[:ahead] + alternating + backward[len(forward) - ahead :]
+
+
+def simulate(schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 2.0) -> list[list[TaskTime]]:
+    """Return every rank's tasks with their times if messages take none; ValueError if a task would wait forever."""
+    last = max(task.stage for order in schedule for task in order)
+    ends: dict[Task, float] = {}
+    times: list[list[TaskTime]] = [[] for _ in schedule]
+    while sum(map(len, times)) < sum(map(len, schedule)):
+        before = len(ends)
+        for order, done in zip(schedule, times, strict=True):
+            for task in order[len(done) :]:
+                needed = _needed(task, last)
+                if not all(each in ends for each in needed):
+                    break
+                start = max([ends[each] for each in needed] + [done[-1].end_s if done else 0.0])
+                ends[task] = start + (forward_s if task.kind == "F" else backward_s)
+                done.append(TaskTime(task, start, ends[task]))
+        if len(ends) == before:
+            stuck = [order[len(done)] for order, done in zip(schedule, times, strict=True) if len(done) < len(order)]
+            raise ValueError(f"expected a schedule in which no task waits forever; {stuck[0]} does")
+    return times
+
+
+def _needed(task: Task, last: int) -> list[Task]:
+    """Return the tasks that must end before: of the neighbor, and of this stage."""
+    if task.kind == "F":
+        return [task._replace(stage=task.stage - 1)] if task.stage else []
+    return [task._replace(kind="F"), *([task._replace(stage=task.stage + 1)] if task.stage < last else [])]
+
+
+def peak_activations(order: Sequence[Task]) -> int:
+    """Return how many micro-batches of one stage a rank holds at most: forward done, backward not."""
+    held = peak = 0
+    for task in order:
+        held += 1 if task.kind == "F" else -1
+        peak = max(peak, held)
+    return peak
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Cut layers with these costs into consecutive stages of one layer or more so that the costliest costs least."""
+
+    @cache
+    def cut(first: int, number: int) -> tuple[float, tuple[int, ...]]:
+        if number == 1:
+            return sum(costs[first:]), (first,)
+        options = []
+        for end in range(first + 1, len(costs) - number + 2):
+            rest, starts = cut(end, number - 1)
+            options.append((max(sum(costs[first:end]), rest), (first, *starts)))
+        return min(options)
+
+    starts = cut(0, stages)[1]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+def plan_rank(schedule: Schedule, rank: int) -> list[tuple[bool, Task]]:
+    """Return a rank's tasks, and the messages (True, task that sends) it takes part in, in the order of all ranks."""
+    last, events = max(task.stage for order in schedule for task in order), []
+    for task, start, end in (each for times in simulate(schedule) for each in times):
+        ranks = [task.stage % len(schedule)]
+        events.append((start, 1, task, ranks))
+        if 0 <= task.destination.stage <= last:
+            events.append((end, 0, task, [*ranks, task.destination.stage % len(schedule)]))
+    return [(not is_task, task) for _, is_task, task, ranks in sorted(events) if rank in ranks]

@@ -1,0 +1,21 @@
+"""Tables that several labs make: published ones, and rows in a declared order."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from labkit.lab.project import reference_directory
+
+FIT_SHARE = 0.9
+"""Of a memory that a training may take; the rest is for other programs."""
+
+
+def read_published(name: str) -> pd.DataFrame:
+    """The table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
+    return pd.read_csv(reference_directory() / f"{name}.csv")
+
+
+def in_order(table: pd.DataFrame, column: str, names: Iterable[str]) -> pd.DataFrame:
+    """Rows in the order in which `names` has the column's values; others last."""
+    place = {name: index for index, name in enumerate(names)}
+    return table.sort_values(column, key=lambda values: values.map(place), kind="stable", ignore_index=True)
