@@ -5,18 +5,28 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from labkit.check.command import check
+from labkit.check.commands import check, hand_in, notebook
 from labkit.lab.advise.command import advise
-from labkit.lab.commands.console import err, out, plain, print_output, progress, require_device, tell_of_load
+from labkit.lab.commands.calibrate import calibrate_first
+from labkit.lab.commands.console import (
+    err,
+    out,
+    plain,
+    print_json,
+    print_output,
+    progress,
+    require_device,
+    tell_of_load,
+)
+from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
-from labkit.lab.project import reference_directory
 from labkit.studies import LABS, load_lab
 
 if TYPE_CHECKING:
@@ -28,15 +38,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Of the lab `limits`, before another one is measured alone: what predictions need, in as few repeats as tell.
-SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
-COLUMNS = reference_directory() / "scaling" / "README.md"
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """A full disk or a read-only folder: no mistake in the command, so status 1."""
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Profile = Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
 ]
@@ -91,8 +99,12 @@ def options(
 
 
 @app.command("list")
-def list_labs() -> None:
+def list_labs(as_json: Json = False) -> None:
     """The labs, one line each."""
+    if as_json:
+        labs = [{"name": lab, "summary": load_lab(lab).summary, "questions": _questions(lab)} for lab in LABS]
+        print_json("list", labs=labs)
+        return
     table = Table(box=None, show_header=False, pad_edge=False)
     for lab in LABS:
         table.add_row(f"[bold]{lab}[/]", load_lab(lab).summary)
@@ -100,10 +112,14 @@ def list_labs() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(as_json: Json = False) -> None:
     """What this machine is, which labs and profiles it can run, and why not."""
     from labkit.lab.commands.doctor import lab_rows, machine_rows
 
+    if as_json:
+        rows = [list(map(str, row)) for row in lab_rows(load_lab(lab) for lab in LABS)]
+        print_json("doctor", about=dict(machine_rows()), plans=rows)
+        return
     machine = Table(box=None, show_header=False, pad_edge=False)
     for name, value in machine_rows():
         machine.add_row(f"[bold]{name}[/]", plain(value))
@@ -120,6 +136,7 @@ def measure(
     profile: Profile = None,
     settings: Settings = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
     from labkit.lab.project import path_from_here, runs_directory
@@ -133,7 +150,7 @@ def measure(
     config = study.configure(profile, parse_assignments(settings or []))
     if resume is None:
         require_device(getattr(config, "device", None))
-        _calibrate([study], profile)
+        calibrate_first([study], profile, load_lab)
     with progress("measure", lab) as show:
         if resume is None:
             run = measuring.measure(
@@ -143,8 +160,13 @@ def measure(
             path = find_run([runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=print_output)
     coverage = run.coverage()
-    described = ", ".join(f"{count} {status}" for status, count in coverage["status"].value_counts().items())
-    out.print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
+    counts = {str(status): int(count) for status, count in coverage["status"].value_counts().items()}
+    described = ", ".join(f"{count} {status}" for status, count in counts.items())
+    (err if as_json else out).print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
+    if as_json:
+        from labkit.lab.json_output import answer_numbers
+
+        print_json("measure", answer_numbers(study, run), run=str(run.path), points=counts)
     others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
     for (status, reason), count in others.value_counts().head(5).items():
         err.print(f"  {count} {status}: {plain(reason)}", soft_wrap=True)
@@ -161,6 +183,7 @@ def report(
         str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks, and draw it.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
+    as_json: Json = False,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.index import write_index
@@ -186,8 +209,9 @@ def report(
         require_device(parameters.get("device"))
         tell_of_load()
     if run is None and resume is None:
-        _calibrate(studies, profile or "quick")
+        calibrate_first(studies, profile or "quick", load_lab)
     results = []
+    say = err if as_json else out
     for study in studies:
         with progress("report", study.name) as show:
             if resume is not None:
@@ -197,10 +221,13 @@ def report(
         results.append(result)
         outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
         page = path_from_here(result.page)
-        out.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
+        say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
         index = write_index(_all_studies(), output, to_come=studies[len(results) :])
         if len(results) in (1, len(studies)):
-            out.print(f"index: {path_from_here(index)}", soft_wrap=True)
+            say.print(f"index: {path_from_here(index)}", soft_wrap=True)
+    if as_json:
+        pages = [{"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results]
+        print_json("report", pages=pages)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
@@ -208,10 +235,16 @@ def report(
 def compare_command(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, folders of runs, or reports.")],
     output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Compare the answers of runs from several machines or commits, on the points they share, with the first one's."""
+    """Compare the answers of runs from several machines or commits, on the points they share, with the first one's.
+
+    A folder of hand-ins (`labkit hand-in`) becomes the page of a class.
+    """
     import shlex
 
+    from labkit.check.class_page import write_class_page
+    from labkit.check.hand_in import holds_hand_ins, read_hand_ins
     from labkit.lab.pages.compare import load_runs, write_comparison
     from labkit.lab.project import check_writable, path_from_here, reports_directory
     from labkit.lab.runs.comparison import compare_runs
@@ -220,68 +253,34 @@ def compare_command(
     if page.is_dir():
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
     check_writable(page.parent)
+    if len(runs) == 1 and holds_hand_ins(Path(runs[0])):
+        for line in write_class_page(list(read_hand_ins(Path(runs[0]))), page):
+            out.print(plain(line), soft_wrap=True)
+        out.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
+        return
     different, left_out = load_runs(runs)
     for name, reason in left_out.items():
         err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
     comparisons = compare_runs(different, load_lab)
+    say = err if as_json else out
     for line in write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, left_out):
-        out.print(plain(line), soft_wrap=True)
-    out.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
+        say.print(plain(line), soft_wrap=True)
+    say.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
+    if as_json:
+        from labkit.lab.json_output import comparison_numbers
+
+        print_json("compare", comparison_numbers(comparisons), page=str(page), left_out=left_out)
 
 
-@app.command("predict")
-def predict_command(
-    rows: Annotated[
-        Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.")
-    ],
-    output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
-) -> None:
-    """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.predicted_table import predict_rows, write_rows
-    from labkit.scaling.table import read_rows
-
-    try:
-        table = read_rows(rows)
-        predicted = predict_rows(table)
-        if output is None:
-            write_rows(predicted, sys.stdout)
-        else:
-            with output.open("w", newline="", encoding="utf-8") as file:
-                write_rows(predicted, file)
-    except (OSError, ValueError) as error:
-        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise ParameterError(message) from None
-    refused = [row for row in table if row.run is None]
-    for row in refused:
-        err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)
-    if output is not None:
-        out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}", soft_wrap=True)
-    raise typer.Exit(1 if refused else 0)
-
-
+app.command("predict")(predict)
 app.command("advise")(advise)
 app.command("check")(check)
+app.command("notebook")(notebook)
+app.command("hand-in")(hand_in)
 
 
-def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:
-    """Measure this machine's limits if one of these labs predicts, and there are none of this source and day."""
-    from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
-    from labkit.lab.runs.measure import measure as measure_run
-    from labkit.machine import describe_machine
-
-    predicts = any(getattr(question, "needs_calibration", False) for lab in studies for question in lab.questions)
-    is_wanted = predicts and studies[0].name != LIMITS
-    if not is_wanted or profile == "smoke" or "WORLD_SIZE" in os.environ:  # smoke is to be quick; a job's ranks wait
-        return
-    machine = describe_machine()
-    found = newest_calibration(machine, within=FRESH)
-    if found is not None and found.source == str(machine.source):
-        return
-    err.print("calibrating this machine first, some 15 seconds once a day and version: predictions are made of it")
-    limits = load_lab(LIMITS)
-    short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
-    with progress("measure", LIMITS) as show:
-        measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)
+def _questions(lab: str) -> list[dict[str, str]]:
+    return [{"id": question.id, "text": question.text} for question in load_lab(lab).questions]
 
 
 def _all_studies() -> "Iterator[Lab]":

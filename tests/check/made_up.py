@@ -1,7 +1,9 @@
 """Runs of the fixed set made up from numbers: sessions of known speed and noise."""
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -32,13 +34,18 @@ def made_run(
         started=datetime(2026, 1, 1, tzinfo=UTC),
         planned={point.id: point.describe() for point in points},
     )
-    rows, ends = [], {}
+    lines = [header.model_dump(mode="json")]
     for point in points:
-        for quantity in QUANTITIES:
+        for quantity in QUANTITIES if status == "ok" else ():
             base = 0.01 * (slower or {}).get(quantity, 1.0) * np.exp(generator.normal(0, between))
             for turn in ("first", "again"):
                 seconds = base * np.exp(np.abs(generator.normal(0, within, size=16)))
                 values = {"quantity": quantity, "turn": turn, "unit": "s", "work": 0.0, "threads": threads}
-                rows.append({"point": point.id, "rank": 0, "values": values | {"seconds": seconds.tolist()}})
-        ends[point.id] = {"status": status, "reason": None if status == "ok" else "rank 0 died", "load": load}
-    return Run(Path("made-up.jsonl"), header, rows if status == "ok" else [], ends)
+                values["seconds"] = seconds.tolist()
+                lines.append({"kind": "row", "point": point.id, "rank": 0, "values": values})
+        reason = {} if status == "ok" else {"reason": "rank 0 died"}
+        lines.append({"kind": "end", "point": point.id, "status": status, "elapsed_s": 1.0, "load": load} | reason)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "made-up.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Run.load(path)

@@ -1,9 +1,10 @@
 """What a command says in a terminal: results on stdout; how far it is, and what else there is to tell, on stderr."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -60,6 +61,13 @@ def require_device(device: object) -> None:
     if reason := describe_machine().no_device_reason(str(device)):
         err.print(plain(f"device={device}: {reason}"), soft_wrap=True)
         raise typer.Exit(1)
+
+
+def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: Any) -> None:
+    """The document of a command on standard output, which has nothing else then (`labkit.lab.json_output`)."""
+    from labkit.lab.json_output import document
+
+    print(json.dumps(document(command, numbers, **facts)))
 
 
 def plain(value: object) -> str:

@@ -11,7 +11,7 @@ A killed run keeps every complete line. Rows of a point that did not end are ign
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -161,8 +161,8 @@ class Run:
     def failures(self) -> Iterator[tuple[str, str, str]]:
         """Yield point, reason and details (traceback, last output) of each point that ended neither ok nor skipped."""
         for point, end in self._ends.items():
-            if end["status"] not in ("ok", "skipped"):
-                yield point, f"{end['status']}: {end.get('reason') or ''}", end.get("details", "")
+            if end.status not in ("ok", "skipped"):
+                yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """What the ranks report of themselves (threads, scheduling, start method), by point id."""

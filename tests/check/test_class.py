@@ -1,0 +1,157 @@
+"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of twenty of them."""
+
+import json
+import zipfile
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.check.bundle import scrub
+from labkit.check.class_page import write_class_page
+from labkit.check.hand_in import HandIn, holds_hand_ins, read_hand_ins, write_hand_in
+from labkit.check.student import student_notebook
+from labkit.lab.config import ParameterError
+from labkit.lab.own_check import check_own
+from labkit.lab.project import recorded_directory
+from labkit.machine import describe_machine
+from labkit.studies import LABS, load_lab
+
+
+def _sums(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    tensor.copy_(torch.stack(parts).sum(0))
+
+
+def _adds_its_neighbor_only(tensor):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    other = torch.empty_like(tensor)
+    sent = dist.isend(tensor.clone(), (rank + 1) % ranks)
+    dist.recv(other, (rank - 1) % ranks)
+    sent.wait()
+    tensor.add_(other)
+
+
+def _raises(tensor):
+    raise KeyError("no")
+
+
+def _waits_for_ever(tensor):
+    dist.recv(tensor, 1 - dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict", "where"),
+    [
+        (_sums, "right", ""),
+        (_adds_its_neighbor_only, "wrong", "on 3 ranks"),
+        (_raises, "fails", "KeyError"),
+        (_waits_for_ever, "hangs", "on 2 ranks"),
+    ],
+)
+def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, monkeypatch):
+    monkeypatch.setattr("labkit.lab.own_check.SHORTEST", {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": 15.0})
+    result = check_own(load_lab("all_reduce"), own)
+    assert (result.verdict, bool(result)) == (verdict, verdict == "right")
+    assert result.status == ["right", "wrong", "fails", "hangs"].index(verdict)
+    assert where in result.details
+
+
+def test_a_lab_that_compares_nothing_refuses_an_own_function():
+    with pytest.raises(ParameterError, match="limits"):
+        check_own(load_lab("limits"), _sums)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_students_notebook_has_no_answers_and_no_implementations(lab):
+    notebook = student_notebook(load_lab(lab))
+    nbformat.validate(notebook)
+    text = "\n".join(cell.source for cell in notebook.cells)
+    assert "lab.answer(" not in text
+    assert "lab.source(" not in text
+    assert "<details>" not in text
+    assert "lab.measure(" in text
+    if load_lab(lab).plugin_parameter:
+        assert "lab.check(mine)" in text
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def _record(home, **changes):
+    """Put a recorded run of all_reduce among this machine's, with other rows, ends or header."""
+    source = max((recorded_directory() / "all_reduce").glob("*.jsonl"))
+    header, *lines = map(json.loads, source.read_text().splitlines())
+    header |= changes.get("header", {})
+    for line in lines:
+        if line["kind"] == "row" and line["values"].get("algorithm") == "ring" and "wrong" in changes:
+            line["values"] |= {"check": "wrong: element 3"}
+        if line["kind"] == "end" and "hangs" in changes:
+            line |= {"status": "timeout", "reason": "rank 1 still running after 10 s"}
+    path = home / "data" / "runs" / "all_reduce" / source.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+
+
+def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
+    folder = home / "class"
+    kinds = [{"wrong": True}] * 3 + [{"hangs": True}] * 2 + [{"header": {"profile": "smoke"}}] + [{}] * 13
+    for number, changes in enumerate(kinds):
+        _record(home, **changes)
+        write_hand_in(f"Student {number:02}", ["all_reduce"], folder)
+    (folder / "hand-in-Broken.zip").write_bytes(b"no zip")
+    assert holds_hand_ins(folder)
+    page = home / "class.html"
+    lines = write_class_page(list(read_hand_ins(folder)), page)
+    assert len(lines) == 20
+    said = dict(line.split(": ", 1) for line in lines)
+    assert all("wrong: element 3" in said[f"Student 0{number}"] for number in range(3))
+    assert all("hangs" in said[f"Student 0{number}"] for number in (3, 4))
+    assert "profile smoke" in said["Student 05"]
+    assert "cannot be read" in said["Broken"]
+    assert all("wrong" not in said[f"Student {number:02}"] for number in range(5, 19))
+    html = page.read_text()
+    assert all(name in html for name in said)
+    assert "<circle" in html
+
+
+def test_two_of_one_name_are_told_apart(home):
+    _record(home)
+    write_hand_in("Ann", ["all_reduce"], home / "class")
+    (one,) = read_hand_ins(home / "class")
+    lines = write_class_page([one, one], home / "class.html")
+    assert [line.partition(":")[0] for line in lines] == ["Ann", "Ann (2)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "labs", "notebooks"),
+    [("../x", ["all_reduce"], ()), ("", ["all_reduce"], ()), ("Ann", ["memory"], ()), ("Ann", ["all_reduce"], ("no",))],
+)
+def test_what_cannot_be_handed_in_is_one_line(home, name, labs, notebooks):
+    _record(home)
+    with pytest.raises(ParameterError):
+        write_hand_in(name, labs, home, [home / file for file in notebooks])
+
+
+def test_a_hand_in_names_neither_host_nor_folders(home):
+    _record(home, header={"command": f"labkit measure {home}/secret/x"})
+    with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
+        text = archive.read("all_reduce/run.jsonl").decode()
+    assert str(home) not in text
+    assert describe_machine().host not in text
+
+
+def test_scrubbed_text_keeps_names_of_files_only():
+    text = scrub(f"{describe_machine().host} /home/someone/project/file.py 4/5 https://example.org/a/b x/y")
+    assert text == "host ELSEWHERE/file.py 4/5 https://example.org/a/b x/y"
+
+
+def test_a_class_without_hand_ins_is_refused(tmp_path):
+    with pytest.raises(ParameterError, match="hand-in"):
+        write_class_page(list[HandIn](), tmp_path / "class.html")
+    assert not holds_hand_ins(tmp_path)
