@@ -21,6 +21,7 @@ from labkit.studies import LABS
 LARGEST_RUN = 5 * 2**20
 ANYWHERE_ELSE = re.compile(r"(?<![\w:/<>.~-])/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 """The folders of an absolute path; the name of the file stays."""
+HOST = re.compile(r'"host": ?"([^"]+)"')
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
 """Names of users that say nothing of a person, and are words of other texts."""
 
@@ -78,7 +79,8 @@ def scrub(text: str) -> str:
         if len(place) > 1:
             text = text.replace(place, word)
     text = ANYWHERE_ELSE.sub("ELSEWHERE/", text)
-    for name, word in ((describe_machine().host, "host"), (getpass.getuser(), "user")):
+    hosts = {describe_machine().host, *HOST.findall(text)}
+    for name, word in [*((host, "host") for host in hosts), (getpass.getuser(), "user")]:
         if len(name) > 1 and name not in COMMON_NAMES:
             text = re.sub(rf"\b{re.escape(name)}\b", word, text)
     return text

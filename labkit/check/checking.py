@@ -108,7 +108,7 @@ def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
     if name is not None:
         rows = frame.reindex(columns=[name, "transport", "backend", "device", "world_size", "check", "not_measured"])
         rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"}).fillna("cpu"))
-        rows["transport"] = rows["transport"].fillna("")
+        rows["transport"] = rows["transport"].astype(object).fillna("")
         for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
             over = f" over {transport}" if transport not in ("", one) else ""
             verdict, reason = _worst(group)

@@ -32,7 +32,9 @@ def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
         places.append({"world_size": 1, "device": "cuda"})
     if len(machine.gpus) > 1:
         places.append({"world_size": len(machine.gpus), "device": "cuda", "backend": "nccl"})
-    yield from repeat_in_sessions([CheckPoint.of(config, **place) for place in places], config.sessions)
+    points = [CheckPoint.of(config, **place) for place in places]
+    yield from points
+    yield from repeat_in_sessions(points, config.sessions)
 
 
 CHECK = Lab(

@@ -18,6 +18,7 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Figure, Plot
 from labkit.lab.guesses import check_guesses, with_guesses
+from labkit.lab.own_check import OwnCheck, check_own
 from labkit.lab.pages import cards
 from labkit.lab.pages.provenance import provenance, provenance_rows
 from labkit.lab.pages.record import PAGE_MIME, run_record
@@ -107,6 +108,13 @@ class OpenLab:
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
         self._answers = {}
         return self.run.frame()
+
+    def check(self, own: Callable[..., Any]) -> OwnCheck:
+        """Check one alternative of your own within seconds: right, wrong (and where), fails, or hangs.
+
+        Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as `measure`.
+        """
+        return check_own(self.study, own)
 
     def resume(self) -> pd.DataFrame:
         """Measure what an interrupted `measure()` has left, with the same alternatives; return the whole frame.

@@ -15,9 +15,19 @@ QUANTITIES = ("matmul float32", "matmul bfloat16", "copy", "call", "attention", 
 
 
 def made_run(
-    seed, *, slower=None, between=0.015, within=0.03, sessions=6, machine=None, load=None, status="ok", threads=2
+    seed,
+    path=None,
+    *,
+    slower=None,
+    between=0.015,
+    within=0.03,
+    sessions=6,
+    machine=None,
+    load=None,
+    status="ok",
+    threads=2,
 ):
-    """A run of one CPU rank; `slower` are factors by quantity, `between` and `within` the noise."""
+    """A run of one CPU rank; `slower` are factors by quantity, `between` is the noise of sessions."""
     generator = np.random.default_rng(seed)
     machine = machine or describe_machine().model_copy(update={"gpus": [], "cores": 2, "cpu_quota": None})
     points = [
@@ -39,13 +49,13 @@ def made_run(
         for quantity in QUANTITIES if status == "ok" else ():
             base = 0.01 * (slower or {}).get(quantity, 1.0) * np.exp(generator.normal(0, between))
             for turn in ("first", "again"):
-                seconds = base * np.exp(np.abs(generator.normal(0, within, size=16)))
+                seconds = base * np.exp(np.abs(generator.normal(0, 0.03, size=16)))
                 values = {"quantity": quantity, "turn": turn, "unit": "s", "work": 0.0, "threads": threads}
                 values["seconds"] = seconds.tolist()
                 lines.append({"kind": "row", "point": point.id, "rank": 0, "values": values})
         reason = {} if status == "ok" else {"reason": "rank 0 died"}
         lines.append({"kind": "end", "point": point.id, "status": status, "elapsed_s": 1.0, "load": load} | reason)
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "made-up.jsonl"
+        path = path or Path(folder) / "made-up.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return Run.load(path)

@@ -1,0 +1,177 @@
+"""`labkit check` from its arguments to its exit status, with a set that is quickly measured or made up."""
+
+import json
+import zipfile
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from labkit.__main__ import app
+from labkit.check import checking, declaration
+from labkit.check.bundle import write_bundle
+from labkit.check.checking import Correctness, baseline_path, check_correctness, check_machine, save_baseline
+from labkit.check.commands import describe
+from labkit.lab.config import ParameterError
+from labkit.lab.runs.store import Run
+from labkit.machine import describe_machine
+from tests.check.made_up import made_run
+
+OK = Correctness("all_reduce", "cpu", 2, "ring", "ok")
+WRONG = replace(OK, verdict="wrong", reason="element 3")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A folder of its own, on a machine on which no other test measures."""
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    monkeypatch.setattr(checking, "other_measurements", lambda: 0)
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Checks that take no time: `measured(run, correctness)` is what the next one finds."""
+
+    def next_check(run, correctness=(OK,)):
+        monkeypatch.setattr(checking, "measure", lambda *_, **__: run)
+        monkeypatch.setattr(checking, "check_correctness", lambda *_: correctness)
+
+    return next_check
+
+
+def _labkit(*arguments):
+    return CliRunner().invoke(app, list(arguments), standalone_mode=True)
+
+
+def _check(baseline=None):
+    return check_machine(baseline, lambda _: None)
+
+
+def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
+    """Truly measured, in one short session; nothing is compared without a baseline."""
+    monkeypatch.setattr(checking, "check_correctness", lambda *_: [])
+    short = replace(declaration.CHECK)  # a new one has profiles of its own
+    short.profiles["quick"] = declaration.CheckConfig(repeats=2, warmup=0)
+    monkeypatch.setattr(checking, "CHECK", short)
+    result = check_machine(None, lambda _: None, sessions=1)
+    frame = result.run.frame()
+    assert (result.run.coverage()["status"] == "ok").all()
+    assert frame.groupby(["world_size", "quantity"])["turn"].nunique().eq(2).all()
+    assert {"matmul float32", "copy", "attention", "training step, all ranks"} <= set(frame["quantity"])
+    assert {one.verdict for one in result.changes} == {"not comparable"}
+    assert result.status == 0
+
+
+def test_correctness_says_each_implementation_at_each_place(monkeypatch):
+    monkeypatch.setattr(declaration, "RIGHT", {"sync_batchnorm": declaration.RIGHT["sync_batchnorm"]})
+    rows = list(check_correctness(lambda _: None, None))
+    assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [("labkit", 2, "ok")]
+    assert not any(one.is_bad for one in rows)
+
+
+def test_status_3_is_for_lost_speed_or_hardware_and_1_for_wrong_results(measured):
+    baseline, slow = made_run(1), made_run(2, slower={"copy": 1.5})
+    for run, correctness, status in ((made_run(2), [OK], 0), (slow, [OK], 3), (slow, [OK, WRONG], 1)):
+        measured(run, correctness)
+        assert _check(baseline).status == status
+    measured(made_run(2, slower={"copy": 0.5}))
+    assert _check(baseline).status == 0
+    measured(made_run(2, machine=baseline.header.machine.model_copy(update={"cores": 1})))
+    assert _check(baseline).status == 3
+
+
+def test_a_baseline_is_saved_and_compared_with(home, measured):
+    run = made_run(1, home / "check.jsonl")
+    measured(run)
+    assert _labkit("check", "--save").exit_code == 0
+    assert baseline_path(run.header.machine).exists()
+    measured(made_run(2, slower={"attention": 1.3}))
+    result = _labkit("check", "--json")
+    assert result.exit_code == 3
+    numbers = {one["name"]: one for one in json.loads(result.stdout)["numbers"]}
+    assert numbers["attention, 1 rank, cpu"]["validity"] == "slower"
+    assert numbers["copy, 1 rank, cpu"]["validity"] == "no change shown"
+
+
+def test_a_disturbed_machine_gets_no_baseline(home):
+    busy = {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}
+    with pytest.raises(ParameterError, match="other programs took"):
+        save_baseline(made_run(1, home / "check.jsonl", load=busy))
+
+
+def _damaged(home):
+    path = baseline_path(describe_machine())
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    return ()
+
+
+def _of_a_lab(home):
+    run = made_run(1, home / "other.jsonl")
+    header, *lines = run.path.read_text().splitlines()
+    run.path.write_text("\n".join([json.dumps(json.loads(header) | {"lab": "limits"}), *lines, ""]))
+    return ("--against", str(run.path))
+
+
+def _read_only(home):
+    (home / "data").write_text("a file where a folder should be")
+    return ()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        _damaged,
+        _of_a_lab,
+        _read_only,
+        lambda home: ("--against", "no-such-run"),
+        lambda home: ("--against", str(home)),
+        lambda home: ("--save", "--against", "x"),
+        lambda home: ("--tolerance", "-1"),
+        lambda home: ("--tolerance", "much"),
+        lambda home: ("--bundle", str(home / "check.jsonl" / "x.zip")),
+        lambda home: ("extra",),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line_and_status_2(prepare, home, measured, capsys, monkeypatch):
+    measured(made_run(1, home / "check.jsonl"))
+    monkeypatch.setattr("sys.argv", ["labkit", "check", *prepare(home)])
+    from labkit.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert len([line for line in said if "error" in line]) == 1
+    assert not any("Traceback" in line for line in said)
+
+
+def test_two_at_once_are_refused(monkeypatch):
+    monkeypatch.setattr(checking, "other_measurements", lambda: 1)
+    with pytest.raises(ParameterError, match="already"):
+        _check()
+
+
+def test_an_interrupted_check_saves_nothing(home, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checking, "check_correctness", interrupt)
+    result = _labkit("check", "--save")
+    assert result.exit_code == 130
+    assert not baseline_path(describe_machine()).exists()
+
+
+def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):
+    machine = describe_machine().model_copy(update={"host": "anns-laptop"})
+    measured(made_run(1, home / "check.jsonl", machine=machine))
+    result = _check()
+    write_bundle(home / "bundle.zip", result, describe(result))
+    with zipfile.ZipFile(home / "bundle.zip") as archive:
+        texts = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert {"doctor.txt", "machine.json", "check.json", "check.jsonl", "kernels.txt"} <= texts.keys()
+    for name, text in texts.items():
+        assert str(home) not in text, name
+        assert "anns-laptop" not in text, name
+    assert Run.load(home / "check.jsonl").name == "check"
