@@ -107,7 +107,7 @@ def doctor() -> None:
     for name, value in machine_rows():
         machine.add_row(f"[bold]{name}[/]", plain(value))
     out.print(machine, "")
-    labs = Table("lab", "profile", "points", "can run", "why not", box=None, pad_edge=False)
+    labs = Table("lab", "profile", "points", "can run", "planned", "why not", box=None, pad_edge=False)
     for row in lab_rows(load_lab(lab) for lab in LABS):
         labs.add_row(*(plain(cell) for cell in row))
     out.print(labs)
@@ -277,7 +277,7 @@ def _calibrate(studies: "Sequence[Lab]", profile: str) -> None:
         return
     err.print("calibrating this machine first, some 15 seconds once a day and version: predictions are made of it")
     limits = load_lab(LIMITS)
-    short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
+    short = limits.configure("quick", SHORT_LIMITS)
     with progress("measure", LIMITS) as show:
         measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)
 

@@ -20,6 +20,7 @@ MEASURED, PUBLISHED = "measured here", "published"
 MAX_LINES = 6  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
 FEW_PLACES = 4  # on the x axis: each gets a tick
+FIRST = "nccl"  # among panels: whoever has GPUs reads it first
 AT = "at"  # the column of places on the x axis
 
 
@@ -76,7 +77,8 @@ class Lines(ValueFigure):
 
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
         """The rows of each facet, or several parts of them if they are too many lines."""
-        for value, rows in [(None, data)] if self.panel is None else data.groupby(self.panel):
+        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel))
+        for value, rows in sorted(panels, key=lambda panel: panel[0] != FIRST):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):

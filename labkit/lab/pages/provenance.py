@@ -5,7 +5,7 @@ import shlex
 
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
 from labkit.lab.calibration import LIMITS, calibration_told
-from labkit.lab.config import ParameterError
+from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.html import piece
 from labkit.lab.project import relative_to_project
@@ -64,10 +64,11 @@ def _describe_load(load: Load, run: Run) -> str:
 def _command_again(lab: Lab, header: RunHeader) -> str:
     """With the --set options that lead from the profile to the config of the run."""
     try:
-        lab.configure(header.profile, header.config)
+        lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
         return "by the notebook with the alternatives that it adds, or the labkit that measured it"
-    profile = lab.profiles[header.profile].model_dump(mode="json")
+    profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
+    profile = profiles[header.profile].model_dump(mode="json")
     changed = {name: value for name, value in header.config.items() if profile[name] != value}
     options = [f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()]
     return f"labkit report {lab.name} --profile {header.profile}" + "".join(options)
