@@ -58,7 +58,9 @@ def _describe_resumption(resumption: Resumption) -> str:
 def _describe_load(load: Load, run: Run) -> str:
     cores = run.header.machine.cores
     busy = "" if load.busy_cores is None else f", {load.busy_cores:.1f} of {cores} cores busy"
-    return f"at the start a load average of {load.average:.1f}{busy}"
+    gpu = load.gpu
+    gpus = f"; GPUs at up to {gpu.temperature} °C, power limit {gpu.power_limit_w:.0f} W" if gpu else ""
+    return f"at the start a load average of {load.average:.1f}{busy}{gpus}"
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
