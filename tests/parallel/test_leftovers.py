@@ -192,6 +192,17 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
     assert wait_until(lambda: not script.survivors()), script.survivors()
 
 
+def test_a_server_that_still_imports_ends_with_its_caller(tmp_path: Path) -> None:
+    """Torch takes half a minute from a cold disk."""
+    (tmp_path / "labkit_slow_module.py").write_text("import time\nprint('slow', flush=True)\ntime.sleep(1000)\n")
+    program = "from labkit.parallel.ranks import fork_server\nprint(fork_server.start(['labkit_slow_module']))\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert wait_until(lambda: is_gone(int(output)))
+
+
 def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_group(script: Script) -> None:
     """A Jupyter kernel waits at its end for children in its process group."""
     script.start("blocked", "works")

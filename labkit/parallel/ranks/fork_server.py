@@ -5,7 +5,8 @@ Three processes take part, and each ends what another leaves behind:
 * The caller (`group.py`) opens a connection per group of ranks. When it is closed, or the caller ends, the server kills
   the ranks' process groups and removes the group's directory. It has one thread and never waits for a rank.
 * If the server ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The
-  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories.
+  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories. It
+  does the same when the last caller ends, even while the server still imports torch.
 * If the cleaner ends, the server ends its groups and itself.
 
 The server runs this file as a script. A rank imports labkit and its worker: an edited file takes effect at once.
@@ -20,6 +21,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import socket
@@ -268,12 +270,22 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
         worker.serve_points(caller, rank, Path(directory))
 
 
-def _clean_up(server: int, notes: socket.socket) -> None:
-    """Wait for the end of the server, end its session, and remove the directories that it has named in `notes`."""
-    directories = notes.makefile().read().split("\0")
+def _clean_up(server: int, control: int, notes: socket.socket) -> None:
+    """Wait for the end of the server or of its last caller, end the session, remove the directories in `notes`.
+
+    A server that still imports torch would see only later that its callers have ended.
+    """
+    named = b""
+    events = select.poll()
+    events.register(notes, select.POLLIN)
+    events.register(control, 0)  # its end, not what is in it
+    while control not in dict(events.poll()) and (note := notes.recv(4096)):
+        named += note
     _kill_session(server)
     os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
-    for directory in filter(None, directories):
+    while note := notes.recv(4096):
+        named += note
+    for directory in filter(None, named.decode().split("\0")):
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -297,8 +309,7 @@ def _main(control: int, modules: Sequence[str]) -> None:
     notes, cleaner = socket.socketpair()
     if server := os.fork():
         cleaner.close()
-        os.close(control)
-        _clean_up(server, notes)
+        _clean_up(server, control, notes)
         return
     try:
         notes.close()
