@@ -8,7 +8,7 @@ Behavior is that of torch.nn.SyncBatchNorm (which refuses CPU tensors); what dif
 Letters: C channels; n_r values per channel on rank r, N on all ranks; M2 sum of squared deviations from the mean; w, b
 weight and bias; x' the normalized input; dy the gradient of the output. Sums run over a channel's values.
 
-Forward. Each rank sends 3C+1 numbers to all: its local mean as rounded (c_r), the sums of deviations from it (D_r) and of
+Forward. Each rank sends 3C+1 numbers to all: its local mean as rounded (c_r), sums of deviations from it (D_r) and of
 their squares (Q_r), and n_r. With e_r = mean - c_r,
 
     N = sum n_r     mean = sum (n_r c_r + D_r) / N     M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
