@@ -33,7 +33,7 @@ def measured(lab, network, commands, directory, **variables):
     """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
     before = all_runs()
     environment = ENVIRONMENT | variables
-    ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=checkout())
+    ended = network.run_on_all(commands, timeout_s=900, env=environment, cwd=checkout())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
     written = [path for path in all_runs() - before if path.parent.name == lab]
     (path,) = [path for path in written if len(Run.load(path).header.ranks_by_host) > 1]
