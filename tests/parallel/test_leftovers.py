@@ -194,8 +194,8 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
 
 def test_a_server_that_still_imports_ends_with_its_caller(tmp_path: Path) -> None:
     """Torch takes half a minute from a cold disk."""
-    (tmp_path / "labkit_slow_module.py").write_text("import time\nprint('slow', flush=True)\ntime.sleep(1000)\n")
-    program = "from labkit.parallel.ranks.rank_process import start_server\nprint(start_server(['labkit_slow_module']))\n"
+    (tmp_path / "labkit_slow.py").write_text("import time\nprint('slow', flush=True)\ntime.sleep(1000)\n")
+    program = "from labkit.parallel.ranks.rank_process import start_server\nprint(start_server(['labkit_slow']))\n"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     output = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
