@@ -4,8 +4,8 @@
     output = ring_attention(q, k, v)                         of these positions; backward gives their gradients
 
 Rank r attends with its queries to one block of keys and values after the other, its own first. It merges the results by
-their softmax statistics. The next block travels around the ring while the present one is computed with, p-1 times forward
-and backward. The blocks' gradients follow one step behind, in the accumulator's dtype.
+their softmax statistics. The next block travels around the ring while the present one is computed with, p-1 times
+forward and backward. The blocks' gradients follow one step behind, in the accumulator's dtype.
 
 `gather_attention` is the plain way: all K and V on every rank (all-gather), and a reduce-scatter of their gradients. It
 sends the same bytes, and holds p blocks at once instead of two.
@@ -80,7 +80,7 @@ def gather_attention(
     layout: str = "zigzag",
     transport: str = AUTO,
 ) -> Tensor:
-    """Compute what `ring_attention` does, with all keys and values on every rank at once; arguments and errors alike."""
+    """Compute what `ring_attention` does with all keys and values on every rank at once. Same arguments and errors."""
     return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
 
 
@@ -139,17 +139,13 @@ def join_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zi
 
 
 def _positions(length: int, rank: int, p: int, layout: str) -> Tensor:
-    _check_layout(layout)
+    if layout not in LAYOUTS:
+        raise ValueError(f"expected a layout among {', '.join(LAYOUTS)}, got {layout!r}")
     parts = 2 * p if layout == "zigzag" else p
     if length < parts or length % parts:
         raise ValueError(f"expected a sequence that {parts} parts divide, got {length} positions")
     pieces = torch.arange(length).chunk(parts)
     return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"expected a layout among {', '.join(LAYOUTS)}, got {layout!r}")
 
 
 class _Task(NamedTuple):
@@ -177,10 +173,10 @@ def _attend(
 ) -> Tensor:
     members, refusal = member_group(group), None
     try:
-        _check_layout(layout)
         check_attention_inputs(q, k, v)
-        if q.shape[-2] != k.shape[-2] or (layout == "zigzag" and q.shape[-2] % 2):
-            raise ValueError(f"expected as many keys as queries, an even number with zigzag, got {tuple(q.shape)}")
+        local_positions(q.shape[-2] * members.size(), group=group, layout=layout)
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError(f"expected as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
     except ValueError as error:
         refusal = error
     description = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__}"
