@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from labkit.parallel.traffic import Collective as Call
 from labkit.parallel.traffic import calls_in_this_thread
@@ -33,9 +32,9 @@ class Channel:
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
-    def call(self, collective: Collective, vector: Tensor, *args: object, **options: object) -> None:
-        """Run `collective(vector, group, ...)` over the channel's transport now: nothing else may be under way."""
-        collective(vector, self.group, *args, transport=self.transport, **options)
+    def call(self, collective: Collective, tensors: object, *args: object) -> None:
+        """Run `collective(tensors, group, ...)` over the channel's transport now: nothing else may be under way."""
+        collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
         """Start; return a function that waits for the end, and raises what the action raised."""

@@ -112,14 +112,14 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
         shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
         depth = max(1, transport.world_size - 1)
         pieces = cut(shards, transport, depth)
-        adds = _add_steps(pieces, pieces[transport.rank], transport, divisor)
-        copies = _copy_steps(pieces, transport)
+        adds = add_steps(pieces, pieces[transport.rank], transport, divisor)
+        copies = copy_steps(pieces, transport)
         transport.run(adds[0], depth)
         transport.run([step for add, copy in zip(adds[1:], copies, strict=False) for step in add + copy], depth)
         transport.run(copies[-1], depth)
 
 
-def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
+def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
     """By piece: send it to the rank whose shard it is; add up what arrives for this rank's shard, into `results`."""
     p, r = transport.world_size, transport.rank
     by_piece: list[list[Step]] = [[] for _ in results]
@@ -131,7 +131,7 @@ def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, 
     return by_piece
 
 
-def _copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
+def copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
     """By piece: send that of this rank's shard to every other rank; receive theirs."""
     p, r = transport.world_size, transport.rank
     return [
@@ -292,7 +292,7 @@ def reduce_scatter(
         result = into if into is not None and is_direct else shards[r]
         depth = max(1, transport.world_size - 1)
         *pieces, results = cut([*shards, result], transport, depth)
-        transport.run(list(chain.from_iterable(_add_steps(pieces, results, transport, divisor))), depth)
+        transport.run(list(chain.from_iterable(add_steps(pieces, results, transport, divisor))), depth)
         if into is not None:
             into.copy_(result)
             torch.autograd.graph.increment_version(into)
@@ -310,4 +310,4 @@ def all_gather(
     sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
     with InPlace(tensor, group, transport, "all_gather", "butterfly") as (vector, via):
         shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
-        via.run(list(chain.from_iterable(_copy_steps(cut(shards, via, depth), via))), depth)
+        via.run(list(chain.from_iterable(copy_steps(cut(shards, via, depth), via))), depth)

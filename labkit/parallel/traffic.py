@@ -68,11 +68,12 @@ def recorded_traffic() -> Iterator[list[Collective]]:
         _records.remove(record)
 
 
-def count_traffic(transport: Transport, collective: str, algorithm: str, vector: Tensor) -> Transport:
-    """Return the transport for one collective: one that counts, inside of `recorded_traffic`."""
+def count_traffic(transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]) -> Transport:
+    """Return the transport for one collective of tensors of one dtype: it counts, inside of `recorded_traffic`."""
     if not _records:
         return transport
-    call = Collective(collective, algorithm, str(vector.dtype).removeprefix("torch."), vector.nbytes)
+    dtype, n_bytes = str(tensors[0].dtype).removeprefix("torch."), sum(tensor.nbytes for tensor in tensors)
+    call = Collective(collective, algorithm, dtype, n_bytes)
     for record in (*_records, *getattr(_thread, "records", ())):
         record.append(call)
     return _Counting(transport, call)
