@@ -45,9 +45,9 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace, Reduction, check_into, cut, shard_sizes
 from labkit.parallel.select_algorithm import Algorithm, select_algorithm
 from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import AUTO, find_transport, release_scratch, scratch_bytes
+from labkit.parallel.transport.select_transport import AUTO, find_transport
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter", "release_scratch", "scratch_bytes"]
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter"]
 
 Group = dist.ProcessGroup | None
 Via = str | Transport
@@ -208,8 +208,8 @@ def halving_doubling_all_reduce(
         k = ranks.index(transport.rank) if distances else 0
         _fold(vector, ranks, transport, inward=True)
         for d in reversed(distances):
-            kept, given = _two_ranges(vector, k, d, len(ranks))
-            _swap(given, kept, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
+            own, other = _two_ranges(vector, k, d, len(ranks))
+            _swap(other, own, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
         for d in distances:
             complete, missing = _two_ranges(vector, k, d, len(ranks))
             _swap(complete, missing, ranks[k ^ d], transport, add=False)
