@@ -31,7 +31,7 @@ from labkit.parallel.ranks.results import (
     death_failure,
     describe_kernel_kills,
     end_point,
-    exception_failure,
+    failure_from_json,
     first_failing_rank,
 )
 from labkit.parallel.ranks.worker import START_TIMEOUT_S, GroupPlan
@@ -218,7 +218,7 @@ class RankGroup:
 
     def _describe_failure(self, rank: RankProcess, message: Mapping[str, Any]) -> RankFailure:
         if message["kind"] == "failed":
-            return exception_failure(rank.number, message["error"], message["at"], rank.output_tail())
+            return failure_from_json(message["failure"], output_tail=rank.output_tail())
         if self._is_interrupted:
             return RankFailure(None, "killed", "interrupted: another rank failed", is_consequence=True)
         if isinstance(message["how"], str):

@@ -19,7 +19,7 @@ from typing import Any
 
 from labkit.parallel.ranks.group import RankGroup, StartError
 from labkit.parallel.ranks.hosts import GLOO_INTERFACE, choose_gloo_interface
-from labkit.parallel.ranks.results import PointEnd, RankFailure, Row, end_point, first_failing_rank
+from labkit.parallel.ranks.results import PointEnd, RankFailure, Row, end_point, failure_from_json, first_failing_rank
 from labkit.parallel.ranks.torchrun import PATIENCE, job_rank, job_store, local_index, ranks_here, wait_for
 from labkit.parallel.ranks.worker import MARGIN_S, START_TIMEOUT_S, GroupPlan
 
@@ -66,7 +66,7 @@ class JobSteps:
         ends = [json.loads(store.get(key)) for key in keys]
         if not any(ends):
             store.set(f"{self.key}: over", GO_ON)
-        failures = [RankFailure(**{**end, "blamed": end["blamed"] and tuple(end["blamed"])}) for end in ends if end]
+        failures = [failure_from_json(end) for end in ends if end]
         return first_failing_rank(failures) if failures else None
 
     def take_rows(self, rank: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from labkit.parallel.ranks import current_alternative, torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
-from labkit.parallel.ranks.results import describe_error, worker_rows
+from labkit.parallel.ranks.results import exception_failure, worker_rows
 
 # A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
 # and figures take less than a GiB; a larger number would have ranks killed for what other processes take.
@@ -76,7 +76,7 @@ def serve_points(parent: connection.Connection[Any, Any], rank: int, directory: 
     except BaseException as error:  # SystemExit, too
         _flush_output()
         with contextlib.suppress(EOFError, OSError):  # the parent has ended
-            _send(parent, "failed", error=describe_error(error))
+            _send(parent, "failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
             parent.recv_bytes()  # until killed
 
 
