@@ -183,7 +183,7 @@ def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
     rows, features = 64 // dist.get_world_size(), 1024
     x, grad = torch.randn(rows, features, requires_grad=True), torch.randn(rows, features)
     layers = {"labkit": SyncBatchNorm(features), "plain": nn.BatchNorm1d(features)}
-    messages = [torch.ones(2 * features + 1), torch.ones(2 * features)]
+    messages = [torch.ones(3 * features + 1), torch.ones(2 * features)]
 
     def passes(layer: nn.Module) -> None:
         torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)

@@ -124,7 +124,7 @@ def doctor(as_json: Json = False) -> None:
     for name, value in machine_rows():
         machine.add_row(f"[bold]{name}[/]", plain(value))
     out.print(machine, "")
-    labs = Table("lab", "profile", "points", "can run", "why not", box=None, pad_edge=False)
+    labs = Table("lab", "profile", "points", "can run", "planned", "why not", box=None, pad_edge=False)
     for row in lab_rows(load_lab(lab) for lab in LABS):
         labs.add_row(*(plain(cell) for cell in row))
     out.print(labs)

@@ -24,7 +24,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from labkit.lab.figures import Plot
-from labkit.lab.pages.export import export_page
+from labkit.lab.pages.report import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_lab
 from tests import small_nano  # noqa: F401  which makes nano small

@@ -11,6 +11,7 @@ from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.machine import description, gpus
+from labkit.machine.load import Load, busy_points, disturbances
 from labkit.parallel.ranks.results import is_out_of_memory
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -44,7 +45,7 @@ def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_newer_ones(capability
 def cuda(monkeypatch, tmp_path):
     """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error replaces one."""
 
-    def pretend(nvml, devices=(), error=None, free=""):
+    def pretend(nvml, devices=(), error=None, free="", apps=""):
         state = SimpleNamespace(is_initialized=False)
 
         def init():
@@ -57,7 +58,9 @@ def cuda(monkeypatch, tmp_path):
             return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * GIB, uuid=f"u{index}")
 
         def smi(command, **_):
-            return SimpleNamespace(stdout=free if "--query-gpu=uuid,memory.free" in command else TOPOLOGY)
+            queries = {"--query-gpu=uuid,memory.free": free, "--query-compute-apps=gpu_uuid,pid": apps}
+            states = STATES if "clocks_event_reasons" in command[1] else ""
+            return SimpleNamespace(stdout=queries.get(command[1], states if "reasons" in command[1] else TOPOLOGY))
 
         answers = {
             "device_count": lambda: len(devices) if state.is_initialized else nvml,
@@ -83,6 +86,14 @@ GPU0\t X \tNV18\tNV18\tPXB\t0-47
 GPU1\tNV18\t X \tNV18\tSYS\t0-47
 GPU2\tNV18\tNV18\t X \tSYS\t48-95
 NIC0\tPXB\tSYS\tSYS\t X
+"""
+
+
+# One that CUDA does not see, and two of which one is hot and the other at its power cap.
+STATES = """\
+GPU-hidden, 210, 1980, 99, 100.00, 0x0000000000000008
+GPU-u0, 1410, 1980, 91, 700.00, 0x0000000000000020
+GPU-u1, 1980, 1980, 60, 650.00, 0x0000000000000004
 """
 
 
@@ -142,6 +153,18 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
     assert "available" in skip_reason(machine, "cuda", 60 * GIB, ranks=2)  # 2 * 30000 MiB for both
     again = description.Machine.model_validate_json(machine.model_dump_json())
     assert again == machine
+
+
+def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
+    cuda(nvml=2, devices=[H100] * 2, apps="GPU-u0, 123\nGPU-u1, 77\nGPU-hidden, 5\n")
+    assert description.describe_machine().gpus
+    state = gpus.gpu_load({77})
+    assert state == (1, "heat", 0.71, 91, 650.0)
+    load = Load(average=0.1, other_measurements=0, gpu=state)
+    assert "another program used a GPU" in disturbances(load, 64)[0]
+    assert Load.model_validate_json(load.model_dump_json()) == load
+    hot = load.model_copy(update={"gpu": gpus.gpu_load({77, 123})})
+    assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": hot}, 64)["a"]
 
 
 def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatch):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from labkit.bench.probe import PROBE, probe, probed
 from labkit.lab.commands.console import tell_of_load
 from labkit.lab.pages import cards
-from labkit.lab.pages.provenance import provenance_rows
+from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.machine.cgroups import quota_cores, throttled_periods
@@ -152,7 +152,7 @@ def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeyp
     loads = [line["load"] for line in lines if line["kind"] == "end"]
     assert all(load["copy_s"] > 0 and "ping_s" not in load for load in loads)
     assert not any(PROBE in row for row in run.frame())
-    assert "during 2 of 2 points: another labkit measurement" in cards.coverage(run)
+    assert "during 2 of 2 points: another labkit measurement" in cards.coverage(run).data
     assert "load average" in provenance_rows(FAKE, run)["Load"]
     for line in lines:  # as older runs are
         line.pop("load", None)
@@ -160,5 +160,5 @@ def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeyp
     run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     older = Run.load(run.path)
     assert (older.header.load, older.busy) == (None, {})
-    assert "Busy machine" not in cards.coverage(older)
+    assert "Busy machine" not in cards.coverage(older).data
     assert "Load" not in provenance_rows(FAKE, older)

@@ -170,6 +170,20 @@ def pipeline_calls(
     return [messages, Calls("exchange", tied_bytes, 1), Calls("all_reduce", 8, 1)]
 
 
+def context_parallel_calls(
+    block_bytes: float, gradient_bytes: float, world_size: int, *, is_ring: bool = True
+) -> list[Calls]:
+    """List the messages of one attention, forward and backward, with the sequence cut over ranks.
+
+    `block_bytes`: a rank's keys and values; `gradient_bytes`: their gradients, in the accumulator's dtype.
+    Source: arXiv:2310.01889, section 3.
+    """
+    if is_ring:
+        return [Calls("exchange", block_bytes, 2 * (world_size - 1)), Calls("exchange", gradient_bytes, world_size - 1)]
+    gathered = Calls("all_gather", world_size * block_bytes, 2)
+    return [gathered, Calls("reduce_scatter", world_size * gradient_bytes, 1)]
+
+
 def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:
     """Share of a step that each rank of a pipeline idles if stages take equally long and messages no time."""
     return (ranks - 1) / (chunks * micro_batches + ranks - 1)

@@ -24,6 +24,7 @@ Warmup = Annotated[int, Field(ge=0, le=10_000)]
 Sessions = Annotated[int, Field(ge=1, le=20)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+AUTO = "auto"
 Device = Literal["auto", "cpu", "cuda"]
 """ "auto": CUDA where there is a GPU."""
 
@@ -90,6 +91,17 @@ def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
     }
     fewer = {"repeats": SMOKE_REPEATS, "warmup": 1, "sessions": 1}
     return config.model_copy(update=short | {name: value for name, value in fewer.items() if name in values})
+
+
+def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Parameters whose numbers of ranks end with the number of GPUs; without these numbers if there is one GPU."""
+    values = {name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name}
+    for name in values:
+        if name.endswith("world_sizes"):
+            values[name] = [*(ranks for ranks in values[name] if ranks < gpus), gpus]
+        elif name == "world_size":
+            values[name] = gpus
+    return values
 
 
 def with_overrides(lab: str, base: LabConfig, profile: str, overrides: Mapping[str, Any]) -> LabConfig:

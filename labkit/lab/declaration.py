@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from labkit.lab.answers import Answer, Question
-from labkit.lab.config import LabConfig, ParameterError, nearest, resolve_config, shorten
+from labkit.lab.config import AUTO, LabConfig, ParameterError, nearest, ranks_on_gpus, resolve_config, shorten
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
-from labkit.machine import Machine
+from labkit.machine import Machine, describe_machine
 
 Say = Callable[[str], None]
 """Shows a few words of progress."""
@@ -24,7 +24,7 @@ ValueError for a name that is taken.
 """
 
 
-PAPER = {"ratio_within": 0.0, "rounds_s": 60.0, "timeout_s": 3600.0}
+PAPER = {"ratio_within": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
 """Of every lab's profile `paper`, where the config has them and the lab says nothing else: rounds do not end early."""
 
 
@@ -54,7 +54,10 @@ class Lab:
     smoke: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of `smoke`, where the shortened ones of `quick` would still take long."""
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of `quick` on a machine with a GPU, if sizes that suit a CPU would measure launches only."""
+    """Parameters of `quick` on GPUs, where sizes that suit a CPU would measure launches only.
+
+    Numbers of ranks end with the number of GPUs; with one GPU the lab's defaults stay.
+    """
     plugin_parameter: str | None = None
     """The parameter that names what is compared, if a user may add an alternative to it."""
     register: Register = field(default=refuse_alternatives)
@@ -80,9 +83,20 @@ class Lab:
         paper = {name: value for name, value in PAPER.items() if hasattr(quick, name)} | dict(self.paper)
         return {"smoke": smoke, "quick": quick, "paper": self.config(**paper)}
 
-    def configure(self, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
-        """The profile's parameters with `overrides` in their place. ParameterError for what is wrong."""
-        return resolve_config(self.name, self.profiles, profile, overrides)
+    def profiles_on(self, machine: Machine, device: Any = AUTO) -> dict[str, LabConfig]:
+        """Parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
+        fewest = 1 if "device" in self.config.model_fields else 2  # a lab without devices uses NCCL alone
+        if len(machine.gpus) < fewest or machine.device(device) != "cuda":
+            return self.profiles
+        return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))}
+
+    def configure(self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None) -> LabConfig:
+        """The profile's parameters on a machine (None: this one), with `overrides` in their place.
+
+        ParameterError for what is wrong.
+        """
+        profiles = self.profiles_on(machine or describe_machine(), overrides.get("device") or AUTO)
+        return resolve_config(self.name, profiles, profile, overrides)
 
     def plan(self, config: LabConfig, machine: Machine) -> list[Point]:
         """What to measure, in order; a point that is named twice is measured once."""

@@ -30,6 +30,8 @@ class Results:
     missing: tuple[str, ...] = ()
     """Reasons of points that did not end `ok`, the most frequent first."""
     machine_bytes: float = float("nan")
+    link_bytes_per_s: float = float("nan")
+    """Data-sheet peak of the links between its GPUs."""
 
 
 Table = Callable[[Results], pd.DataFrame]

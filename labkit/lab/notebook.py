@@ -20,9 +20,7 @@ from labkit.lab.figures import Figure, Plot
 from labkit.lab.guesses import check_guesses, with_guesses
 from labkit.lab.own_check import OwnCheck, check_own
 from labkit.lab.pages import cards
-from labkit.lab.pages.provenance import provenance, provenance_rows
-from labkit.lab.pages.record import PAGE_MIME, run_record
-from labkit.lab.pages.source import render_source
+from labkit.lab.pages.record import record_card, run_record
 from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
 from labkit.lab.progress_lines import MeasuringInterrupted, notebook_line
 from labkit.lab.project import check_writable, figures_directory, relative_to_project
@@ -101,7 +99,7 @@ class OpenLab:
                     f"run = {self.parameters.run!r} is plotted, not measured: set run = None to measure yours"
                 )
             self._read_run()
-            display(cards.Piece(cards.coverage(self.run), cards.coverage_line(self.run)))
+            display(cards.coverage(self.run))
         else:
             self._plugins = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
@@ -130,7 +128,7 @@ class OpenLab:
     def source(self, *studied: Any) -> None:
         """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
         for one in studied:
-            display(render_source(one))
+            display(cards.render_source(one))
 
     def table(self, frame: pd.DataFrame, caption: str = "") -> None:
         """Show a frame as an aligned table, values with their units."""
@@ -163,9 +161,7 @@ class OpenLab:
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
         record = run_record(self.study, self.run, self.answers(), elsewhere=self._is_of_another_machine())
-        page = record.model_dump(mode="json")
-        text = cards.definitions_text(provenance_rows(self.study, self.run))
-        display(cards.Piece(provenance(self.study, self.run), text, {PAGE_MIME: page}))
+        display(record_card(record))
 
     def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
         """A figure, once it is saved; `title` stands above it in its file."""
@@ -195,7 +191,7 @@ class OpenLab:
             raise MeasuringInterrupted(f"interrupted{self._way_on()}") from None
         self._interrupted = None
         if line is None:
-            display(cards.Piece(cards.coverage(run), cards.coverage_line(run)))
+            display(cards.coverage(run))
         else:
             line.finish(run)
         return run

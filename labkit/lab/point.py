@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from labkit.machine import Machine
 
 
+START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
+"""Allowances in a plan: for ranks to start, and for the inputs, checks and warm-up of a point."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """What every point says, whatever it measures. A study adds its own fields; all must be JSON-able.
@@ -71,6 +75,17 @@ class Point:
         """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
         return None
 
+    @property
+    def start_s(self) -> float:
+        """The seconds that its ranks take to start, by the plan."""
+        is_on_gpu = self.backend == "nccl" or getattr(self, "device", "cpu") == "cuda"
+        return START_ON_GPU_S if is_on_gpu else START_S
+
+    @property
+    def planned_s(self) -> float:
+        """The seconds it takes by the plan: nothing is measured."""
+        return POINT_S
+
     def title(self) -> str:
         """A few words for a progress line."""
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
@@ -89,6 +104,15 @@ class TimedPoint(Point):
     rounds_s: float | None = None
     """They end after so many seconds, too; None: they do not."""
     seed: int = 0
+
+    @property
+    def contests(self) -> int:
+        """How often alternatives take turns in it, each time for at most `rounds_s`."""
+        return 1
+
+    @property
+    def planned_s(self) -> float:
+        return super().planned_s + self.contests * (self.rounds_s or 0.0)
 
     @property
     def rounds(self) -> dict[str, Any]:
@@ -123,6 +147,14 @@ def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
     for _ in range(1, sessions):
         points = [point.next_session() for point in reversed(points)]
         yield from points
+
+
+def planned_s(points: Iterable[Point]) -> float:
+    """The seconds that points take by the plan: all rounds until their time is up, and allowances.
+
+    A device for which six rounds take longer than `rounds_s` takes longer.
+    """
+    return sum(group[0].start_s + sum(point.planned_s for point in group) for group in by_ranks(points))
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

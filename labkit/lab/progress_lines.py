@@ -50,7 +50,7 @@ class NotebookLine:
             self._show_progress(progress)
 
     def finish(self, run: Run) -> None:
-        self._show(cards.coverage(run), {})
+        self._show(cards.coverage(run).data, {})
 
     def _tick(self) -> None:
         while not self._is_over.wait(TICK_S):

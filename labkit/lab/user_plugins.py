@@ -1,7 +1,7 @@
 """A user's own alternatives and models beside those of a lab: checked, carried to the ranks, measured in turns."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, Register
 from labkit.lab.user_models import EXPECTED, MODEL_FIELDS, describe_model, errors_with_line, registered_models
 from labkit.nn.workloads import RESNET50
-from labkit.parallel.ranks.torchrun import is_job_rank
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:
 def _work(
     register: Register, plugins: Plugins, worker: Callable[..., Any], point: Any, **options: Any
 ) -> Iterator[Mapping[str, Any]]:
-    # A rank that torchrun has started is inside `measure`, which has registered them for all points.
-    with nullcontext() if is_job_rank() else registered(register, plugins):
+    with registered(register, plugins):
         names = [getattr(point, field, None) for field in MODEL_FIELDS]
         model = next((name for name in names if name in plugins.models), None)
         columns = describe_model(model) if model else {}

@@ -38,6 +38,10 @@ DENSE_BF16_PEAK_TFLOPS = {
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
 
 
+NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
+"""One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in both directions."""
+
+
 class Gpu(BaseModel):
     """One CUDA device."""
 
@@ -107,6 +111,13 @@ class Machine(BaseModel):
         """Equal GPUs counted: [(8, the first of them)]."""
         groups = groupby(self.gpus, key=lambda gpu: gpu.model_copy(update={"free_bytes": None}))
         return [(len(equal), equal[0]) for equal in (list(group) for _, group in groups)]
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Data-sheet peak of a GPU's links in one direction; NaN unless all GPUs are connected by listed NVLinks."""
+        links = re.fullmatch(r"NV(\d+)", self.gpu_links or "")
+        rates = {NVLINK_BYTES_PER_S.get(gpu.compute_capability, float("nan")) for gpu in self.gpus}
+        return int(links[1]) * rates.pop() if links and len(rates) == 1 else float("nan")
 
     @property
     def cores_text(self) -> str:

@@ -8,9 +8,10 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,9 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 HIDDEN_BY = "CUDA_VISIBLE_DEVICES"
 NEARLY_FULL_BYTES = 2**30
 """With less free memory than this, libraries cannot make their work areas."""
+
+SLOWED_BY = {"heat": 0x60, "a hardware limit": 0x88}
+"""Bits of NVML's clock event reasons: thermal slowdown by software and hardware, hardware slowdown and power brake."""
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
 
@@ -97,8 +101,39 @@ def library_versions() -> dict[str, str | None]:
 
 def free_memory_bytes() -> dict[str, int]:
     """Free memory of each GPU by UUID, without a CUDA context on any; empty if `nvidia-smi` does not say."""
-    rows = (line.split(", ") for line in _nvidia_smi("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"))
-    return {row[0].removeprefix("GPU-"): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].isdigit()}
+    return {uuid: int(free) * 2**20 for uuid, free in _query("gpu", "uuid,memory.free") if free.isdigit()}
+
+
+class GpuLoad(NamedTuple):
+    """What would make the GPUs of this process slower: the worst value of any."""
+
+    other_processes: int
+    slowed_by: str
+    """Why a GPU runs below its clock: "heat", "a hardware limit", or ""; the cap of its power is no reason."""
+    clock_share: float
+    """Of the highest clock; low on an idle GPU."""
+    temperature: int
+    """Degrees Celsius."""
+    power_limit_w: float
+
+
+def gpu_load(own: Collection[int]) -> GpuLoad | None:
+    """The load of the GPUs that CUDA sees, without the processes `own`; None if `nvidia-smi` does not say."""
+    visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
+    states: list[list[str]] = []
+    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # before driver 535 the second
+        fields = f"uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,{reasons}"
+        states = states or [row[1:] for row in _query("gpu", fields) if row[0] in visible]
+    with suppress(ValueError):  # a value that this GPU does not have
+        clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
+        bits = [int(row[4], 16) for row in states]
+        slowed = [name for name, mask in SLOWED_BY.items() if any(one & mask for one in bits)]
+        others = [
+            pid for uuid, pid in _query("compute-apps", "gpu_uuid,pid") if uuid in visible and int(pid) not in own
+        ]
+        share = min(clock / most for clock, most in zip(clocks, highest, strict=True))
+        return GpuLoad(len(others), "".join(slowed[:1]), round(share, 2), int(max(degrees)), min(watts))
+    return None
 
 
 def link_types() -> str | None:
@@ -113,6 +148,12 @@ def is_nearly_full() -> bool:
     with suppress(Exception):
         return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < NEARLY_FULL_BYTES
     return False
+
+
+def _query(kind: str, fields: str) -> list[list[str]]:
+    """Rows of a query of `nvidia-smi`, whose first field is a UUID; a row that lacks a field is left out."""
+    rows = [line.split(", ") for line in _nvidia_smi(f"--query-{kind}={fields}", "--format=csv,noheader,nounits")]
+    return [[row[0].removeprefix("GPU-"), *row[1:]] for row in rows if len(row) == 1 + fields.count(",")]
 
 
 def _nvidia_smi(*arguments: str) -> Iterator[str]:

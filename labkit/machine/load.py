@@ -18,6 +18,8 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from labkit.machine.cgroups import throttled_periods
+from labkit.machine.description import describe_machine
+from labkit.machine.gpus import GpuLoad, gpu_load
 
 SAMPLE_S = 0.1
 MIN_SPAN_S = 0.5
@@ -58,6 +60,8 @@ class Load(BaseModel):
     """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on GPUs."""
     copy_s: float | None = None
     """A copy of 64 MB before the point."""
+    gpu: GpuLoad | None = None
+    """None without GPUs, and in older runs."""
 
 
 def load_before_measuring() -> Load:
@@ -93,7 +97,8 @@ class LoadMeter:
         self._periods = held_back, periods
         share = round((held_back - held_before) / (periods - before_them), 3) if periods > before_them else None
         average = round(os.getloadavg()[0], 2)
-        load = Load(average=average, other_measurements=other_measurements(), throttled_share=share)
+        gpu = gpu_load({process.pid for process in own_processes()}) if describe_machine().gpus else None
+        load = Load(average=average, other_measurements=other_measurements(), throttled_share=share, gpu=gpu)
         if elapsed < at_least_s or not self._knows_own:
             return load
         others = ((now.busy - before.busy) - (now.own - before.own)) / elapsed
@@ -161,6 +166,10 @@ def _busy_reason(load: Load, cores: int) -> str:
     taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
     if load.other_measurements:
         return "another labkit measurement ran"
+    if load.gpu and load.gpu.other_processes:
+        return "another program used a GPU"
+    if load.gpu and load.gpu.slowed_by:
+        return f"{load.gpu.slowed_by} slowed a GPU down, at {load.gpu.temperature} °C"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
         return f"other programs took {taken:.1f} of {cores} cores"
     if (load.throttled_share or 0.0) >= MIN_THROTTLED_SHARE:

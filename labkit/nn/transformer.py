@@ -183,8 +183,10 @@ class RotaryPositions(nn.Module):
         self.cosines.copy_(angles.cos())
         self.sines.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        cosines, sines = self.cosines[: x.shape[-2]], self.sines[: x.shape[-2]]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions`, (S,), int64: those of x; None: from 0."""
+        rows = slice(x.shape[-2]) if positions is None else positions
+        cosines, sines = self.cosines[rows], self.sines[rows]
         even, odd = x[..., 0::2], x[..., 1::2]
         rotated = torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1)
         return rotated.flatten(-2).to(x.dtype)  # the tables' dtype is the wider one under autocast

@@ -6,16 +6,12 @@ transport. Kernels on a GPU run in the background anyway: CUDA tensors need no t
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from labkit.parallel.traffic import Collective as Call
-from labkit.parallel.traffic import calls_in_this_thread
 from labkit.parallel.transport import make_separate_transport
 
 Wait = Callable[[], object]
@@ -33,9 +29,9 @@ class Channel:
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
-    def call(self, collective: Collective, vector: Tensor, *args: object, **options: object) -> None:
-        """Run `collective(vector, group, ...)` over the channel's transport now: nothing else may be under way."""
-        collective(vector, self.group, *args, transport=self.transport, **options)
+    def call(self, collective: Collective, tensors: object, *args: object) -> None:
+        """Run `collective(tensors, group, ...)` over the channel's transport now: nothing else may be under way."""
+        collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
         """Start; return a function that waits for the end, and raises what the action raised."""
@@ -58,11 +54,10 @@ class _Task:
         self._action = action
         self._is_done = threading.Event()
         self._error: BaseException | None = None
-        self._calls: list[Call] = []
 
     def run(self) -> None:
         try:
-            with torch.no_grad(), calls_in_this_thread() as self._calls:  # each thread has its own grad mode
+            with torch.no_grad():  # each thread has its own grad mode
                 self._action()
         except BaseException as error:
             self._error = error
@@ -70,10 +65,7 @@ class _Task:
         self._is_done.set()
 
     def wait(self) -> None:
-        needed_s = time.perf_counter()
         self._is_done.wait()
-        for call in self._calls:
-            call.needed_s = needed_s if call.needed_s is None else call.needed_s
         if self._error is not None:
             raise self._error
 

@@ -45,9 +45,9 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace, Reduction, check_into, cut, shard_sizes
 from labkit.parallel.select_algorithm import Algorithm, select_algorithm
 from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import AUTO, find_transport, release_scratch, scratch_bytes
+from labkit.parallel.transport.select_transport import AUTO, find_transport
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter", "release_scratch", "scratch_bytes"]
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter"]
 
 Group = dist.ProcessGroup | None
 Via = str | Transport
@@ -112,14 +112,14 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
         shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
         depth = max(1, transport.world_size - 1)
         pieces = cut(shards, transport, depth)
-        adds = _add_steps(pieces, pieces[transport.rank], transport, divisor)
-        copies = _copy_steps(pieces, transport)
+        adds = add_steps(pieces, pieces[transport.rank], transport, divisor)
+        copies = copy_steps(pieces, transport)
         transport.run(adds[0], depth)
         transport.run([step for add, copy in zip(adds[1:], copies, strict=False) for step in add + copy], depth)
         transport.run(copies[-1], depth)
 
 
-def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
+def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
     """By piece: send it to the rank whose shard it is; add up what arrives for this rank's shard, into `results`."""
     p, r = transport.world_size, transport.rank
     by_piece: list[list[Step]] = [[] for _ in results]
@@ -131,7 +131,7 @@ def _add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, 
     return by_piece
 
 
-def _copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
+def copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
     """By piece: send that of this rank's shard to every other rank; receive theirs."""
     p, r = transport.world_size, transport.rank
     return [
@@ -208,8 +208,8 @@ def halving_doubling_all_reduce(
         k = ranks.index(transport.rank) if distances else 0
         _fold(vector, ranks, transport, inward=True)
         for d in reversed(distances):
-            kept, given = _two_ranges(vector, k, d, len(ranks))
-            _swap(given, kept, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
+            own, other = _two_ranges(vector, k, d, len(ranks))
+            _swap(other, own, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
         for d in distances:
             complete, missing = _two_ranges(vector, k, d, len(ranks))
             _swap(complete, missing, ranks[k ^ d], transport, add=False)
@@ -292,7 +292,7 @@ def reduce_scatter(
         result = into if into is not None and is_direct else shards[r]
         depth = max(1, transport.world_size - 1)
         *pieces, results = cut([*shards, result], transport, depth)
-        transport.run(list(chain.from_iterable(_add_steps(pieces, results, transport, divisor))), depth)
+        transport.run(list(chain.from_iterable(add_steps(pieces, results, transport, divisor))), depth)
         if into is not None:
             into.copy_(result)
             torch.autograd.graph.increment_version(into)
@@ -310,4 +310,4 @@ def all_gather(
     sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
     with InPlace(tensor, group, transport, "all_gather", "butterfly") as (vector, via):
         shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
-        via.run(list(chain.from_iterable(_copy_steps(cut(shards, via, depth), via))), depth)
+        via.run(list(chain.from_iterable(copy_steps(cut(shards, via, depth), via))), depth)

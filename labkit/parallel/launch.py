@@ -12,7 +12,7 @@ ended, the first failure is reported, and a new group carries on with the next p
 current alternative (`ranks.current_alternative`) and it raised or died, the same point is measured again without it.
 Nothing is left behind, whatever ends this process (`ranks.fork_server`).
 
-Under torchrun the ranks exist already, and the same call runs the points in them (`ranks.torchrun_launch`).
+Under torchrun every process of the job forks one of the ranks (`ranks.job_group`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine import available_cores, available_memory_bytes
-from labkit.parallel.ranks import torchrun, torchrun_launch
+from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.group import RankGroup, StartError
 from labkit.parallel.ranks.hosts import GLOO_INTERFACE, LOOPBACK
+from labkit.parallel.ranks.job_group import STOP, JobGroup, JobSteps, LaunchStopped, job_environment
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker, next_attempt
 from labkit.parallel.ranks.worker import GroupPlan, call_once, make_code
 
@@ -89,12 +90,13 @@ def launch(
     points = list(points)
     threads = threads or max(1, available_cores() // torchrun.ranks_here(world_size))
     plan = GroupPlan(world_size, backend, scheduling, threads, timeout_s)
+    payload, on_output = _serialize(worker, points), on_output or _print_to_stderr
     if torchrun.is_job_rank():
-        return torchrun_launch.run_points(worker, points, plan, environment)
+        return _run_in_job(plan, payload, len(points), environment, on_output)
     # A cluster's choice of interface gives way: these ranks are all on one machine.
     loopback = {GLOO_INTERFACE: LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     variables = {**os.environ, **loopback, **environment}
-    return _run_points(plan, _serialize(worker, points), len(points), variables, on_output or _print_to_stderr)
+    return _run_points(partial(RankGroup, plan, variables, on_output), payload, len(points))
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
@@ -128,10 +130,33 @@ def _with_advice(failure: RankFailure) -> RankFailure:
     return replace(failure, message=f"{failure.message}; run_ranks(..., timeout_s=...) sets this deadline")
 
 
-def _run_points(
+def _run_in_job(
     plan: GroupPlan, payload: bytes, n_points: int, environment: Mapping[str, str], on_output: Callable[[str], None]
 ) -> Items:
-    group: RankGroup | None = None
+    """Run the points in the ranks of this job. Rank 0's process yields the items, the others none."""
+    actual = torchrun.job_world_size()
+    if actual != plan.world_size:
+        reason = f"needs {plan.world_size} ranks, but this job has {actual}"
+        facts = {"world_size": actual, "backend": plan.backend, "start_method": "torchrun"}
+        for index in range(n_points if torchrun.job_rank() == 0 else 0):
+            yield PointEnd(index, "skipped", reason, None, 0.0, facts)
+        return
+    steps = JobSteps(plan.world_size)
+    variables = {**os.environ, **job_environment(plan.world_size), **environment}
+    items = _run_points(partial(JobGroup, plan, variables, on_output, steps), payload, n_points)
+    if steps.rank > 0:
+        with contextlib.suppress(LaunchStopped):
+            for _ in items:
+                pass
+        return
+    try:
+        yield from items
+    finally:
+        steps.begin(STOP)
+
+
+def _run_points(make_group: Callable[[], RankGroup | JobGroup], payload: bytes, n_points: int) -> Items:
+    group: RankGroup | JobGroup | None = None
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
@@ -140,9 +165,9 @@ def _run_points(
                 group = None
             if group is None:
                 try:
-                    group = _start_group(plan, payload, environment, on_output)
+                    group = _start_group(make_group, payload)
                 except StartError as error:
-                    yield from _end_all(range(index, n_points), error, plan)
+                    yield from _end_all(range(index, n_points), error)
                     return
             end = yield from group.run(index, excluded)
             if end.status != "ok":
@@ -158,12 +183,10 @@ def _run_points(
             group.close()
 
 
-def _start_group(
-    plan: GroupPlan, payload: bytes, environment: Mapping[str, str], on_output: Callable[[str], None]
-) -> RankGroup:
+def _start_group(make_group: Callable[[], RankGroup | JobGroup], payload: bytes) -> RankGroup | JobGroup:
     """A group that is ready for its first point; StartError if it does not start the second time either."""
     for is_last in (False, True):
-        group = RankGroup(plan, environment, on_output)
+        group = make_group()
         try:
             group.start(payload)
             break
@@ -173,12 +196,11 @@ def _start_group(
     return group
 
 
-def _end_all(indices: range, error: StartError, plan: GroupPlan) -> Iterator[PointEnd]:
+def _end_all(indices: range, error: StartError) -> Iterator[PointEnd]:
     reason = f"the ranks did not start, twice: {error.failure.message}"
     failure = replace(error.failure, message=reason)
     for index in indices:
-        facts = {"world_size": plan.world_size, "backend": plan.backend}
-        yield PointEnd(index, "failed", reason, failure, 0.0, facts)
+        yield PointEnd(index, "failed", reason, failure, 0.0, error.facts)
 
 
 def _check(

@@ -84,12 +84,8 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.group = members = member_group(group)
-        self.rank, self.ranks, self.micro_batches, self.recompute = (
-            members.rank(),
-            members.size(),
-            micro_batches,
-            recompute,
-        )
+        self.rank, self.ranks = members.rank(), members.size()
+        self.micro_batches, self.recompute = micro_batches, recompute
         self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers] if costs is None else list(costs)
         refusal = None

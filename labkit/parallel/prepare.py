@@ -48,7 +48,7 @@ class InPlace:
         else:
             self.copy_to = tensor
             self.vector = tensor.to(selected.device).contiguous().view(-1)
-        self.transport = count_traffic(selected, name, by, self.vector)
+        self.transport = count_traffic(selected, name, by, (self.vector,))
 
     def __enter__(self) -> Any:
         return self.vector, self.transport

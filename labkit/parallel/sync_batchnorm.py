@@ -5,24 +5,24 @@
 
 Behavior is that of torch.nn.SyncBatchNorm (which refuses CPU tensors); what differs is said where it does.
 
-Letters: C channels; n_r values a channel on rank r, N on all ranks; m_r, M2_r local mean and sum of squared deviations;
-w, b weight and bias; x' the normalized input; dy the gradient of the output. Sums run over a channel's values.
+Letters: C channels; n_r values per channel on rank r, N on all ranks; M2 sum of squared deviations from the mean; w, b
+weight and bias; x' the normalized input; dy the gradient of the output. Sums run over a channel's values.
 
-Forward. Each rank gathers [n_r, m_r, M2_r] from all, 2C+1 numbers, and combines them:
+Forward. Each rank sends 3C+1 numbers to all: its local mean as rounded (c_r), sums of deviations from it (D_r) and of
+their squares (Q_r), and n_r. With e_r = mean - c_r,
 
-    N = sum n_r     mean = sum n_r m_r / N     M2 = sum M2_r + sum n_r (m_r - mean)^2     variance = M2 / N
+    N = sum n_r     mean = sum (n_r c_r + D_r) / N     M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
 
 Counts travel along, so ranks may have batches of any size, or none. No square of a large number is subtracted from
-another: a mean that is large beside the standard deviation costs no digits. For that, deviations are taken from the
-local mean as the input's type has it, and what this one lacks is corrected for (the corrected two-pass algorithm).
+another: a mean that is large compared with the standard deviation costs no digits (the corrected two-pass algorithm).
 
 Backward. Each rank knows its part of S1 = sum dy and S2 = sum dy x', 2C numbers; these are summed over ranks. With
 x' = (x - mean) / std, in which both mean and std depend on every x,
 
     dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
 
-Numbers of length C are float64 where they are combined. The mean is kept as two numbers of the input's precision,
-the nearest one (`center`) and what it lacks (`rest`): x - center is small and nearly exact, x - mean as good.
+Numbers of length C are float64 where they are combined. Backward takes the mean apart into the nearest number of the
+input's precision (`center`) and what it lacks (`rest`): x - center is small and nearly exact, x - mean as good.
 
 Memory. The output is made in place of the deviations, the gradient of the input too. Saved for backward: the input,
 by reference, and 4C+1 numbers.
@@ -88,9 +88,10 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """(batch, C, *) -> the same shape, dtype and memory format."""
         self._check_input_dim(input)
-        if not (self.training and self._world_size() > 1):
+        group = self._active_group()
+        if not self.training or group is None or group.size() == 1:
             return super().forward(input)
-        output, mean, variance = _normalize(input, self.weight, self.bias, self.eps, self.process_group)
+        output, mean, variance = _normalize(input, self.weight, self.bias, self.eps, group)
         if self.track_running_stats:
             self._track(mean, variance)
         return output
@@ -109,14 +110,13 @@ class SyncBatchNorm(_BatchNorm):
         if not input.is_floating_point():
             raise ValueError(f"expected a floating-point input, got {input.dtype}")
 
-    def _world_size(self) -> int:
-        """Ranks whose batches count; 1 where there is no process group at all."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        world_size = dist.get_world_size(self.process_group)
-        if world_size < 1:
+    def _active_group(self) -> dist.ProcessGroup | None:
+        """The group whose batches count; None where there is no process group at all."""
+        world = dist.group.WORLD if dist.is_available() else None
+        group = self.process_group if world is not None and self.process_group is not None else world
+        if not isinstance(group, dist.ProcessGroup | None):
             raise ValueError("expected to be called on ranks of process_group only; this rank is not one of them")
-        return world_size
+        return group
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -186,26 +186,26 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        deviations, local_center = _deviations_from_local_mean(x, dtype)
         count = x.numel() // x.shape[1]
-        statistics = _local_statistics(deviations, local_center, count)
-        total, mean, m2 = _combine(_gather(statistics, group))
+        local_center = _local_mean(x, dtype)
+        deviations = x - _along_channels(local_center, x)
+        sums = _channel_sums(deviations, deviations, torch.zeros_like(local_center))
+        total, mean, m2, offsets = _combine(_gather([local_center, *sums, sums[0].new_full((1,), count)], group))
         # Looking at a number on a GPU waits for it: only where the sum can be that small.
         if count < 2 and total < 2:
             raise ValueError(f"expected more than one value per channel in training, got {int(total)} on all ranks")
         inverse_std = torch.rsqrt(m2 / total + eps)
-        scale = inverse_std if weight is None else weight * inverse_std
-        shift = (local_center - mean) * scale
+        scale = inverse_std if weight is None else inverse_std * weight
+        shift = offsets[group.rank()] * -scale
         if bias is not None:
             shift += bias
-        # To the dtype first: mixed ones are several times slower on a CPU.
+        # To the dtype before the large tensors: mixed ones are several times slower on a CPU.
         scale, shift = scale.to(dtype), shift.to(dtype)
-        output = deviations.mul_(_along_channels(scale, x)).add_(_along_channels(shift, x))
-        center = mean.to(dtype)
-        ctx.save_for_backward(x, weight, center, (mean - center).to(dtype), inverse_std.to(dtype), total)
+        output = torch.addcmul(_along_channels(shift, x), deviations, _along_channels(scale, x), out=deviations)
+        ctx.save_for_backward(x, weight, mean, inverse_std.to(dtype), total)
         ctx.group = group
         variance = m2 / (total - 1)
         ctx.mark_non_differentiable(mean, variance)
@@ -213,18 +213,20 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            gradients: tuple[Tensor | None, ...] = _Normalize._differentiate(ctx, dy)
-        if torch.is_grad_enabled():  # create_graph
-            x = ctx.saved_tensors[0]
-            gradients = tuple(each if each is None else _NoSecondDerivative.apply(each, dy, x) for each in gradients)
-        return *gradients, None, None
+        if not torch.is_grad_enabled():
+            return *_Normalize._differentiate(ctx, dy), None, None
+        with torch.no_grad():  # create_graph
+            gradients = _Normalize._differentiate(ctx, dy)
+        x = ctx.saved_tensors[0]
+        return *(each if each is None else _NoSecondDerivative.apply(each, dy, x) for each in gradients), None, None
 
     @staticmethod
     def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of input, weight and bias."""
-        x, weight, center, rest, inverse_std, total = ctx.saved_tensors
+        x, weight, mean, inverse_std, total = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        center = mean.to(inverse_std.dtype)
+        rest = (mean - center).to(center.dtype)
         s1, s2 = _channel_sums(dy, x, center)
         s2 = s2.addcmul_(rest, s1, value=-1).mul_(inverse_std)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -240,7 +242,7 @@ class _Normalize(torch.autograd.Function):
         slope *= inverse_std
         constant.addcmul_(slope, rest, value=-1)
         dx = x - _along_channels(center, x)
-        dx.mul_(_along_channels(slope, x)).add_(_along_channels(constant, x))
+        torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
         return dx.to(x.dtype), d_weight, d_bias
 
@@ -257,34 +259,25 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take a LayerNorm")
 
 
-def _deviations_from_local_mean(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x minus the mean of its channel, in a new tensor of the dtype; and that mean, (C,), as rounded."""
-    axes = [axis for axis in range(x.dim()) if axis != 1]
-    center = x.mean(axes, dtype=dtype) if x.numel() else torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    return x - _along_channels(center, x), center
+def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean of each channel, (C,), as rounded to the dtype."""
+    if not x.numel():
+        return torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    return x.mean([axis for axis in range(x.dim()) if axis != 1], dtype=dtype)
 
 
-def _local_statistics(deviations: Tensor, center: Tensor, count: int) -> Tensor:
-    """[count, mean, M2], (2C+1,) in float64, given deviations from about the mean."""
-    total, squares = (part.double() for part in _channel_sums(deviations, deviations, torch.zeros_like(center)))
-    correction = total / max(count, 1)
-    # Clamped, since rounding may take a channel of equal values below zero.
-    m2 = squares.addcmul_(correction, total, value=-1).clamp_min_(0)
-    return torch.cat([total.new_full((1,), count), center + correction, m2])
-
-
-def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The vectors of all ranks, (ranks, length): the collective of the forward pass."""
-    gathered = statistics.new_empty(dist.get_world_size(group), len(statistics))
-    if statistics.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
-        gathered[dist.get_rank(group)] = statistics
+def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """The vectors of all ranks, each made of parts, (ranks, length) in float64: the collective of the forward pass."""
+    gathered = parts[0].new_empty(group.size(), sum(part.numel() for part in parts))
+    mine = torch.cat(parts, out=gathered[group.rank()])
+    if gathered.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
         all_gather(gathered, group)
     else:
-        _torch_all_gather(gathered.view(-1), statistics, group=group)
-    return gathered
+        _torch_all_gather(gathered.view(-1), mine, group=group)
+    return gathered.double()
 
 
-def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> None:
+def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup) -> None:
     """In place: the collective of the backward pass."""
     if sums.device.type == "cpu":
         all_reduce(sums, group, op="sum")
@@ -292,13 +285,18 @@ def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(sums, group=group)
 
 
-def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count (), mean and M2 (C,) of the union of sets, from [count, mean, M2] of each, (sets, 2C+1)."""
-    channels = statistics.shape[1] // 2
-    count, means, m2s = statistics.split([1, channels, channels], dim=1)
-    total = count.sum()
-    mean = (count * means).sum(0) / total
-    return total, mean, (m2s + count * (means - mean).square()).sum(0)
+def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Count (), mean and M2 (C,) of the union of sets, and the mean minus each center (sets, C).
+
+    Of each set [center, sum of deviations from it, sum of their squares, count], (sets, 3C+1) in float64.
+    """
+    channels = statistics.shape[1] // 3
+    centers, sums, squares, counts = statistics.split_with_sizes([channels, channels, channels, 1], dim=1)
+    total = counts.sum()
+    mean = torch.addcmul(sums, counts, centers).sum(0).div_(total)
+    offsets = mean - centers
+    m2 = torch.addcmul(squares, offsets, (counts * offsets).sub_(sums, alpha=2)).sum(0)
+    return total, mean, m2.clamp_min_(0), offsets  # rounding may take a channel of equal values below zero
 
 
 def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from labkit.lab.runs.store import Run
 from tests import shared_memory
 
 MARK = "LABKIT_TEST_MARK"
+PATIENCE_S = 300.0  # for what takes a second on a quiet machine
 
 
 class Victim:
@@ -45,13 +46,13 @@ class Victim:
         )
         return self
 
-    def finish(self, timeout_s=120):
+    def finish(self, timeout_s=PATIENCE_S):
         """Exit status, and what it said on stdout and stderr."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out + err
 
-    def wait_for(self, file, timeout_s=60):
-        until(lambda: (self.folder / file).exists() or self.process.poll() is not None, timeout_s)
+    def wait_for(self, file):
+        until(lambda: (self.folder / file).exists() or self.process.poll() is not None)
         assert (self.folder / file).exists(), self.finish()
 
     def processes(self):
@@ -75,7 +76,7 @@ class Victim:
             left[:] = self.leftovers()  # looked at once: another victim may have something in /dev/shm the next moment
             return not left
 
-        until(is_gone, 20)
+        until(is_gone, 60)
         assert left == [], f"left behind: {left}"
 
     def kill(self):
@@ -87,7 +88,7 @@ class Victim:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def until(condition, timeout_s):
+def until(condition, timeout_s=PATIENCE_S):
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

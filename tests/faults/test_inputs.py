@@ -11,8 +11,9 @@ import pytest
 from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.pages import cards
-from labkit.lab.pages.export import export_page
-from labkit.lab.pages.provenance import provenance
+from labkit.lab.pages.html import piece
+from labkit.lab.pages.record import provenance_rows
+from labkit.lab.pages.report import export_page
 from labkit.lab.parameters import check_parameters
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
 from labkit.lab.runs.writer import RunWriter
@@ -86,7 +87,7 @@ def read_all(path):
         assert run.frame() is not None
         assert run.pending is not None
         assert cards.coverage(run)
-        assert provenance(load_lab("all_reduce"), run)
+        assert provenance_rows(load_lab("all_reduce"), run)
         assert cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host)
     except RunFileError as error:
         if str(path) in str(error):
@@ -197,8 +198,8 @@ def test_text_of_a_run_stays_text_on_its_page(tmp_path):
     run = Run.load(run_path)
     shown = [
         cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data,
-        provenance(study, run),
-        cards.coverage(run),
+        piece("provenance", rows=provenance_rows(study, run).items()),
+        cards.coverage(run).data,
         cards.table(run.coverage().assign(**{HTML: HTML}), HTML).data,
     ]
     for html in shown:

@@ -13,7 +13,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from labkit.lab.project import checkout
-from tests.faults.check import Victim, until
+from tests.faults.check import PATIENCE_S, Victim, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, WRITING
 
 pytestmark = pytest.mark.faults
@@ -24,7 +24,7 @@ from labkit.lab.runs.measure import measure
 """
 # A rank stops and the other waits for it; at any other moment, the parent itself pauses there, once.
 STOPPING = """
-measure(LAB, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=60.0), profile="smoke")
+measure(LAB, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=600.0), profile="smoke")
 """
 AFTER = """
 measure(LAB, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
@@ -59,7 +59,7 @@ class _InNotebook(Victim):
 
     def assert_kernel_alone(self, kernel_pid):
         """The fork server of a kernel that goes on may stay; no rank does, and no directory."""
-        until(lambda: not self._left_with(kernel_pid), 20)
+        until(lambda: not self._left_with(kernel_pid), 60)
         assert self._left_with(kernel_pid) == []
 
     def _left_with(self, kernel_pid):
@@ -84,9 +84,9 @@ def measuring(folder, moment):
         client = manager.client()
         client.start_channels()
         over.callback(client.stop_channels)
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=PATIENCE_S)
         client.execute(cell(moment), store_history=True)
-        until(hit.is_at_its_moment, 60)
+        until(hit.is_at_its_moment)
         assert hit.is_at_its_moment()
         yield hit, manager, client
 
@@ -98,7 +98,7 @@ def _shut_down(manager):
 
 def execute_reply(client):
     """How the cell ended; a slow kernel is asked several times whether it is ready, and answers each time."""
-    while (message := client.get_shell_msg(timeout=60))["msg_type"] != "execute_reply":
+    while (message := client.get_shell_msg(timeout=PATIENCE_S))["msg_type"] != "execute_reply":
         pass
     return message["content"]
 
@@ -107,7 +107,7 @@ def evaluate(client, code):
     """The text of a cell's value, once those before it are done."""
     sent, attempt = client.execute(code), 1
     while True:
-        message = client.get_iopub_msg(timeout=90)
+        message = client.get_iopub_msg(timeout=PATIENCE_S)
         if message["parent_header"].get("msg_id") != sent:
             continue
         if message["msg_type"] == "execute_result":
@@ -135,9 +135,9 @@ def test_a_restarted_kernel_leaves_nothing(tmp_path, now, moment):
     with measuring(tmp_path, moment) as (hit, manager, client):
         before = {process.pid for process in hit.processes()}
         manager.restart_kernel(now=now, env=hit.environment)
-        until(lambda: not before & {process.pid for process in hit.processes()}, 20)
+        until(lambda: not before & {process.pid for process in hit.processes()}, 60)
         assert not before & {process.pid for process in hit.processes()}
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=PATIENCE_S)
         assert evaluate(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
         hit.assert_kernel_alone(manager.provisioner.process.pid)
         hit.assert_kept()
@@ -155,19 +155,19 @@ def test_papermill_that_is_ended(tmp_path, how, moment):
         metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
     )
     nbformat.write(notebook, source)
-    limit = "--execution-timeout 12" if how == "timeout" else ""
+    limit = "--execution-timeout 60" if how == "timeout" else ""
     command = f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     try:
         hit.process = subprocess.Popen(shlex.split(command), env=hit.environment, cwd=checkout(), **pipes)
-        until(hit.is_at_its_moment, 60)
+        until(hit.is_at_its_moment)
         if how != "timeout":
             assert hit.is_at_its_moment()
             os.kill(hit.process.pid, getattr(signal, how))
-        status, output = hit.finish(60)
+        status, output = hit.finish()
         assert status != 0, output
         hit.assert_kept()
-        until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 30)
+        until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 60)
         assert list(hit.processes()) == []
         assert list(hit.temporary.glob("labkit-*")) == []
     finally:

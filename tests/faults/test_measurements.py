@@ -52,7 +52,7 @@ def test_a_rank_costs_its_point(victim, action, moment):
         ends = {"ok"}  # a group that does not come up is started once more: nothing is lost
     else:
         hit = victim().start(*settings(action=action, moment=moment))
-    status, output = hit.finish(300)
+    status, output = hit.finish()
     (run,) = hit.runs()
     coverage = run.coverage()
     before, hurt, after = statuses = coverage["status"].tolist()
@@ -81,13 +81,13 @@ def test_a_rank_costs_its_point(victim, action, moment):
 def test_a_parent_keeps_what_was_measured(victim, number, moment):
     hit = victim(LABKIT_FAULT_PAUSE=moment)
     if moment == INSIDE:
-        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=60.0))  # the others wait for it
-        until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()), 60)
+        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=600.0))  # the others wait for it
+        until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()))
     else:
         hit.start()
         hit.wait_for("paused")
     hit.process.send_signal(number)
-    status, output = hit.finish(20)
+    status, output = hit.finish()
     assert status == (130 if number == signal.SIGINT else -number), output
     assert number != signal.SIGINT or "--resume" in output
     hit.assert_nothing_left()
@@ -162,7 +162,7 @@ def test_a_disk_that_takes_nothing_more(victim, option, words):
 def test_a_file_that_may_not_grow_keeps_what_was_measured(victim):
     hit = victim()
     hit.start(*settings(moment=WRITING, action="writes much"))
-    until(lambda: any((hit.folder / "runs").rglob("*.jsonl")), 60)
+    until(lambda: any((hit.folder / "runs").rglob("*.jsonl")))
     resource.prlimit(hit.process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     refused(hit, "File too large")
     (run,) = hit.runs()  # whole, but for the torn line

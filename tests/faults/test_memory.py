@@ -45,7 +45,7 @@ def cgroup():
     if folder is None:
         pytest.skip("a memory limit needs a cgroup of its own, and none can be made here")
     yield ["sh", "-c", f'echo $$ > {shlex.quote(str(folder))}/cgroup.procs && exec "$@"', "sh"]
-    until(lambda: _removed(folder), 20)
+    until(lambda: _removed(folder))
     assert not folder.exists()
 
 
@@ -59,7 +59,7 @@ def _removed(folder):
     "moment", [SHARED, pytest.param(INSIDE, marks=pytest.mark.faults), pytest.param(WRITING, marks=pytest.mark.faults)]
 )
 def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup, moment):
-    hit = victim().start(*settings(action="fills memory", moment=moment, timeout_s=60.0), prefix=cgroup)
+    hit = victim().start(*settings(action="fills memory", moment=moment, timeout_s=600.0), prefix=cgroup)
     status, said = hit.finish()
     (run,) = hit.runs()
     coverage = run.coverage()
@@ -77,7 +77,7 @@ def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup,
 @pytest.mark.faults
 def test_a_parent_that_the_kernel_kills_keeps_what_was_measured(victim, cgroup):
     hit = victim()
-    asked = settings(action="fills memory, the parent first", moment=INSIDE, timeout_s=60.0)
+    asked = settings(action="fills memory, the parent first", moment=INSIDE, timeout_s=600.0)
     status, said = hit.start(*asked, prefix=cgroup).finish()
     assert status == -9, said
     hit.assert_nothing_left()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from labkit.lab.pages.cards import machine_card
-from labkit.lab.pages.provenance import provenance
+from labkit.lab.pages.record import provenance_rows
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
@@ -33,7 +33,7 @@ def measured(lab, network, commands, directory, **variables):
     """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
     before = all_runs()
     environment = ENVIRONMENT | variables
-    ended = network.run_on_all(commands, timeout_s=240, env=environment, cwd=checkout())
+    ended = network.run_on_all(commands, timeout_s=900, env=environment, cwd=checkout())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
     written = [path for path in all_runs() - before if path.parent.name == lab]
     (path,) = [path for path in written if len(Run.load(path).header.ranks_by_host) > 1]
@@ -61,7 +61,7 @@ def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     assert set(routes["transport"]) == {"shared"}
     assert all("the ranks are on several hosts" in reason for reason in routes["not_measured"])
     study = load_lab("all_reduce")
-    assert "ranks 0, 1 on node-a; ranks 2, 3 on node-b" in provenance(study, run)
+    assert "ranks 0, 1 on node-a; ranks 2, 3 on node-b" in provenance_rows(study, run)["Hosts"]
     assert (
         "ranks 0, 1 on node-a" in machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data
     )

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import UTC, datetime
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -12,12 +13,14 @@ from labkit.lab.answers import Answer, Question
 from labkit.lab.columns import INTERVAL
 from labkit.lab.figures import Lines
 from labkit.lab.pages import cards
-from labkit.lab.pages.provenance import provenance, provenance_rows
+from labkit.lab.pages.html import piece
+from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunHeader
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import Source, describe_machine
+from labkit.parallel.collectives import ALGORITHMS, ring_all_reduce
 from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
 
 EVIL = "<script>alert(1)</script>"
@@ -38,8 +41,8 @@ def answer_pieces(text):
     answer = Answer(text, text, pd.DataFrame({text: [text]}), text, 0.5, text, text, (text,))
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
     plot = Lines(x="n_bytes", y="seconds", hue="algorithm").plot(frame)
-    piece = cards.answer(question, answer, [cards.figure(plot, b"PNG", text, text, text)])
-    return [piece.data, piece.on_page]
+    answered = cards.answer(question, answer, [cards.figure(plot, b"PNG", text, text, text)])
+    return [answered.data, answered.on_page]
 
 
 @pytest.mark.parametrize(("text", "escaped"), [(EVIL, "&lt;script"), (QUOTED, "&#34; onerror=&#39;alert(1)")])
@@ -56,16 +59,16 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
         writer.end_point(POINTS[0], "skipped", reason=text)
         writer.start_resumption(text, Source(commit=text))
     run = Run.load(writer.path)
-    pieces += [cards.coverage(run), provenance(FAKE, run)]
-    for piece in pieces:
-        assert text not in re.sub(r"<text[^>]*>[^<]*</text>", "", piece)  # in an element's text a quote is a quote
-        assert escaped in piece
+    pieces += [cards.coverage(run).data, piece("provenance", rows=provenance_rows(FAKE, run).items())]
+    for html in pieces:
+        assert text not in re.sub(r"<text[^>]*>[^<]*</text>", "", html)  # in an element's text a quote is a quote
+        assert escaped in html
 
 
 def test_points_that_did_not_end_say_so(tmp_path):
     with RunWriter.create(tmp_path, header()) as writer:
         writer.end_point(POINTS[0], "skipped", reason="needs a GPU")
-    html = cards.coverage(Run.load(writer.path))
+    html = cards.coverage(Run.load(writer.path)).data
     assert "2 pending: not ended" in html
     assert "1 skipped: needs a GPU" in html
     assert "nan:" not in html
@@ -73,7 +76,8 @@ def test_points_that_did_not_end_say_so(tmp_path):
 
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
-    assert "labkit report fake --profile smoke --set world_size=1<" in provenance(FAKE, run)
+    command = provenance_rows(FAKE, run)["Measure again"]
+    assert command.endswith("labkit report fake --profile smoke --set world_size=1")
     changed = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
     assert "labkit report" not in provenance_rows(FAKE, changed)["Measure again"]
 
@@ -83,7 +87,7 @@ def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path)
     known = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
     outside = {"kind": "resumed", "git": None}
     with RunWriter.create(tmp_path, header()) as writer:
-        assert "Resumed" not in provenance(FAKE, Run.load(writer.path))
+        assert "Resumed at" not in provenance_rows(FAKE, Run.load(writer.path))
     with writer.path.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in (old, known, outside))
     rows = provenance_rows(FAKE, Run.load(writer.path))
@@ -92,7 +96,6 @@ def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path)
         "2030-01-03 03:04:05 UTC, commit abc1234def with local changes, by labkit measure fake --resume a",
         "a time that was not recorded, not a git checkout",
     ]
-    assert '<th scope="row">Resumed at</th>' in provenance(FAKE, Run.load(writer.path))
 
 
 @pytest.mark.parametrize(
@@ -142,19 +145,19 @@ def test_headings_name_medians_next_to_means_and_the_share_of_an_interval():
 
 def test_a_console_that_shows_no_html_gets_text():
     answer = Answer("yes", "Ring.", advice="Use `ring`.")
-    piece = cards.answer(Question(id="which", text="Which?"), answer)
-    assert repr(piece) == "Which? [yes]\nRing.\nUse `ring`."
-    assert "Use <code>ring</code>." in piece.data
+    made = cards.answer(Question(id="which", text="Which?"), answer)
+    assert repr(made) == "Which? [yes]\nRing.\nUse `ring`."
+    assert "Use <code>ring</code>." in made.data
     frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
-    assert repr(cards.table(frame, "Times.")) == "Times.\nname     time\nb        2 ms\nlonger  1.5 s"
+    assert repr(cards.table(frame, "Times.")) == "Times.\nname  time\nb  2 ms\nlonger  1.5 s"
     machine = describe_machine()
     text = repr(cards.machine_card(machine, elsewhere=False))
-    assert "Memory  " in text
+    assert "Memory" in text
     assert text.count(machine.cpu) == 1  # of a CPU the label says its name
 
 
 def test_records_travel_with_a_piece_unseen():
-    data, _ = DisplayFormatter().format(cards.Piece("<b>yes</b>", "yes", {"application/vnd.labkit.page+json": {}}))
+    data, _ = DisplayFormatter().format(cards.Piece("<b>yes</b>", records={"application/vnd.labkit.page+json": {}}))
     assert data == {"application/vnd.labkit.page+json": {}, "text/html": "<b>yes</b>", "text/plain": "yes"}
 
 
@@ -163,3 +166,29 @@ def test_progress_says_how_long_it_has_taken_and_may_take():
     assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
     assert begun.after(100).times() == "2 min 41 s so far, about 50 s left"
     assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))
+
+
+def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():
+    source = cards.render_source(ring_all_reduce)
+    page = source.on_page
+    for html in (page, source.data):
+        assert "<code>ring_all_reduce</code> (collectives.py, line " in html
+        assert '<span class="sd">' in html  # its docstring, highlighted
+    assert "<details" in page
+    assert " open>" not in page
+    assert "<style>" not in page
+    assert "prefers-color-scheme: dark" in source.data
+    assert "def ring_all_reduce(" in repr(source)
+
+
+def test_what_wraps_a_function_shows_the_function_and_markup_in_it_is_text():
+    def mine(tensor):
+        return "</code><script>"
+
+    assert "&lt;script&gt;" in cards.render_source(partial(mine, 1)).data
+    assert repr(cards.render_source(ALGORITHMS["ring"].run)) == repr(cards.render_source(ring_all_reduce))
+
+
+def test_what_has_no_source_is_refused():
+    with pytest.raises(ValueError, match="expected a function or class of a module"):
+        cards.render_source(len)

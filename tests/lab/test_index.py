@@ -11,10 +11,10 @@ import pytest
 
 from labkit.lab.answers import TOPICS, Answer
 from labkit.lab.pages import cards
-from labkit.lab.pages.export import export_page
 from labkit.lab.pages.html import split_change, statement, with_nonbreaking_units
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import OTHER_FORMAT, PAGE_MIME, AnswerRecord, LabRecord, RunRecord, read_record
+from labkit.lab.pages.report import export_page
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_lab
 from tests.browser import opened_browser

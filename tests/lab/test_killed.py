@@ -26,7 +26,7 @@ for _setting in ("repeats=30", "world_sizes=[2]", "transports=[]", "scheduling_b
 COMMAND += ["--set", f"sizes_bytes={[64 * n for n in range(1, 13)]}"]
 
 
-def _until(condition, deadline_s=60.0):
+def _until(condition, deadline_s=300.0):
     end = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"

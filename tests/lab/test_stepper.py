@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from labkit.lab.pages.cards import PIECE_MIME
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.lab.pages.stepper import stepper
 from labkit.parallel.collectives import ALGORITHMS
@@ -14,12 +13,12 @@ from tests.browser import opened_browser
 
 def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_ranks():
     shown = stepper(dict(ALGORITHMS) | {"my_own": ALGORITHMS["ring"]}, world_sizes=[2, 3])
-    page = shown._repr_mimebundle_()[PIECE_MIME]["html"]
+    page = shown.on_page
     schedules = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
     assert list(schedules) == [*ALGORITHMS, "my_own"]
     assert {*schedules["ring"]} == {"2", "3"}
     assert schedules["my_own"] == schedules["ring"]
-    assert "ring, 3 ranks: 4 steps, 12 messages" in repr(shown)
+    assert len(schedules["ring"]["3"]["messages"]) == 12
 
 
 @pytest.mark.parametrize("is_page", [True, False])
@@ -27,7 +26,7 @@ def test_it_is_used_by_keyboard_alone(is_page, tmp_path):
     shown = stepper(world_sizes=[3, 4])
     html = f"<!DOCTYPE html><title>stepper</title>{shown.data}"  # a notebook, which has nothing of a page
     if is_page:
-        piece = shown._repr_mimebundle_()[PIECE_MIME]["html"]
+        piece = shown.on_page
         head = f"{render('head.html.j2')}<title>stepper</title><style>{style_sheet()}</style>"
         html = f"<!DOCTYPE html><html><head>{head}</head><body>{piece}<script>{script()}</script></body></html>"
     (tmp_path / "page.html").write_text(html)

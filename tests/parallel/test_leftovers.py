@@ -24,7 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.parallel.ranks import fork_server
+from labkit.parallel.ranks import rank_process
 from tests.parallel.waiting import is_gone, wait_until
 
 MARK = "LABKIT_TEST_MARK"
@@ -34,7 +34,7 @@ SCRIPT = """
 import ctypes, os, subprocess, sys, time
 import torch, torch.distributed as dist
 from labkit.parallel.launch import launch, run_ranks
-from labkit.parallel.ranks import fork_server
+from labkit.parallel.ranks import rank_process
 
 sys.path.insert(0, "")  # the working directory comes first, as in a kernel
 
@@ -53,7 +53,7 @@ def worker(how):
 
 print("starts", flush=True)
 print(run_ranks(lambda: "ready", world_size=2), flush=True)
-print("cleaner", fork_server.start(), flush=True)
+print("cleaner", rank_process.start_server(), flush=True)
 for item in launch(worker, sys.argv[1:], world_size=2):
     print(item, flush=True)
 """
@@ -192,6 +192,17 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
     assert wait_until(lambda: not script.survivors()), script.survivors()
 
 
+def test_a_server_that_still_imports_ends_with_its_caller(tmp_path: Path) -> None:
+    """Torch takes half a minute from a cold disk."""
+    (tmp_path / "labkit_slow.py").write_text("import time\nprint('slow', flush=True)\ntime.sleep(1000)\n")
+    program = "from labkit.parallel.ranks.rank_process import start_server\nprint(start_server(['labkit_slow']))\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert wait_until(lambda: is_gone(int(output)))
+
+
 def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_group(script: Script) -> None:
     """A Jupyter kernel waits at its end for children in its process group."""
     script.start("blocked", "works")
@@ -210,10 +221,10 @@ def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_gr
 
 def test_a_server_that_is_killed_before_it_has_read_all_requests_is_reported() -> None:
     ours, theirs = socket.socketpair()
-    fork_server.request_stacks(ours)
+    rank_process.request_stacks(ours)
     theirs.close()
-    assert fork_server.read_reports(ours) == [(None, "the fork server of the ranks was killed")]
-    fork_server.request_stacks(ours)  # which nobody reads
+    assert rank_process.read_reports(ours) == [(None, "the fork server of the ranks was killed")]
+    rank_process.request_stacks(ours)  # which nobody reads
 
 
 @pytest.fixture
@@ -250,16 +261,16 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
 def test_an_interrupt_while_ranks_start_leaves_nothing(
     name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_server.start()
+    rank_process.start_server()
     before = set(psutil.Process().children(recursive=True))
-    original = getattr(fork_server, name)
+    original = getattr(rank_process, name)
 
     def interrupted(*arguments: Any) -> Any:
         result = original(*arguments)
         os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    monkeypatch.setattr(fork_server, name, interrupted)
+    monkeypatch.setattr(rank_process, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(launch(lambda _: os._exit(1), [None], world_size=2))
     assert wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)

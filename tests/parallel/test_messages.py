@@ -78,7 +78,7 @@ def _run_block(text):
     exec(text, {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("part", ["tensor", "pipeline"])
+@pytest.mark.parametrize("part", ["tensor", "pipeline", "context"])
 def test_model_parallel_examples_of_the_docs_run(part):
     blocks = [block.split("```")[0] for block in PAGE.read_text().split("```python\n")[1:]]
     (example,) = (block for block in blocks if f"from labkit.parallel.{part} import" in block)

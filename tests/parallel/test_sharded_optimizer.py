@@ -162,7 +162,6 @@ def _check_refusals() -> list[str]:
         "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
         "another transport": lambda: make(parameters, optim.SGD, transport="shared" if rank else "auto"),
-        "bucket": lambda: make(parameters, optim.SGD, bucket_mb=0),
         "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
         "another added on one rank": lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]}),
         "an added one that its optimizer refuses": lambda: sound.add_param_group(_weighing(0)),

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, vector_to_par
 from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.background_comm import Channel
-from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
+from labkit.parallel.sharding.rows import average_rows, gather_rows
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import WIDTH
@@ -35,7 +35,7 @@ def _sharded(optimizer: Any, **options: Any) -> Callable[..., optim.Optimizer]:
 
 
 def _zero1(model: nn.Module, optimizer: Any, group: dist.ProcessGroup) -> Made:
-    return FlatDDP(model, all_reduce="auto", group=group), _sharded(optimizer, group=group, bucket_mb=1e-4)
+    return FlatDDP(model, all_reduce="auto", group=group), _sharded(optimizer, group=group)
 
 
 def _zero2(model: nn.Module, optimizer: Any, group: dist.ProcessGroup) -> Made:
@@ -339,14 +339,11 @@ def _without(left_out: Callable[..., None]) -> Any:
     """What trains in the background does so without a collective: nothing of others arrives."""
     call = Channel.call
 
-    def carry_out(self: Channel, collective: Callable[..., None], vector: Tensor, *args: Any, **options: Any) -> None:
-        is_check = vector.dtype == torch.float64 and len(vector) == dist.get_world_size()
-        if collective is not left_out or is_check:
-            call(self, collective, vector, *args, **options)
-        elif "into" in options:
-            options["into"].zero_()
-        else:
-            vector.zero_()
+    def carry_out(self: Channel, collective: Callable[..., None], tensors: Any, *args: Any) -> None:
+        if collective is not left_out:
+            call(self, collective, tensors, *args)
+        for tensor in args[0] if collective is left_out is average_rows else ():
+            tensor.zero_()
 
     Channel.call = carry_out  # type: ignore[method-assign, assignment]
     try:
@@ -358,7 +355,7 @@ def _without(left_out: Callable[..., None]) -> Any:
 def _check_needs_collectives(strategy: str, group: dist.ProcessGroup) -> list[str]:
     """The oracle sees that nothing was exchanged."""
     case, wrong = CASES["SGD with momentum"], []
-    for collective in (reduce_scatter, all_gather) if "ZeRO-3" in strategy else ():
+    for collective in (average_rows, gather_rows) if "ZeRO-3" in strategy else ():
         with _without(collective):
             model, make = STRATEGIES[strategy](built(case), case.optimizer, group)
             train(case, model, make, [group.rank()])

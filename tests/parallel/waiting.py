@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Whether it comes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import pytest
 
 from labkit.lab import capacity, notebook, project
 from labkit.lab.config import PROFILES
+from labkit.lab.point import planned_s
 from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
@@ -21,7 +22,7 @@ PLANNING = [lab for lab in LABS if lab != "tuned_step"]
 
 def _plan(study, machine, profile):
     """Points that can be measured there, and the reasons of the others."""
-    points = study.plan(study.profiles[profile], machine)
+    points = study.plan(study.profiles_on(machine)[profile], machine)
     assert len({point.id for point in points}) == len(points)
     reasons = {point.id: point.skip_reason(machine) for point in points}
     assert all(reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values())
@@ -47,6 +48,38 @@ def test_a_lab_uses_the_gpus_that_are_there(lab):
             assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
             for point in on_gpu:
                 assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
+
+
+@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize("count", ["one", "eight"])
+def test_the_sizes_of_an_h100_are_planned_within_its_time(lab, count, monkeypatch):
+    machine = MACHINES[f"{count} H100"].model_copy(update={"cores": 64})
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 900 * GIB)
+    for profile, most_s in {"quick": 120, "paper": 45 * 60}.items():
+        planned, _ = _plan(load_lab(lab), machine, profile)
+        assert planned_s(planned) <= most_s, profile
+        largest = max((point.world_size for point in planned), default=8)
+        assert profile == "paper" or count == "one" or largest in (1, len(machine.gpus))
+
+
+def test_throughput_is_measured_from_one_gpu_to_all():
+    study, curves = load_lab("data_parallel"), {}
+    for name in ("one H100", "two A4000", "eight H100"):
+        points, _ = _plan(study, MACHINES[name], "quick")
+        curves[name] = sorted({(point.world_size, point.backend) for point in points})
+    nccl = [(ranks, "nccl") for ranks in (1, 2, 4, 8)]
+    assert curves == {"one H100": [(2, "gloo")], "two A4000": nccl[:2], "eight H100": nccl}
+
+
+def test_nccl_comes_first_and_no_cpu_size_stays_on_gpus():
+    study, machine = load_lab("all_reduce"), MACHINES["eight H100"]
+    points, _ = _plan(study, machine, "quick")
+    assert points[0].backend == "nccl"
+    assert max(point.n_bytes for point in points if point.backend == "nccl") >= 2**28
+    for lab, name, at_least in (("limits", "matmul_sizes", 8192), ("attention", "batch", 16)):
+        value = getattr(load_lab(lab).profiles_on(machine)["quick"], name)
+        assert (max(value) if isinstance(value, list) else value) >= at_least
+        assert load_lab(lab).profiles_on(machine, "cpu") == load_lab(lab).profiles
 
 
 @pytest.mark.parametrize("lab", PLANNING)

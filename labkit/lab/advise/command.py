@@ -1,7 +1,7 @@
 """The command `labkit advise`: its options, the answer on a screen, and the same as a page."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit.lab.advise.options import Options, flag, read_options
+from labkit.lab.commands.console import print_json
 from labkit.lab.config import ParameterError
 
 if TYPE_CHECKING:
     from labkit.lab.advise.report import Report, Section
+    from labkit.scaling.prediction import Prediction
 
 LOCAL = ("model", "sequence")
 """Options that a question about this machine may have."""
 
 
-def advise(*, output: str | None = None, apply: bool = False, explain: bool = False, **texts: str | None) -> None:
+def advise(
+    *,
+    output: str | None = None,
+    apply: bool = False,
+    explain: bool = False,
+    as_json: bool = False,
+    **texts: str | None,
+) -> None:
     """Recommend layouts for a training on many GPUs; without --gpus, a configuration for this machine."""
-    page = None if output is None else Path(output)
+    page, predictions = None if output is None else Path(output), list["Prediction"]()
     try:
         options = read_options(texts)
         if options.gpu is None and options.gpus is None and not explain:
@@ -28,10 +37,13 @@ def advise(*, output: str | None = None, apply: bool = False, explain: bool = Fa
         elif apply:
             raise ValueError("expected --apply without --gpu, --gpus and --explain: it is about this machine")
         else:
-            lines = list(_advise(options, explain, page))
+            lines = list(_advise(options, explain, page, predictions))
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
-    print("\n".join(lines))
+    if as_json:
+        print_json("advise", prediction_numbers(predictions), answer=lines)
+    else:
+        print("\n".join(lines))
 
 
 def _parameters() -> Iterator[Parameter]:
@@ -41,6 +53,7 @@ def _parameters() -> Iterator[Parameter]:
     yield _parameter("output", str | None, None, "Also write a page, one HTML file.")
     yield _parameter("apply", bool, False, "For this machine: print the configuration as Python.", "--apply")
     yield _parameter("explain", bool, False, "Why is my run slower than this?", "--explain")
+    yield _parameter("as_json", bool, False, "Print one JSON document (docs/for-scripts.md).", "--json")
 
 
 def _parameter(name: str, kind: Any, default: Any, help_text: str, *names: str) -> Parameter:
@@ -51,8 +64,8 @@ def _parameter(name: str, kind: Any, default: Any, help_text: str, *names: str) 
 advise.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defined]
 
 
-def _advise(options: Options, explain: bool, page: Path | None) -> Iterator[str]:
-    """The lines to print, after every refusal, and after the page is written."""
+def _advise(options: Options, explain: bool, page: Path | None, predictions: list["Prediction"]) -> Iterator[str]:
+    """The lines to print, after every refusal, and after the page is written; adds what was predicted."""
     from labkit.lab.advise import diagnosis, layouts
     from labkit.lab.advise.request import make_request
     from labkit.scaling import advice, slowdown_causes
@@ -67,10 +80,12 @@ def _advise(options: Options, explain: bool, page: Path | None) -> Iterator[str]
         causes = slowdown_causes.explain(
             request.request, tokens_per_s=options.tokens_per_second, mfu=mfu, unspecified=request.unspecified
         )
+        predictions.append(causes.expected)
         rows = nearest(request.request.run(causes.expected.layout))
         yield from _lines(diagnosis.make_report(request, causes, rows), page)
     else:
         best = advice.advise(request.request)
+        predictions.extend(best.best or [best.first])
         rows = nearest(request.request.run(best.first.layout))
         yield from _lines(layouts.make_report(request, best, rows), page)
 
@@ -89,6 +104,18 @@ def _advise_here(options: Options, apply: bool, page: Path | None) -> Iterator[s
         return
     _check(page)
     yield from _lines(local.make_report(model, sequence), page)
+
+
+def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
+    """Yield the step time of each layout as JSON has it, with memory and MFU."""
+    from labkit.lab.advise.report import describe_layout
+    from labkit.lab.json_output import number
+
+    for one in predictions:
+        low, high = one.interval_90
+        facts: dict[str, Any] = {"peak_gib": one.peak_gib, "mfu": one.mfu, "out_of_memory": one.out_of_memory}
+        validity = "; ".join(one.warnings) or "ok"
+        yield number(describe_layout(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
 
 
 def _check(page: Path | None) -> None:

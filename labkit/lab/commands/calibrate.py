@@ -29,6 +29,6 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str, load_lab: "Callable[
         return
     err.print("calibrating this machine first, some 15 seconds once a day and version: predictions are made of it")
     limits = load_lab(LIMITS)
-    short = limits.profiles["quick"].model_copy(update=SHORT_LIMITS)
+    short = limits.configure("quick", SHORT_LIMITS)
     with progress("measure", LIMITS) as show:
         measure_run(limits, short, profile="quick", on_progress=show, on_output=print_output)

@@ -6,8 +6,9 @@ import torch.distributed as dist
 
 from labkit.lab.config import PROFILES
 from labkit.lab.declaration import Lab
+from labkit.lab.point import planned_s
 from labkit.lab.project import notebooks_directory, project_root
-from labkit.lab.units import format_bytes
+from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import Machine, available_memory_bytes, describe_machine
 from labkit.parallel.transport.build import prepare
 
@@ -52,12 +53,15 @@ def _no_gpu(machine: Machine) -> str:
     return f"not used, {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"
 
 
-def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, str, str, str, str]]:
-    """(lab, profile, planned points, points this machine can run, the commonest reason why not)."""
+def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, ...]]:
+    """(lab, profile, planned points, points this machine can run, their planned time, the commonest reason why not)."""
     machine = describe_machine()
     for study in studies:
+        profiles = study.profiles_on(machine)
         for profile in PROFILES:
-            points = study.plan(study.profiles[profile], machine)
-            reasons = [reason for point in points if (reason := point.skip_reason(machine))]
-            commonest = max(set(reasons), key=reasons.count) if reasons else ""
-            yield study.name, profile, str(len(points)), str(len(points) - len(reasons)), commonest
+            reasons = {point: point.skip_reason(machine) for point in study.plan(profiles[profile], machine)}
+            possible = [point for point, reason in reasons.items() if not reason]
+            refusals = [reason for reason in reasons.values() if reason]
+            commonest = max(set(refusals), key=refusals.count) if refusals else ""
+            planned = format_seconds(planned_s(possible)) if possible else ""
+            yield study.name, profile, str(len(reasons)), str(len(possible)), planned, commonest

@@ -1,6 +1,6 @@
 """Bars by category, side by side or stacked, and areas over a numeric axis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,6 @@ from labkit.lab.figures.figure import ValueFigure, patches, tidy
 from labkit.lab.figures.plot import Mark, Plot, mark_text, plot_nothing
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
-LONGEST_UPRIGHT = 9  # characters of a name; longer ones are slanted
-LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
-MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class Bars(ValueFigure):
         colors = style.colors(data[self.color])
         panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel, sort=False))
         n_places = [max(2, rows[self.x].nunique()) for _, rows in panels]
-        width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + MARGIN_INCHES))
+        width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + style.MARGIN_INCHES))
         figure = Figure(figsize=(width, style.PANEL_HEIGHT))
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=n_places)[0]
         marks: list[Mark] = []
@@ -50,7 +47,7 @@ class Bars(ValueFigure):
             title = style.panel_title(self.panel, value)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
             names = [style.name_text(name) for name in dict.fromkeys(rows[self.x])]
-            _place_names(axis, names, (width - MARGIN_INCHES) * places / sum(n_places))
+            style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
         style.format_axis(axes[0].yaxis, self.value)
         entries = patches(colors)
         style.add_legend(figure, self.color, dict(reversed(entries.items())) if self.stacked else entries)
@@ -114,14 +111,3 @@ class Areas(ValueFigure):
         style.format_axis(axes[0].yaxis, self.value)
         style.add_legend(figure, self.color, patches({name: colors[name] for name in layers[::-1]}))
         return Plot(figure, data)
-
-
-def _place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
-    """Write the names of categories below their bars, slanted if they would touch one another."""
-    middle, half = (len(names) - 1) / 2, max(len(names) / 2 + 0.1, MIN_PLACES / 2)
-    longest = max(map(len, names))
-    is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
-    is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
-    slant: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
-    axis.set_xticks(range(len(names)), names, **slant)
-    axis.set_xlim(middle - half, middle + half)

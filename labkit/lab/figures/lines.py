@@ -19,7 +19,9 @@ from labkit.lab.figures.plot import Mark, Plot, mark_text, plot_nothing
 MEASURED, PUBLISHED = "measured here", "published"
 MAX_LINES = 6  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
+SPREAD = 0.5  # of the distance between two names on the x axis: for the dots of one
 FEW_PLACES = 4  # on the x axis: each gets a tick
+FIRST = "nccl"  # among panels: whoever has GPUs reads it first
 AT = "at"  # the column of places on the x axis
 
 
@@ -56,9 +58,12 @@ class Lines(ValueFigure):
         if rows.empty:
             return plot_nothing(rows)
         names = None if _has_numbers(rows[self.x]) else list(dict.fromkeys(rows[self.x]))
-        at = rows[self.x].map(names.index) if names else rows[self.x]
-        data = rows.assign(**{AT: at}).sort_values([AT, self.color], kind="stable")
         hues = sorted(set(all_rows[self.color]))
+        at = rows[self.x]
+        if names:  # dots of several colors stand side by side
+            step = 0.0 if self.color == self.x else SPREAD / len(hues)
+            at = at.map(names.index) + step * (rows[self.color].map(hues.index) - (len(hues) - 1) / 2)
+        data = rows.assign(**{AT: at}).sort_values([AT, self.color], kind="stable")
         colors, markers = style.colors(hues), style.markers(hues)
         panels = list(self._panels(data))
         figure, axes = style.panel_grid(len(panels))
@@ -67,7 +72,11 @@ class Lines(ValueFigure):
             marks += self._draw_panel(axis, part, colors, markers)
             title = style.panel_title(self.panel, value)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
-            self._place_ticks(axis, names, sorted(set(data[AT])))
+            if names:
+                inches = float(figure.get_figwidth()) * 0.8 / min(len(panels), style.MAX_PANELS_IN_ROW)
+                style.place_names(axis, [style.name_text(name) for name in names], inches)
+            else:
+                self._place_ticks(axis, sorted(set(data[AT])))
         if "y" in self.log:  # last: seaborn draws on a logarithmic axis by its logarithms, which rounds
             axes[0].set_yscale("log")
         style.format_axis(axes[0].yaxis, self.value, is_log="y" in self.log)
@@ -76,7 +85,8 @@ class Lines(ValueFigure):
 
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
         """The rows of each facet, or several parts of them if they are too many lines."""
-        for value, rows in [(None, data)] if self.panel is None else data.groupby(self.panel):
+        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel))
+        for value, rows in sorted(panels, key=lambda panel: panel[0] != FIRST):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
@@ -112,12 +122,7 @@ class Lines(ValueFigure):
         names = label(self.color, row[self.color]), source, label(self.x, row[self.x])
         return mark_text(names, self.value, row)
 
-    def _place_ticks(self, axis: Axes, names: list[Any] | None, places: list[float]) -> None:
-        if names is not None:
-            texts = [style.name_text(name) for name in names]
-            axis.set_xticks(range(len(names)), texts, rotation=25, ha="right", rotation_mode="anchor")
-            axis.margins(x=0.15)
-            return
+    def _place_ticks(self, axis: Axes, places: list[float]) -> None:
         if "x" in self.log:
             axis.set_xscale("log", base=2 if column(self.x).doubles else 10)
         style.format_axis(axis.xaxis, self.x, is_log="x" in self.log)
@@ -131,9 +136,9 @@ class Lines(ValueFigure):
         ends = (here if len(here) else data).groupby(self.color, sort=False)[self.value].last()
         ends = ends.sort_values(ascending=False, kind="stable")
         names = dict.fromkeys([*ends.index, *data[self.color]])
+        line: dict[str, Any] = {"linestyle": "-" if _has_numbers(data[self.x]) else "none", "markersize": 5}
         handles = {
-            str(name) or MEASURED: Line2D([], [], color=colors[name], marker=markers[name], markersize=5)
-            for name in names
+            str(name) or MEASURED: Line2D([], [], color=colors[name], marker=markers[name], **line) for name in names
         }
         for source in sorted(set(data["source"]) - {MEASURED} if len(here) else ()):
             hollow: dict[str, Any] = {"markerfacecolor": style.PAGE, "linestyle": "--", "marker": "o"}

@@ -26,6 +26,9 @@ ALL = "all"
 MAX_PANELS_IN_ROW = 3
 LONGEST_LINE = 34  # characters next to a panel
 LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters make a legend stand below the panels
+LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
+LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
+MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 MIN_TICKS, MAX_TICKS = 3, 10  # on a logarithmic axis: fewer do not show its scale, more have no room
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
 
@@ -84,6 +87,17 @@ def value_title(name: str) -> str:
     if direction is None:
         return title
     return f"{title}{' ' if len(title) + len(direction) < LONGEST_LINE else chr(10)}({direction})"
+
+
+def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
+    """Write the names of categories below an axis so many inches long, slanted if they would touch one another."""
+    middle, half = (len(names) - 1) / 2, max(len(names) / 2 + 0.1, MIN_PLACES / 2)
+    longest = max(map(len, names))
+    is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
+    is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
+    slant: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
+    axis.set_xticks(range(len(names)), names, **slant)
+    axis.set_xlim(middle - half, middle + half)
 
 
 def panel_title(panel: str | None, value: Any) -> str | None:

@@ -1,21 +1,30 @@
-"""Pieces of a page as HTML: machine card, coverage, table, figure, answer.
+"""Pieces of a page as HTML: machine, progress, coverage, table, figure, source, answer.
 
 The same pieces serve JupyterLab and the exported page. A small style sheet travels with the machine card and uses the
 colors of whatever surrounds it. All text passes the templates, which escape it.
 """
 
 import base64
+import inspect
+import re
 from collections.abc import Mapping, Sequence
+from html import unescape
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
 from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 from labkit.lab.answers import Answer, Question
+from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot
-from labkit.lab.pages.html import piece, piece_style
-from labkit.lab.pages.tables import split_constant, table_columns, table_text
+from labkit.lab.pages.html import code_style, piece, piece_style
+from labkit.lab.pages.tables import split_constant, table_columns
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -26,43 +35,52 @@ from labkit.parallel.ranks.hosts import describe_hosts
 PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page in the place of a notebook's output
 MAX_CSV_BYTES = 2**18  # embedded in a page; longer tables stay next to the figure's file
 MAX_REASONS = 3  # why a machine was busy
+SOURCE_SCOPE = ".labkit-source"  # the class of a piece of source, which holds no code of a notebook
 SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
 """Facts at the top of a page, and how they read there; the others stand at its end."""
 
 
 class Piece(HTML):
-    """A piece of a page, and its text for a console, which displays no HTML. `records` travel with it, unseen."""
+    """A piece of a page, and its text for a console, which displays no HTML.
 
-    def __init__(self, html: str, text: str, records: Mapping[str, Any] | None = None):
+    `on_page` is the piece as a page has it, if that differs. `records` travel with it, unseen.
+    """
+
+    def __init__(
+        self,
+        html: str,
+        text: str | None = None,
+        *,
+        on_page: str | None = None,
+        records: Mapping[str, Any] | None = None,
+    ):
         super().__init__(html)
-        self._text = text
-        self._records = dict(records or {})
+        self.on_page = html if on_page is None else on_page
+        self._text = _plain_text(html) if text is None else text
+        self._records = dict(records or {}) | ({} if on_page is None else {PIECE_MIME: {"html": on_page}})
 
     def __repr__(self) -> str:
         return self._text
-
-    @property
-    def on_page(self) -> str:
-        """The piece as a page has it."""
-        return str(self._records.get(PIECE_MIME, {}).get("html", self.data))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
         return self._records
 
 
+def _plain_text(html: str) -> str:
+    """The text of a piece, a line per paragraph and per row of a table."""
+    text = re.sub(r"<(style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
+    text = re.sub(r"</t[dh]>", "  ", re.sub(r"</(?:p|tr|li|caption|summary)>", "\n", text))
+    lines = unescape(re.sub(r"<[^>]*>", "", text)).splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> Piece:
-    """What was measured on; says if that is not the reader's machine, and if it was several hosts."""
+    """The machine that was measured; says if that is not the reader's machine, and if it was several hosts."""
     rows = machine_rows(machine, elsewhere=elsewhere)
     if hosts is not None and len(hosts) > 1:
         rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
     html = piece("machine", style=piece_style(), rows=rows.items())
-    return Piece(html, definitions_text(rows), {PIECE_MIME: {"html": ""}})  # a page has them at its top and its end
-
-
-def definitions_text(rows: Mapping[str, str]) -> str:
-    """One line per fact."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+    return Piece(html, on_page="")  # a page has the facts at its top and its end
 
 
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
@@ -72,25 +90,19 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
         f"compute capability {gpu.compute_capability}"
         for count, gpu in machine.gpu_counts
     ]
-    links = {"GPU links": machine.gpu_links} if machine.gpu_links else {}
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
+    rows = {"Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else "")}
+    if machine.gpus or machine.cpu_quota:  # else the label says it
+        rows["Processor"] = f"{machine.cpu}, {machine.cores_text}"
+    rows["Memory"] = format_bytes(machine.memory_bytes)
+    rows["Instructions"] = machine.instructions or ""
+    rows["GPU"] = "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none")
+    rows["GPU links"] = machine.gpu_links or ""
     products = machine.float32_products if machine.gpus else None
-    float32 = ", ".join(f"{name} {how.upper()}" for name, how in products.items()) if products else None
-    processor = (
-        {"Processor": f"{machine.cpu}, {machine.cores_text}"} if machine.gpus or machine.cpu_quota else {}
-    )  # or the label
-    return {
-        "Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else ""),
-        **processor,
-        "Memory": format_bytes(machine.memory_bytes),
-        **({"Instructions": machine.instructions} if machine.instructions else {}),
-        "GPU": "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"),
-        **links,
-        **({"float32 on the GPU": float32} if float32 else {}),
-        "System": f"{machine.system}, Python {machine.python}",
-        "Versions": versions,
-        "Source": str(machine.source or "not a git checkout"),
-    }
+    rows["float32 on the GPU"] = ", ".join(f"{name} {how.upper()}" for name, how in (products or {}).items())
+    rows["System"] = f"{machine.system}, Python {machine.python}"
+    rows["Versions"] = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
+    rows["Source"] = str(machine.source or "not a git checkout")
+    return {name: value for name, value in rows.items() if value}
 
 
 def machine_summary(rows: Mapping[str, str]) -> list[str]:
@@ -106,32 +118,24 @@ def progress(state: Progress) -> str:
 
 def note(text: str) -> Piece:
     """One line that says what a reader would otherwise look for."""
-    return Piece(piece("coverage", line=text, notes=[], reasons=[]), text)
+    return Piece(piece("coverage", line=text, notes=[], reasons=[]))
 
 
-def coverage(run: Run) -> str:
+def coverage(run: Run) -> Piece:
     """One line: planned, measured, and what was not and why."""
-    load, cores = run.header.load, run.header.machine.cores
-    notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in disturbances(load, cores)] if load else []
-    notes += [_busy_note(run)] if run.busy else []
-    return piece("coverage", line=coverage_line(run), notes=notes, reasons=missing_points(run))
-
-
-def _busy_note(run: Run) -> str:
-    """Names the reasons, those of most points first."""
-    reasons = list(dict.fromkeys(run.busy.values()))
-    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-    points = f"{len(run.busy)} of {counted(len(run.header.planned), 'point')}"
-    return f"Busy machine during {points}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios, not times."
-
-
-def coverage_line(run: Run) -> str:
-    """ "12 points planned, 10 measured, 2 skipped; measuring took 8.1 s": without the start of ranks."""
-    table = run.coverage()
-    counts = table["status"].value_counts().to_dict()
-    line = f"{counted(len(table), 'point')} planned, {counts.pop('ok', 0)} measured"
+    load, points = run.header.load, run.coverage()
+    counts = points["status"].value_counts().to_dict()
+    line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
-    return f"{line}; measuring took {format_seconds(table['elapsed_s'].sum())}."
+    line += f"; measuring took {format_seconds(points['elapsed_s'].sum())}."  # without the start of ranks
+    notes = disturbances(load, run.header.machine.cores) if load else []
+    notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in notes]
+    if run.busy:
+        reasons = list(dict.fromkeys(run.busy.values()))
+        more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+        when = f"{len(run.busy)} of {counted(len(points), 'point')}"
+        notes.append(f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios, not times.")
+    return Piece(piece("coverage", line=line, notes=notes, reasons=missing_points(run)))
 
 
 def missing_points(run: Run) -> list[dict[str, Any]]:
@@ -153,9 +157,28 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
     columns, same = split_constant(list(table_columns(frame)))
     rows = list(zip(*(one.cells for one in columns), strict=True))
     content = {"headings": columns, "rows": rows, "same": same}
-    text = "\n".join(filter(None, [caption, *table_text(columns), same]))
     on_page = piece("folded", summary=caption or "The numbers", content=Markup(piece("table", **content)))
-    return Piece(piece("table", **content, caption=caption), text, {PIECE_MIME: {"html": on_page}})
+    return Piece(piece("table", **content, caption=caption), on_page=on_page)
+
+
+def render_source(studied: Any) -> Piece:
+    """Source and docstring of a function, method, class or module; for a `partial` or a wrapper, of what is inside.
+
+    ParameterError for what has none in Python.
+    """
+    inside = inspect.unwrap(getattr(studied, "func", studied))
+    try:
+        lines, first = inspect.getsourcelines(inside)
+        file = Path(inspect.getsourcefile(inside) or "")
+    except (TypeError, OSError):
+        raise ParameterError(f"expected a function or class of a module, got {studied!r:.80}") from None
+    about = {
+        "function": getattr(inside, "__qualname__", getattr(inside, "__name__", "source")),
+        "place": f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook",
+        "code": Markup(highlight(dedent("".join(lines)).rstrip(), PythonLexer(), HtmlFormatter(wrapcode=True))),
+    }
+    on_page = piece("source", **about, style=None)  # a page has the style
+    return Piece(piece("source", **about, style=Markup(code_style(SOURCE_SCOPE))), on_page=on_page)
 
 
 def figure(plot: Plot, png: bytes, alt: str, file: str, caption: str = "", saved: str = "") -> Piece:
@@ -167,7 +190,7 @@ def figure(plot: Plot, png: bytes, alt: str, file: str, caption: str = "", saved
     picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
     html = piece("figure", images=Markup(picture), has_switch=False, file=file, caption=caption, csv=_base64_csv(plot))
     text = "\n".join(filter(None, (alt, saved)))
-    return Piece(html, text, {PIECE_MIME: {"html": page_figure(plot, alt, file, caption)}})
+    return Piece(html, text, on_page=page_figure(plot, alt, file, caption))
 
 
 def page_figure(plot: Plot, alt: str, file: str, caption: str = "") -> str:
@@ -204,4 +227,4 @@ def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) ->
     )
     lines = [f"{question.text} [{answer.verdict}]", answer.headline, answer.scope, *answer.notes]
     text = "\n".join(filter(None, (*lines, *map(repr, figures), answer.advice)))
-    return Piece(html, text, {PIECE_MIME: {"html": on_page}})
+    return Piece(html, text, on_page=on_page)

@@ -33,10 +33,10 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     run has, for a folder without runs and reports, and if less than two runs are left.
     """
     paths: dict[Path, None] = {}
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     for name in names:
         if kind_of_path(name) == "folder":
-            paths |= dict.fromkeys(_runs_below(Path(name), left_out))
+            paths |= dict.fromkeys(_runs_below(Path(name), excluded))
         else:
             folders = [folder for parent in (recorded_directory(), runs_directory()) for folder in parent.glob("*/")]
             paths[find_run(folders, name)] = None
@@ -45,37 +45,38 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
         try:
             runs.append(Run.load(path))
         except RunFileError as error:
-            left_out[str(path)] = str(error).removeprefix(str(path)).lstrip(":, ")
+            excluded[str(path)] = str(error).removeprefix(str(path)).lstrip(":, ")
     runs, copies = without_copies(runs)
-    left_out |= copies
+    excluded |= copies
     if len(runs) < 2:
-        reasons = "".join(f"; {name}: {reason}" for name, reason in left_out.items())
+        reasons = "".join(f"; {name}: {reason}" for name, reason in excluded.items())
         raise RunFileError(f"expected at least two different runs, got {len(runs)}{reasons}")
-    return runs, left_out
+    return runs, excluded
 
 
-def _runs_below(folder: Path, left_out: dict[str, str]) -> list[Path]:
+def _runs_below(folder: Path, excluded: dict[str, str]) -> list[Path]:
     """Run files below a folder, and the runs of the records below it, whose checkout may have been copied here."""
-    runs, is_report = sorted(folder.rglob("*.jsonl")), False
+    runs, n_records = sorted(folder.rglob("*.jsonl")), 0
     for path in sorted(folder.rglob("*.json")):
         try:
             record = read_record(path)
         except ValueError:
             continue
-        is_report, name = True, record.run.run if record.run else ""
+        n_records += 1
+        name = record.run.run if record.run else ""
         places = [parent / name for parent in (*path.resolve().parents, project_root(), shipped())]
         run = next((place for place in places if place.is_file()), None)
         if run is None:
-            left_out[str(path)] = f"its run is not here: {name}" if name else "it names no run"
+            excluded[str(path)] = f"its run is not here: {name}" if name else "it names no run"
         elif run.name not in {other.name for other in runs}:
             runs.append(run)
-    if not runs and not is_report:
+    if not runs and not n_records:
         raise ParameterError(f"expected a folder with runs (*.jsonl) or a report, got {folder}: it holds no run")
     return runs
 
 
 def write_comparison(
-    comparisons: Sequence[LabComparison], command: str, page: Path, left_out: Mapping[str, str]
+    comparisons: Sequence[LabComparison], command: str, page: Path, excluded: Mapping[str, str]
 ) -> list[str]:
     """Write the page, which lists what was left out; returns one line per lab and run."""
     rows = [_overview_row(comparison, pair) for comparison in comparisons for pair in comparison.pairs]
@@ -83,7 +84,7 @@ def write_comparison(
         "compare_page.html.j2",
         command=command,
         overview=cards.table(pd.DataFrame(rows), "Every run compared with the first one of its lab").data,
-        left_out=dict(left_out),
+        excluded=dict(excluded),
         variation_percent=f"{100 * (USUAL_VARIATION - 1):.0f}",
         labs=[_lab_section(comparison) for comparison in comparisons],
     )

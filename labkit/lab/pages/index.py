@@ -53,6 +53,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     records = read_records(labs, output)
     usable = [record for record in records if record.is_here and not (record.run and record.run.is_busy)]
     tuned = joined_configuration(usable)
+    topics = recommendations(usable, tuned)
     machine = cards.machine_rows(describe_machine(), elsewhere=False)
     html = render(
         "index_page.html.j2",
@@ -63,8 +64,8 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         records=records,
         busy=[record.title for record in records if record.is_here and record not in usable],
         tuned=None if to_come else tuned,  # it joins what all labs say
-        topics=recommendations(usable, tuned),
-        unsettled=unsettled_topics(usable, tuned),
+        topics=topics,
+        unsettled=[title for title in TOPICS.values() if title not in topics],
         largest=largest_findings(usable),
         missing=[lab.title for lab in labs if lab.name not in {record.lab for record in records}],
     )
@@ -79,10 +80,9 @@ def _entries(records: Iterable[LabRecord]) -> list[Entry]:
 
 def joined_configuration(records: Iterable[LabRecord]) -> Tuned | None:
     """What the lab that joins all recommendations measured, if it was run."""
-    for record in records:
-        if record.run and record.run.python:
-            gain = next((entry for entry in _entries([record]) if entry.answer.id == "gain"), None)
-            return Tuned(gain, record.run.python) if gain else None
+    for entry in _entries(records):
+        if entry.answer.id == "gain" and entry.lab.run and entry.lab.run.python:
+            return Tuned(entry, entry.lab.run.python)
     return None
 
 
@@ -92,20 +92,13 @@ def recommendations(records: Iterable[LabRecord], tuned: Tuned | None) -> dict[s
     If the joined configuration is not better than the default, nothing recommends a part of it.
     """
     best: dict[str, Entry] = {}
-    for topic, title in TOPICS.items():
-        advice = [entry for entry in _entries(records) if entry.answer.topic == topic and entry.answer.advice]
-        if advice:
-            strongest = max(advice, key=lambda entry: (entry.answer.verdict in CHANGES, entry.answer.size))
-            is_refuted = tuned is not None and not tuned.is_better and topic in JOINED_TOPICS
-            if not (is_refuted and strongest.answer.verdict in CHANGES):
-                best[title] = strongest
-    return best
-
-
-def unsettled_topics(records: Iterable[LabRecord], tuned: Tuned | None) -> list[str]:
-    """Titles of topics without a recommendation."""
-    settled = recommendations(records, tuned)
-    return [title for title in TOPICS.values() if title not in settled]
+    for entry in sorted(_entries(records), key=lambda entry: (entry.answer.verdict in CHANGES, entry.answer.size)):
+        if entry.answer.topic and entry.answer.advice:
+            best[entry.answer.topic] = entry
+    if tuned is not None and not tuned.is_better:
+        refuted = [topic for topic in JOINED_TOPICS if topic in best and best[topic].answer.verdict in CHANGES]
+        best = {topic: entry for topic, entry in best.items() if topic not in refuted}
+    return {title: best[topic] for topic, title in TOPICS.items() if topic in best}
 
 
 def largest_findings(records: Iterable[LabRecord]) -> list[Entry]:

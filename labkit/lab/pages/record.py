@@ -1,38 +1,47 @@
 """The record of a lab: what its notebook leaves when it closes. The index reads it from a file next to the page."""
 
+import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import nbformat
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
 from labkit.lab.advise.local import write_code
 from labkit.lab.answers import Answer, Verdict
+from labkit.lab.calibration import LIMITS, calibration_told
+from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.pages.cards import machine_rows, missing_points
-from labkit.lab.pages.provenance import provenance_rows
+from labkit.lab.pages.cards import Piece, machine_rows, missing_points
+from labkit.lab.pages.html import piece
 from labkit.lab.project import relative_to_project
 from labkit.lab.recommended import Configuration
-from labkit.lab.runs.store import Run
-from labkit.lab.units import format_seconds
+from labkit.lab.runs.records import Resumption
+from labkit.lab.runs.store import Run, RunHeader
+from labkit.lab.units import counted, format_seconds
 from labkit.machine import describe_machine
+from labkit.parallel.ranks.hosts import describe_hosts
 
 PAGE_MIME = "application/vnd.labkit.page+json"  # how the record stands in an executed notebook
 OTHER_FORMAT = "its record is older or newer than this labkit: draw it again"
 FAILED = ("failed", "timeout")
 BUSY_SHARE = 0.25
 """From this share of the measured time up, other programs make a run a busy machine's."""
+RULE = (
+    f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
+    f"rate {FALSE_DISCOVERY_RATE:g} per question). Intervals are 95% and cover what varied within this run. A ratio is "
+    "estimated from rounds, so it may differ from the ratio of two medians. Between sections compare ratios, not "
+    "times: other processes measured them at another moment."
+)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class AnswerRecord(_Frozen):
+class AnswerRecord(BaseModel, frozen=True):
     """A question and its answer without the table."""
 
     id: str
@@ -42,7 +51,8 @@ class AnswerRecord(_Frozen):
     verdict: Verdict
     headline: str
     advice: str | None
-    effect: float
+    effect: Annotated[float, AfterValidator(lambda value: value if math.isfinite(value) else 1.0)]
+    """JSON knows neither NaN nor infinity."""
     change: str | None
     scope: str
     notes: list[str]
@@ -50,10 +60,10 @@ class AnswerRecord(_Frozen):
     @property
     def size(self) -> float:
         """How large the effect is: 0 for none, the same for half and twice."""
-        return abs(math.log(self.effect)) if 0 < self.effect < math.inf else 0.0
+        return abs(math.log(self.effect)) if self.effect > 0 else 0.0
 
 
-class MissingPoints(_Frozen):
+class MissingPoints(BaseModel, frozen=True):
     """How many points ended in a status other than `ok`, and why."""
 
     status: str
@@ -61,7 +71,7 @@ class MissingPoints(_Frozen):
     count: int
 
 
-class RunRecord(_Frozen):
+class RunRecord(BaseModel, frozen=True):
     """What a page says of its run."""
 
     run: str
@@ -91,7 +101,7 @@ class RunRecord(_Frozen):
         return f"{n_measured} of {n_planned} points in {time}, profile {self.profile}, {self.started:%Y-%m-%d}"
 
 
-class LabRecord(_Frozen):
+class LabRecord(BaseModel, frozen=True):
     """A lab's page; `run` is None if its notebook failed, for the reason in `error`."""
 
     format_version: Literal[6] = 6
@@ -118,11 +128,12 @@ class LabRecord(_Frozen):
 def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: bool) -> RunRecord:
     """What a notebook leaves for its page and for the index."""
     coverage, machine = run.coverage(), run.header.machine
-    questions = [lab.question(question.id) for question in lab.questions]
+    busy_s = float(coverage["elapsed_s"][coverage["point"].isin(run.busy)].sum())
+    duration_s = float(coverage["elapsed_s"].sum())
     return RunRecord(
         run=relative_to_project(run.path),
         started=run.header.started,
-        duration_s=float(coverage["elapsed_s"].sum()),
+        duration_s=duration_s,
         profile=run.header.profile,
         identity=list(machine.identity),
         machine=machine.label,
@@ -130,7 +141,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
         provenance=list(provenance_rows(lab, run).items()),
         coverage=coverage["status"].value_counts().to_dict(),
         missing=[MissingPoints(**one) for one in missing_points(run)],
-        is_busy=_is_busy(run),
+        is_busy=busy_s > 0 and busy_s >= BUSY_SHARE * duration_s,
         python=_joined_code(run),
         answers=[
             AnswerRecord(
@@ -138,22 +149,79 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
                 text=question.text,
                 topic=question.topic,
                 is_expected=question.is_expected,
-                **_finite(answers[question.id].record()),
+                **answers[question.id].record(),
             )
-            for question in questions
+            for question in lab.questions
         ],
     )
 
 
-def _is_busy(run: Run) -> bool:
-    elapsed = run.coverage().set_index("point")["elapsed_s"]
-    busy = float(elapsed[elapsed.index.isin(run.busy)].sum())
-    return busy > 0 and busy >= BUSY_SHARE * float(elapsed.sum())
+def record_card(record: RunRecord) -> Piece:
+    """The card below a lab's last cell: where the numbers come from, with the record. A page has it at its end."""
+    rows = [*record.provenance, ("Differences", RULE)]
+    return Piece(piece("provenance", rows=rows), on_page="", records={PAGE_MIME: record.model_dump(mode="json")})
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows neither NaN nor infinity."""
-    return values | {"effect": values["effect"] if math.isfinite(values["effect"]) else 1.0}
+def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
+    """The facts of the provenance card by their names."""
+    path = relative_to_project(run.path)
+    rows = {
+        "Run": path,
+        "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
+        "Measured by": run.header.command,
+        **({"Resumed at": "; ".join(map(_describe_resumption, run.resumptions))} if run.resumptions else {}),
+        "Draw again": f"labkit report {lab.name} --run {shlex.quote(path)}",
+        "Measure again": _command_again(lab, run.header),
+        "Ranks": _describe_ranks(run),
+        **({"Predicted from": calibration_told(run)} if lab.name != LIMITS else {}),
+        **({"Load": _describe_load(run)} if run.header.load else {}),
+    }
+    if run.header.ranks_by_host is not None:
+        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
+    return rows
+
+
+def _describe_resumption(resumption: Resumption) -> str:
+    """When, at which commit and by which command a run was taken up again."""
+    when = f"{resumption.at:%Y-%m-%d %H:%M:%S} UTC" if resumption.at else "a time that was not recorded"
+    unknown = "not a git checkout" if "source" in resumption.model_fields_set else "commit not recorded"
+    command = f", by {resumption.command}" if resumption.command else ""
+    return f"{when}, {resumption.source or unknown}{command}"
+
+
+def _describe_load(run: Run) -> str:
+    load, cores = run.header.load, run.header.machine.cores
+    assert load is not None, "asked for only if it was recorded"
+    busy = "" if load.busy_cores is None else f", {load.busy_cores:.1f} of {cores} cores busy"
+    gpu = load.gpu
+    gpus = f"; GPUs at up to {gpu.temperature} °C, power limit {gpu.power_limit_w:.0f} W" if gpu else ""
+    return f"at the start a load average of {load.average:.1f}{busy}{gpus}"
+
+
+def _command_again(lab: Lab, header: RunHeader) -> str:
+    """With the --set options that lead from the profile to the config of the run."""
+    try:
+        lab.configure(header.profile, header.config, header.machine)
+    except ParameterError:
+        return "by the notebook with the alternatives that it adds, or the labkit that measured it"
+    profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
+    profile = profiles[header.profile].model_dump(mode="json")
+    changed = {name: value for name, value in header.config.items() if profile[name] != value}
+    options = [f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()]
+    return f"labkit report {lab.name} --profile {header.profile}" + "".join(options)
+
+
+def _describe_ranks(run: Run) -> str:
+    """How the ranks ran, as they reported it: start method, scheduling policy, threads, and code for shared memory."""
+    needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
+    facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
+    described = {
+        f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
+        f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
+        f"{', shared memory ' + fact['shared_memory'] if 'shared_memory' in fact else ''}"
+        for fact in facts
+    }
+    return "; ".join(sorted(described, key=lambda text: (int(text.split()[0]), text))) or "none"
 
 
 def _joined_code(run: Run) -> str | None:

@@ -6,8 +6,9 @@ from typing import Any
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from labkit.lab.pages.cards import PIECE_MIME, Piece
+from labkit.lab.pages.cards import Piece
 from labkit.lab.pages.html import piece, piece_style, script
+from labkit.lab.units import join_words
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.schedule import record_schedule
 
@@ -27,10 +28,6 @@ def stepper(
     }
     about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": htmlsafe_json_dumps(schedules)}
     in_notebook = {"style": Markup(piece_style()), "script": Markup(script())}
-    text = "\n".join(
-        f"{names[name]}, {p} ranks: {len(schedule['held']) - 1} steps, {len(schedule['messages'])} messages"
-        for name, by_ranks in schedules.items()
-        for p, schedule in by_ranks.items()
-    )
     on_page = piece("stepper", **about, own=None)
-    return Piece(piece("stepper", **about, own=in_notebook), text, {PIECE_MIME: {"html": on_page}})
+    text = f"The messages of {join_words(list(names.values()))}, to be gone through in a notebook or on a page."
+    return Piece(piece("stepper", **about, own=in_notebook), text, on_page=on_page)

@@ -62,16 +62,6 @@ def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
     return [one for one in columns if one.text not in same], f"The same in all rows: {others}." if others else ""
 
 
-def table_text(columns: list[TableColumn]) -> list[str]:
-    """The lines of a table for a console."""
-    padded = []
-    for one in columns:
-        texts = [one.text, *(cell.text for cell in one.cells)]
-        width = max(map(len, texts))
-        padded.append([text.rjust(width) if one.number else text.ljust(width) for text in texts])
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
-
-
 def _intervals(name: str, lows: pd.Series, highs: pd.Series) -> list[Cell]:
     """Intervals of the column before them, sorted by their lower ends."""
     return [

@@ -137,11 +137,12 @@ class Run:
 
     def results(self) -> Results:
         """The rows, calibration and reasons that questions are answered from."""
-        reasons = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
-        missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in reasons.items()]
+        counts = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
+        missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in counts.items()]
         machine = self.header.machine
         memory = machine.memory_of(machine.device(self.header.config.get("device") or "auto"))
-        return Results(self._frame, self.header.calibration, tuple(missing[:MAX_REASONS]), memory)
+        reasons = tuple(missing[:MAX_REASONS])
+        return Results(self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s)
 
     def coverage(self) -> pd.DataFrame:
         """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""

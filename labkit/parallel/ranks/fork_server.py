@@ -5,7 +5,8 @@ Three processes take part, and each ends what another leaves behind:
 * The caller (`group.py`) opens a connection per group of ranks. When it is closed, or the caller ends, the server kills
   the ranks' process groups and removes the group's directory. It has one thread and never waits for a rank.
 * If the server ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The
-  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories.
+  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories. It
+  does the same when the last caller ends, even while the server still imports torch.
 * If the cleaner ends, the server ends its groups and itself.
 
 The server runs this file as a script. A rank imports labkit and its worker: an edited file takes effect at once.
@@ -20,98 +21,23 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
-_REQUEST_BYTES, _REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
-# BLAS and OpenMP read these when the server loads torch: what forks must have no other thread.
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+REQUEST_BYTES, REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
 _PR_SET_PDEATHSIG = 1
-
-
-_lock = threading.Lock()
-# Connection and process of the server, for this process and all that are forked from it; empty without one.
-_server: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
-
-
-def start(modules: Sequence[str] = ()) -> int:
-    """Start the server unless it runs, with further modules. Returns the id of a process that ranks descend from."""
-    with _lock:
-        if not _server:
-            control, theirs = socket.socketpair()
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", __file__, str(theirs.fileno()), *PRELOADED, *modules],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # out of reach of a Ctrl-C, and of a kernel that waits for its children
-                    env=os.environ | dict.fromkeys(_ONE_THREAD, "1"),
-                )
-            _server.append((control, process))
-        return _server[0][1].pid
-
-
-def open_group(directory: Path) -> socket.socket:
-    """Open a group of ranks with a private directory, which the server makes. Closing the connection ends the group."""
-    ours, theirs = socket.socketpair()
-    request = {"directory": str(directory), "caller": os.getpid()}
-    with theirs:
-        try:
-            start()
-            _send(_server[0][0], request, theirs.fileno())
-        except OSError:  # the server was killed
-            _server.clear()
-            start()
-            _send(_server[0][0], request, theirs.fileno())
-    return ours
-
-
-def fork_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
-    """Fork a rank with these variables, and this process's `sys.path` and working directory."""
-    ours, theirs = multiprocessing.Pipe()
-    state: dict[str, Any] = {"environment": dict(environment), "directory": str(Path.cwd())}
-    state |= {"path": [str(entry) for entry in sys.path], "argv": [str(argument) for argument in sys.argv]}
-    state["authkey"] = bytes(multiprocessing.current_process().authkey).hex()
-    with theirs, contextlib.suppress(OSError):  # the server has ended the group, and reported why
-        _send(group, {"rank": rank}, theirs.fileno())
-        ours.send_bytes(json.dumps(state).encode())
-    return ours
-
-
-def request_stacks(group: socket.socket) -> None:
-    """Have all ranks of the group write their stacks, even inside C++."""
-    with contextlib.suppress(OSError):  # the server was killed
-        _send(group, {})
-
-
-def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
-    """Ranks that have ended, with exit codes; or None, and why the group has ended."""
-    content = b""
-    with contextlib.suppress(OSError):  # the server was killed before it read all requests
-        content = group.recv(64 * _REPORT_BYTES)
-    if not content:
-        return [(None, "the fork server of the ranks was killed")]
-    return [json.loads(content[at : at + _REPORT_BYTES]) for at in range(0, len(content), _REPORT_BYTES)]
-
-
-def _send(peer: socket.socket, request: Mapping[str, Any], *descriptors: int) -> None:
-    """Send in one system call, so that an interrupt leaves nothing halfway."""
-    socket.send_fds(peer, [json.dumps(request).encode().ljust(_REQUEST_BYTES)], descriptors)
 
 
 @dataclass(eq=False)
@@ -138,7 +64,7 @@ class _Group:
 
     def report(self, rank: int | None, how: int | str) -> None:
         with contextlib.suppress(OSError):  # the caller has ended, or does not listen
-            self.connection.send(json.dumps([rank, how]).encode().ljust(_REPORT_BYTES), socket.MSG_DONTWAIT)
+            self.connection.send(json.dumps([rank, how]).encode().ljust(REPORT_BYTES), socket.MSG_DONTWAIT)
 
     def remove(self) -> None:
         for process in self.ranks.values():
@@ -184,7 +110,7 @@ def _serve(control: socket.socket, cleaner: socket.socket) -> None:
 
 def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Group]) -> bool:
     """Open the group that a caller requests; False if there is no caller any more."""
-    content, descriptors, *_ = socket.recv_fds(control, _REQUEST_BYTES, 1)
+    content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 1)
     if not content:
         return False
     request = json.loads(content)
@@ -204,7 +130,7 @@ def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Gr
 def _answer(group: _Group, inherited: Sequence[socket.socket]) -> None:
     """Do what the caller requests: fork a rank, have all write their stacks or, if it has closed the group, end it."""
     try:
-        content, descriptors, *_ = socket.recv_fds(group.connection, _REQUEST_BYTES, 1)
+        content, descriptors, *_ = socket.recv_fds(group.connection, REQUEST_BYTES, 1)
     except OSError:
         content, descriptors = b"", []
     if not content:
@@ -268,12 +194,22 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
         worker.serve_points(caller, rank, Path(directory))
 
 
-def _clean_up(server: int, notes: socket.socket) -> None:
-    """Wait for the end of the server, end its session, and remove the directories that it has named in `notes`."""
-    directories = notes.makefile().read().split("\0")
+def _clean_up(server: int, control: int, notes: socket.socket) -> None:
+    """Wait for the end of the server or of its last caller, end the session, remove the directories in `notes`.
+
+    A server that still imports torch would see only later that its callers have ended.
+    """
+    named = b""
+    events = select.poll()
+    events.register(notes, select.POLLIN)
+    events.register(control, 0)  # its end, not what is in it
+    while control not in dict(events.poll()) and (note := notes.recv(4096)):
+        named += note
     _kill_session(server)
     os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
-    for directory in filter(None, directories):
+    while note := notes.recv(4096):
+        named += note
+    for directory in filter(None, named.decode().split("\0")):
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -297,8 +233,7 @@ def _main(control: int, modules: Sequence[str]) -> None:
     notes, cleaner = socket.socketpair()
     if server := os.fork():
         cleaner.close()
-        os.close(control)
-        _clean_up(server, notes)
+        _clean_up(server, control, notes)
         return
     try:
         notes.close()

@@ -1,6 +1,6 @@
 """A group of ranks as the process that starts them sees it: start, run points, close.
 
-The caller holds a connection to the group, which is closed to end it (`fork_server.py`), and one to each rank. The
+The caller holds a connection to the group, which is closed to end it (`rank_process.py`), and one to each rank. The
 group's private directory has the rendezvous file, the ranks' output, stacks, current alternatives and temporary files.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -24,7 +22,8 @@ from typing import Any
 import psutil
 
 from labkit.machine.cgroups import oom_kills
-from labkit.parallel.ranks import current_alternative, fork_server
+from labkit.parallel.ranks import current_alternative, rank_process
+from labkit.parallel.ranks.rank_process import RankProcess
 from labkit.parallel.ranks.results import (
     PointEnd,
     RankFailure,
@@ -32,98 +31,26 @@ from labkit.parallel.ranks.results import (
     death_failure,
     describe_kernel_kills,
     end_point,
-    exception_failure,
+    failure_from_json,
     first_failing_rank,
 )
-from labkit.parallel.ranks.worker import GroupPlan
+from labkit.parallel.ranks.worker import START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import build
 
-START_TIMEOUT_S = 120.0
 GRACE_S = 0.1
 """How long to wait after a first failure for others that may be its cause: a death is noticed within milliseconds."""
 GRACE_FOR_CAUSE_S = 1.0
 """The same while all failures are consequences: a large process takes longer to be taken down."""
 CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
-OUTPUT_LINES, OUTPUT_BYTES = 40, 16 * 1024
-"""At most so much of a rank's output is shown per point: the end of it."""
 
 
 class StartError(Exception):
-    """A group did not start; `failure` has the cause."""
+    """A group did not start; `failure` has the cause, `facts` what was planned."""
 
-    def __init__(self, failure: RankFailure) -> None:
+    def __init__(self, failure: RankFailure, facts: dict[str, Any]) -> None:
         super().__init__(failure.message)
-        self.failure = failure
-
-
-@dataclass
-class _Rank:
-    """One rank: its connection, and the files that it writes."""
-
-    number: int
-    pipe: connection.Connection[Any, Any]
-    directory: Path
-    process: psutil.Process | None = None
-    """Known when the rank is ready."""
-    is_open: bool = True
-    is_alive: bool = True
-    n_forwarded: int = 0
-    """Bytes of its output that were shown."""
-
-    def send(self, *messages: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has died, which the server reports
-            for message in messages:
-                self.pipe.send_bytes(message)
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next message if there is one."""
-        try:
-            return json.loads(self.pipe.recv_bytes()) if self.is_open and self.pipe.poll() else None
-        except (EOFError, OSError):
-            self.is_open = False
-            return None
-
-    def turn(self) -> tuple[int, str | None]:
-        return current_alternative.read_turn(self.directory / f"rank-{self.number}.turn")
-
-    def stacks(self) -> str:
-        """The stacks that it has written so far."""
-        with contextlib.suppress(FileNotFoundError):  # none yet
-            return (self.directory / f"rank-{self.number}.stacks").read_text(errors="replace")
-        return ""
-
-    def output(self, start: int = 0) -> tuple[list[str], int]:
-        """Its last lines of output from byte `start` on, with a note of what is left out; and the bytes of all output.
-
-        Each line is as a terminal would leave it: of a progress bar that rewrites its line, the last state.
-        """
-        try:
-            with (self.directory / f"rank-{self.number}.log").open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                begin = file.seek(max(start, size - OUTPUT_BYTES))
-                content = file.read(size - begin)
-        except FileNotFoundError:  # not yet, or the directory was removed
-            return [], start
-        raw = content.removesuffix(b"\n").split(b"\n") if content else []
-        lines = [line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in raw]
-        if begin > start or len(lines) > OUTPUT_LINES:
-            lines = [f"... the last of {(size - start) / 1e6:.1f} MB of output", *lines[1:][-OUTPUT_LINES:]]
-        return lines, size
-
-    def output_tail(self) -> str:
-        return "\n".join(filter(None, self.output()[0]))
-
-    def new_output(self) -> list[str]:
-        """Lines since the last call."""
-        lines, self.n_forwarded = self.output(self.n_forwarded)
-        return [f"[rank {self.number}] {line}" for line in lines]
-
-    def kill(self) -> None:
-        """Kill it and its children, if nobody else has done so. The id is still its own while one of them is there."""
-        if self.process and (self.process.is_running() or not psutil.pid_exists(self.process.pid)):
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self.failure, self.facts = failure, facts
 
 
 @dataclass
@@ -150,14 +77,23 @@ class _Wait:
 class RankGroup:
     """Ranks with a process group among them, which serve one point after another until one fails."""
 
-    def __init__(self, plan: GroupPlan, environment: Mapping[str, str], on_output: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        environment: Mapping[str, str],
+        on_output: Callable[[str], None],
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """`numbers`: the ranks of the group that are started here, all if None."""
         self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
         self._plan = plan
         self._environment = environment
         self._on_output = on_output
         self._connection: socket.socket | None = None
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
-        self._ranks: list[_Rank] = []
+        self._numbers = range(plan.world_size) if numbers is None else numbers
+        self._ranks: dict[int, RankProcess] = {}
+        self._is_interrupted = False
         self._kills_before = oom_kills()
 
     def start(self, payload: bytes) -> None:
@@ -170,15 +106,15 @@ class RankGroup:
         begun = time.monotonic()
         try:
             self._fork_ranks(payload)
-            wait = _Wait("ready", set(range(self._plan.world_size)), begun + START_TIMEOUT_S)
+            wait = _Wait("ready", set(self._numbers), begun + START_TIMEOUT_S)
             for row in self._listen(wait):
                 raise AssertionError(f"a rank that is not ready sends no rows: {row}")
             if failure := self._failure(wait, f"not ready after {START_TIMEOUT_S:g} s"):
-                raise StartError(failure)
+                raise StartError(failure, self.facts)
         except OSError as error:
             self.close()
             text = f"a rank was not started: {type(error).__name__}: {error}"
-            raise StartError(RankFailure(None, "exception", text)) from error
+            raise StartError(RankFailure(None, "exception", text), self.facts) from error
         except BaseException:
             self.close()
             raise
@@ -192,8 +128,8 @@ class RankGroup:
         """
         self._kills_before = oom_kills()
         begun = time.monotonic()
-        wait = _Wait("done", set(range(self._plan.world_size)), begun + self._plan.timeout_s)
-        for rank in self._ranks:
+        wait = _Wait("done", set(self._numbers), begun + self._plan.timeout_s)
+        for rank in self._ranks.values():
             rank.send(json.dumps([index, excluded]).encode())
         yield from self._listen(wait, index)
         if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s"):
@@ -207,10 +143,16 @@ class RankGroup:
     def is_whole(self) -> bool:
         """Whether every rank waits for a point. The end of a rank between two points is reported, and costs none."""
         self._receive(0.0)
-        ended = [rank for rank in self._ranks if not rank.is_open or not rank.is_alive]
+        ended = [rank for rank in self._ranks.values() if not rank.is_open or not rank.is_alive]
         for rank in ended:
             self._on_output(f"[rank {rank.number}] ended between two points")
         return not ended
+
+    def interrupt(self) -> None:
+        """Have the ranks ended, in whatever they do: from another thread."""
+        self._is_interrupted = True
+        with contextlib.suppress(OSError, AttributeError):  # it was closed meanwhile
+            self._connection.shutdown(socket.SHUT_WR)  # type: ignore[union-attr]
 
     def close(self) -> None:
         """End the ranks with all that they have started, and remove the directory. Safe to repeat."""
@@ -222,19 +164,19 @@ class RankGroup:
                 while self._connection.recv(4096):  # until the server has removed the group
                     pass
             self._connection.close()
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.kill()
             rank.pipe.close()
         shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the server was killed
-        self._connection, self._ranks = None, []
+        self._connection, self._ranks = None, {}
 
     def _fork_ranks(self, payload: bytes) -> None:
-        self._connection = fork_server.open_group(self._directory)
+        self._connection = rank_process.open_group(self._directory)
         plan = json.dumps(asdict(self._plan)).encode()
-        for number in range(self._plan.world_size):
-            pipe = fork_server.fork_rank(self._connection, number, self._environment)
-            self._ranks.append(_Rank(number, pipe, self._directory))
-        for rank in self._ranks:
+        for number in self._numbers:
+            pipe = rank_process.fork_rank(self._connection, number, self._environment)
+            self._ranks[number] = RankProcess(number, pipe, self._directory)
+        for rank in self._ranks.values():
             rank.send(plan, payload)
 
     def _listen(self, wait: _Wait, index: int = -1) -> Iterator[Row]:
@@ -257,26 +199,28 @@ class RankGroup:
             if is_late and wait.remaining_s() == 0.0:
                 return
 
-    def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
+    def _receive(self, timeout_s: float) -> list[tuple[RankProcess, dict[str, Any]]]:
         """Wait until ranks send something or die; what they sent, in each rank's order."""
         assert self._connection is not None, "the group was started"
-        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks if rank.is_open}
-        received: list[tuple[_Rank, dict[str, Any]]] = []
+        watched: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks.values() if rank.is_open}
+        received: list[tuple[RankProcess, dict[str, Any]]] = []
         ready = connection.wait([self._connection, *watched], timeout_s)
         for pipe in ready:
             if pipe is not self._connection and (message := watched[pipe].receive()):
                 received.append((watched[pipe], message))
         if self._connection in ready:
-            for number, how in fork_server.read_reports(self._connection):
-                for rank in self._ranks if number is None else [self._ranks[number]]:
+            for number, how in rank_process.read_reports(self._connection):
+                for rank in self._ranks.values() if number is None else [self._ranks[number]]:
                     received += [(rank, message) for message in iter(rank.receive, None)]
                     received.append((rank, {"kind": "died", "how": how, "at": time.monotonic()}))
                     rank.is_alive = False
         return received
 
-    def _describe_failure(self, rank: _Rank, message: Mapping[str, Any]) -> RankFailure:
+    def _describe_failure(self, rank: RankProcess, message: Mapping[str, Any]) -> RankFailure:
         if message["kind"] == "failed":
-            return exception_failure(rank.number, message["error"], message["at"], rank.output_tail())
+            return failure_from_json(message["failure"], output_tail=rank.output_tail())
+        if self._is_interrupted:
+            return RankFailure(None, "killed", "interrupted: another rank failed", is_consequence=True)
         if isinstance(message["how"], str):
             return RankFailure(None, "killed", message["how"], at=message["at"])
         return death_failure(
@@ -305,15 +249,15 @@ class RankGroup:
     def _dump_stacks(self) -> str:
         """The stacks of every rank, as of now."""
         assert self._connection is not None, "the group was started"
-        fork_server.request_stacks(self._connection)
+        rank_process.request_stacks(self._connection)
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
-            before, now = now, [rank.stacks() for rank in self._ranks]
-        dumps = zip(self._ranks, now, strict=True)
+            before, now = now, [rank.stacks() for rank in self._ranks.values()]
+        dumps = zip(self._ranks.values(), now, strict=True)
         return "\n".join(f"rank {rank.number}:\n{dump or '(no answer)'}" for rank, dump in dumps)
 
     def _forward_output(self) -> None:
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             for line in rank.new_output():
                 self._on_output(line)

@@ -173,35 +173,29 @@ def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON, for `exception_failure` in another process."""
+def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
+    """The failure of a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
     name, text = type(error).__qualname__, str(error).strip()
     first_line = text.splitlines()[0] if text else ""
     frame = error.__traceback__
     while frame and frame.tb_next and Path(frame.tb_frame.f_code.co_filename).parent == _MACHINERY:
         frame = frame.tb_next  # the first line to show is the worker's
-    return {
-        "message": f"{name}: {first_line}" if first_line else name,
-        "traceback": "".join(traceback.format_exception(type(error), error, frame)),
-        "is_oom": is_out_of_memory(error),
-        "is_consequence": _is_consequence(error),
-        "blamed": current_alternative.blamed(),
-    }
-
-
-def exception_failure(rank: int, error: Mapping[str, Any], at: float, output_tail: str = "") -> RankFailure:
-    """The failure of a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
-    blamed = error["blamed"] if not error["is_oom"] and not error["is_consequence"] else None
+    is_oom, is_consequence = is_out_of_memory(error), _is_consequence(error)
     return RankFailure(
         rank=rank,
-        kind="oom" if error["is_oom"] else "exception",
-        message=f"rank {rank}: {error['message']}",
-        traceback=error["traceback"],
-        output_tail=output_tail,
-        blamed=(blamed[0], blamed[1]) if blamed else None,
+        kind="oom" if is_oom else "exception",
+        message=f"rank {rank}: {name}: {first_line}" if first_line else f"rank {rank}: {name}",
+        traceback="".join(traceback.format_exception(type(error), error, frame)),
+        blamed=None if is_oom or is_consequence else current_alternative.blamed(),
         at=at,
-        is_consequence=error["is_consequence"],
+        is_consequence=is_consequence,
     )
+
+
+def failure_from_json(values: Mapping[str, Any], **changes: Any) -> RankFailure:
+    """A failure that came from another process as JSON."""
+    blamed = values["blamed"]
+    return RankFailure(**{**values, "blamed": tuple(blamed) if blamed else None, **changes})
 
 
 def death_failure(

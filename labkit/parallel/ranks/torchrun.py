@@ -1,7 +1,7 @@
 """The job that this process is a rank of, if torchrun (or anything that sets the same variables) has started it.
 
 Before any process group exists, the ranks of a job share a store: torchrun's, or one that rank 0 serves. Through it
-they agree and learn of each other's hosts. `torchrun_launch` runs points in the ranks of a job.
+they agree and learn of each other's hosts. `job_group` runs points in the ranks of a job.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from labkit.parallel.ranks import current_alternative, torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
-from labkit.parallel.ranks.results import describe_error, worker_rows
+from labkit.parallel.ranks.results import exception_failure, worker_rows
 
 # A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
 # and figures take less than a GiB; a larger number would have ranks killed for what other processes take.
@@ -38,6 +38,7 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable by which torch finds what it has compiled."""
 USERS_DIRECTORY, USERS_CACHE = "LABKIT_USERS_TMPDIR", "LABKIT_USERS_COMPILED_CODE"
 """Variables of a rank: the directories that it would have without its private one."""
+START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
 """Between one deadline and the next, in case the first did not do."""
 
@@ -51,6 +52,8 @@ class GroupPlan:
     scheduling: str
     threads: int
     timeout_s: float
+    store: list[str] | None = None
+    """Host, port and prefix of a job's store; None if all ranks share the group's directory."""
 
 
 def serve_points(parent: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
@@ -73,7 +76,7 @@ def serve_points(parent: connection.Connection[Any, Any], rank: int, directory: 
     except BaseException as error:  # SystemExit, too
         _flush_output()
         with contextlib.suppress(EOFError, OSError):  # the parent has ended
-            _send(parent, "failed", error=describe_error(error))
+            _send(parent, "failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
             parent.recv_bytes()  # until killed
 
 
@@ -137,7 +140,7 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
         dist.init_process_group(
             plan.backend,
-            store=dist.FileStore(str(directory / "store"), plan.world_size),  # type: ignore[attr-defined]
+            store=_open_store(plan, rank, directory),
             rank=rank,
             world_size=plan.world_size,
             # the parent's deadline comes first, and shows the stacks of every rank
@@ -145,6 +148,18 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
             device_id=torch.device(use_device("cuda", rank)) if plan.backend == "nccl" else None,
         )
     return {"threads": torch.get_num_threads(), "scheduling": scheduling}
+
+
+def _open_store(plan: GroupPlan, rank: int, directory: Path) -> Any:
+    """Where the ranks find each other. Those of a job wait here until all have been forked."""
+    if plan.store is None:
+        return dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
+    host, port, prefix = plan.store
+    tcp_store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(prefix, tcp_store)  # type: ignore[attr-defined]
+    store.set(str(rank), "")
+    store.wait([str(other) for other in range(plan.world_size)], timedelta(seconds=START_TIMEOUT_S))
+    return store
 
 
 def _write_files(directory: Path, rank: int) -> None:

@@ -4,10 +4,10 @@
 ``reduce_scatter_ddp``    `ReduceScatterDDP`, with that optimizer ZeRO-2: gradients as well
 ``fsdp``         `FSDP`, ZeRO-3: parameters as well
 ``units``        which of a model's modules are gathered together, and what belongs to which
-``flat``         a unit: its parameters whole, and in shards
-``schedule``     when units are gathered, given back and averaged
-``gradients``    averaging them, in one order on all ranks
-``layout``       which rank has which rows, and how they travel
+``gather``       a unit: its parameters gathered, whole, and given back
+``schedule``     when units are gathered and given back
+``gradients``    a backward pass: gradients averaged in one order on all ranks
+``rows``         which rank has which rows, and how they travel
 ``state_dicts``  states whole, and in shards
 ``implementations``    all of it, and torch's, by name
 

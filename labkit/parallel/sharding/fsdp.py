@@ -11,7 +11,7 @@ Shards are DTensors that each hold this rank's rows. They have the shape of the 
 
 With Psi bytes of parameters, each rank sends Psi (p-1)/p bytes three times per step: to gather for the forward pass, to
 gather for the backward pass, and to average gradients. With `reshard_after_forward=False` whole parameters stay until
-backward has used them: two times, as an all-reduce does. Psi counts rows padded to a multiple of p.
+backward has used them: two times, as an all-reduce does.
 
 Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.3 (P_os+g+p) and, for what is sent, 7.2;
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from labkit.parallel.data_parallel.consistency import (
     broadcast,
@@ -38,10 +37,10 @@ from labkit.parallel.data_parallel.consistency import (
     device_of,
 )
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.flat import Flat, Unit
+from labkit.parallel.sharding.gather import Unit
 from labkit.parallel.sharding.gradients import Line
 from labkit.parallel.sharding.schedule import Schedule, keep_dtype
-from labkit.parallel.sharding.state_dicts import as_rows, consolidate, optimizer_rows
+from labkit.parallel.sharding.state_dicts import as_rows, consolidate
 from labkit.parallel.sharding.units import Slot, Units, find_units, modules_by_unit, slots_by_unit
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import member_group
@@ -118,9 +117,8 @@ class FSDP(nn.Module):
         self._group = group
         self._gathers, reductions = (Line(group, device, transport, names) for _ in range(2))
         self._units = _make_units(modules, names, members, (compute_dtype, reduce_dtype), replicate)
-        flats = [flat for unit in self._units for flat in unit.flats]
         self._shard_by_whole = {
-            id(p): shard for flat in flats for p, shard in zip(flat.whole, flat.shards, strict=True)
+            id(p): shard for unit in self._units for p, shard in zip(unit.whole, unit.shards, strict=True)
         }
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shard_by_whole, self._shard))
@@ -189,7 +187,7 @@ class FSDP(nn.Module):
         """The bare module's `state_dict`, on the CPU of group rank `to`, or of all (None); None on the others.
 
         A collective, a tensor at a time; buffers are the rank's own. It loads into the bare module, and into this one
-        on any number of ranks. (`state_dict()`, no collective, holds shards, as `torch.distributed.checkpoint` takes.)
+        on any number of ranks. `torch.distributed.checkpoint` takes `module` and an optimizer of its parameters.
         """
         state: dict[str, Any] | None = consolidate(self.module.state_dict(), to in (None, dist.get_rank(self._group)))
         return state
@@ -207,29 +205,9 @@ class FSDP(nn.Module):
         names = {name.removeprefix(PREFIX): name for name in super().state_dict()}
         return super().load_state_dict({names.get(name, name): each for name, each in state_dict.items()}, strict)
 
-    def consolidated_optimizer_state_dict(self, optimizer: Optimizer, *, to: int | None = 0) -> dict[str, Any] | None:
-        """The state of an optimizer of these shards, as the same one over whole parameters would give it.
-
-        On the CPU of group rank `to`, or of all (None); None on the others. A collective.
-        """
-        self._check_optimizer(optimizer)
-        state: dict[str, Any] | None = consolidate(optimizer.state_dict(), to in (None, dist.get_rank(self._group)))
-        return state
-
-    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """This rank's rows of a whole state, on any number of ranks. ValueError for other parameter groups."""
-        self._check_optimizer(optimizer)
-        optimizer.load_state_dict(optimizer_rows(state_dict, optimizer))
-
     @property
     def _shard(self) -> str:
         return f"rank {dist.get_rank(self._group)} of {dist.get_world_size(self._group)}"
-
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
-        known = {id(parameter) for parameter in self.parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not parameters or any(id(parameter) not in known for parameter in parameters):
-            raise ValueError("expected an optimizer of the parameters of this model, made after it was wrapped")
 
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("expected the module where it is to be, and in its dtype, before it is wrapped")
@@ -297,15 +275,16 @@ def _make_units(
     parts = zip(modules, names, modules_by_unit(modules), slots_by_unit(modules), strict=True)
     units = []
     for unit, name, inside, slots in parts:
-        kinds: dict[tuple[torch.dtype, bool, torch.dtype], list[Slot]] = {}
-        for slot in slots:
-            dtype, owners = slot.parameter.dtype, [owner for owner, _ in slot.owners]
-            is_cast = dtypes[0] is not None and not any(isinstance(owner, _BatchNorm) for owner in owners)
-            compute = dtypes[0] if is_cast and dtype.is_floating_point else dtype
-            if not all(isinstance(owner, replicate) for owner in owners):
-                kinds.setdefault((dtype, slot.parameter.requires_grad, compute or dtype), []).append(slot)
-        flats = [Flat(name, alike, mesh, kind[-1], dtypes[1] or kind[-1]) for kind, alike in kinds.items()]
-        for flat in flats:
-            flat.is_last = unit is module or any(each in modules for each in unit.modules() if each is not unit)
-        units.append(Unit(name, unit, inside, flats))
+        sharded = [slot for slot in slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
+        made = Unit(name, unit, inside, sharded, [_dtype(slot, dtypes[0]) for slot in sharded], mesh)
+        made.reduce_dtype = dtypes[1]
+        made.is_last = unit is module or any(each in modules for each in unit.modules() if each is not unit)
+        units.append(made)
     return units
+
+
+def _dtype(slot: Slot, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """That a parameter is computed with in: BatchNorm keeps its own."""
+    own = slot.parameter.dtype
+    keeps = not own.is_floating_point or any(isinstance(owner, _BatchNorm) for owner, _ in slot.owners)
+    return own if keeps or compute_dtype is None else compute_dtype

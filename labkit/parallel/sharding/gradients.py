@@ -4,8 +4,10 @@ Buckets are averaged in the order in which backward comes to them, each waiting 
 when the pass is over follows then: ranks first exchange which parameters have a gradient on any of them.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from labkit.parallel.background_comm import Channel, Wait
-from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from labkit.parallel.sharding.layout import Layout, Sharded, gradient_rows
+from labkit.parallel.backward_pass import BackwardPass
+from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.sharding.rows import Sharded, average_rows, by_rows, gradient_rows, row_strides
 from labkit.parallel.transport.select_transport import member_group
 
 END_OF_PASS = "the end of backward"
@@ -35,78 +38,99 @@ class Line:
         self._rank, self._p, self._is_checked = members.rank(), members.size(), device.type == "cpu"
         self._error: RuntimeError | None = None
 
-    def start(self, place: str, action: Callable[[], None]) -> Wait:
-        """Begin; call what is returned to wait for the end."""
-        return self.channel.start(partial(self._run, place, action))
+    def start(self, place: str, action: Callable[[], None], trained: int = 0) -> Wait:
+        """Begin; call what is returned to wait for the end. `trained`: how many parameters take part."""
+        return self.channel.start(partial(self._run, place, action, trained))
 
-    def call(self, collective: Callable[..., None], vector: Tensor, *args: object, **options: object) -> None:
-        """`collective(vector, ...)`, within an action."""
-        self.channel.call(collective, vector, *args, **options)
+    def call(self, collective: Callable[..., None], tensors: Any, *args: Any) -> None:
+        """`collective(tensors, group, ...)`, within an action."""
+        self.channel.call(collective, tensors, *args)
 
-    def _run(self, place: str, action: Callable[[], None]) -> None:
+    def _run(self, place: str, action: Callable[[], None], trained: int) -> None:
         if self._error is not None:
             raise self._error
         if self._is_checked and self._p > 1:
             numbers = torch.zeros(self._p, dtype=torch.float64)
-            numbers[self._rank] = self._places.index(place)
+            numbers[self._rank] = self._places.index(place) + len(self._places) * trained
             self.channel.call(all_gather, numbers)
             if len(set(numbers.tolist())) > 1:
-                at = ", ".join(f"rank {rank} at {self._places[int(n)]}" for rank, n in enumerate(numbers.tolist()))
-                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {at}")
+                at = [divmod(int(number), len(self._places)) for number in numbers.tolist()]
+                got = ", ".join(f"rank {r} at {self._places[n]} with {m} trained" for r, (m, n) in enumerate(at))
+                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
                 raise self._error
         action()
 
 
 class Bucket:
-    """Parameters of one dtype: `whole` get gradients from autograd, `holders` the mean of this rank's rows."""
+    """Parameters that are averaged together: `whole` get gradients from autograd, `holders` the mean of own rows."""
 
     is_last = False
     """Complete at the end of a pass only."""
+    reduce_dtype: torch.dtype | None = None
+    """That gradients are averaged in; None: their own."""
 
-    def __init__(self, place: str, whole: Sequence[nn.Parameter], shards: Sequence[Any], layout: Layout):
-        self.place, self.whole, self.shards, self.layout = place, list(whole), list(shards), layout
-        self.holders: list[Any] = self.shards
-        self.reduce_dtype = whole[0].dtype
-        self.heard: set[nn.Parameter] = set()
-        """Parameters that have got a gradient, and may not get another one."""
+    def __init__(self, place: str, whole: Sequence[nn.Parameter], shards: Sequence[Any], holders: Sequence[Any] = ()):
+        self.place, self.whole, self.shards = place, list(whole), list(shards)
+        self.holders = list(holders) or self.shards
+        self._strides = [row_strides(shard) for shard in shards]
+        self.ready: set[nn.Parameter] = set()
+        """Parameters that have a gradient, and may not get another one."""
         self.used: set[nn.Parameter] = set()
         """Parameters that have got a gradient in this pass."""
         self.is_reduced = False
-        self._results: list[Tensor] = []
+        self._results: list[tuple[int, Tensor]] = []
+        self._earlier: dict[nn.Parameter, Any] = {}
+        """Rows of earlier passes, while a pass adds whole gradients."""
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        return [index for index, p in enumerate(self.whole) if p.requires_grad]
 
     @property
     def is_complete(self) -> bool:
         """Whether every trained parameter has a gradient."""
-        return len(self.heard) == sum(p.requires_grad for p in self.whole)
+        return len(self.ready) == len(self._trained)
 
-    def hear(self, parameter: nn.Parameter) -> None:
-        """The parameter has a gradient."""
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        """Note that the parameter has a gradient."""
         if has_whole_gradient(parameter) and parameter.grad.layout is not torch.strided:  # type: ignore[union-attr]
             raise ValueError(f"expected dense gradients, got a sparse one in {self.place}")
-        self.heard.add(parameter)
+        self.ready.add(parameter)
         self.used.add(parameter)
 
-    def reduce(self, line: Line, vector: Tensor) -> Wait:
-        """Begin to average, by way of the vector. A collective."""
-        self.is_reduced = True
-        gradients = [p.grad.detach() if has_whole_gradient(p) else None for p in self.whole]  # type: ignore[union-attr]
-        self.layout.pack(vector, gradients)
+    def reduce(self, line: Line) -> Wait:
+        """Begin to average, and drop whole gradients. A collective."""
+        self.is_reduced, pairs, scalars = True, [], []
+        for index in self._trained:
+            p, shard, strides = self.whole[index], self.shards[index], self._strides[index]
+            dtype, rows = self.reduce_dtype or p.dtype, shard._local_tensor
+            if has_whole_gradient(p):
+                gradient = by_rows(p.grad.detach().to(dtype), strides)  # type: ignore[union-attr]
+            else:
+                gradient = torch.empty_strided(p.shape, strides, dtype=dtype, device=rows.device).zero_()
+            if p.dim():
+                result = torch.empty_strided(rows.shape, strides, dtype=dtype, device=rows.device)
+                pairs.append((gradient, result))
+            else:
+                result = gradient.clone()
+                scalars.append(result)
+            self._results.append((index, result))
         self.clear()
-        return line.start(self.place, partial(self._reduce, line, vector))
-
-    def _reduce(self, line: Line, vector: Tensor) -> None:
-        part = vector.new_empty(self.layout.part)
-        line.call(reduce_scatter, vector, "mean", into=part)
-        self._results.append(part.to(self.shards[0].dtype))
+        return line.start(self.place, partial(_average, line, pairs, scalars), len(self._trained))
 
     def assign(self, used: Sequence[bool]) -> None:
         """Averaged rows for the holders of parameters that are used, added to what they have."""
-        for result in self._results:
-            rows = self.layout.own_views(result)
-            for holder, shard, own, is_used in zip(self.holders, self.shards, rows, used, strict=True):
-                if is_used:
-                    _give_gradient(holder, gradient_rows(own, shard))
+        for index, result in self._results:
+            if used[index]:
+                shard = self.shards[index]
+                _give_gradient(self.holders[index], gradient_rows(result.to(shard.dtype), shard))
         self._results = []
+
+    def put_aside(self) -> None:
+        """Take rows of earlier passes, to which autograd cannot add."""
+        for p in self.whole:
+            if isinstance(p.grad, DTensor):
+                self._earlier[p], p.grad = p.grad, None
 
     def clear(self) -> None:
         """Drop whole gradients."""
@@ -114,10 +138,25 @@ class Bucket:
             if has_whole_gradient(p):
                 p.grad = None
 
+    def forget_pass(self) -> None:
+        """Drop what an exception has left, and what it was to be added to."""
+        self.clear()
+        self._earlier = {}
+
     def leave_pass(self) -> None:
-        self._results, self.is_reduced = [], False
-        self.heard.clear()
+        """Be ready for the next pass."""
+        for p, rows in self._earlier.items():
+            p.grad = rows if p.grad is None else rows.add_(p.grad)
+        self._earlier, self._results, self.is_reduced = {}, [], False
+        self.ready.clear()
         self.used.clear()
+        self.__dict__.pop("_trained", None)
+
+
+def _average(line: Line, pairs: Sequence[tuple[Tensor, Tensor]], scalars: Sequence[Tensor]) -> None:
+    line.call(average_rows, [gradient for gradient, _ in pairs], [result for _, result in pairs])
+    for scalar in scalars:
+        line.call(all_reduce, scalar)
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
@@ -139,8 +178,8 @@ def _give_gradient(holder: Any, gradient: Any) -> None:
         hook(holder)
 
 
-class Averager:
-    """Averages the gradients of all buckets; `control` is where ranks exchange which parameters have some."""
+class GradientPass:
+    """Follows a backward pass, from its first sign to its end, and averages the gradients of all buckets."""
 
     def __init__(
         self,
@@ -148,57 +187,108 @@ class Averager:
         control: Line,
         line: Line,
         device: torch.device,
+        *,
         replicated: Sequence[nn.Parameter] = (),
+        is_in_order: bool = True,
     ):
-        """`replicated`: parameters that every rank has whole, whose gradients are averaged at the end of a pass."""
-        self._buckets, self._control, self._line, self._device = list(buckets), control, line, device
-        self._replicated = list(replicated)
-        n_bytes = max((bucket.layout.numel * bucket.reduce_dtype.itemsize for bucket in buckets), default=0)
-        self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        self._waits: list[Wait] = []
-        self._begun = 0
+        """`control`: where ranks exchange which parameters have gradients.
 
-    def reduce_complete(self, queue: Sequence[Bucket]) -> None:
-        """Begin with buckets that have all their gradients; `queue`: those that backward has come to, in order."""
-        queue = [bucket for bucket in queue if not bucket.is_last]
-        while self._begun < len(queue) and queue[self._begun].is_complete:
-            if queue[self._begun].used and not queue[self._begun].is_reduced:  # what is frozen has none
-                self._reduce(queue[self._begun])
+        `replicated`: parameters that every rank has whole, whose gradients are averaged at the end of a pass.
+        `is_in_order`: buckets are averaged in their order, not in that of `queue_bucket`.
+        """
+        self._buckets, self._control, self._line, self._device = list(buckets), control, line, device
+        self._replicated, self._is_in_order = list(replicated), is_in_order
+        self._lock = threading.RLock()  # autograd calls hooks in one thread per device
+        self._pass = BackwardPass()
+        self._is_open = False
+        """A pass has begun and has not been left, be it that an exception has ended it."""
+        self._queue: list[Bucket] = []
+        self._begun = 0
+        """How many in the queue have begun, or need not."""
+        self._waits: list[Wait] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._pass.is_running
+
+    def hook(self, method: Callable[..., None], *args: object) -> Callable[..., None]:
+        """A hook for autograd that calls a method in the lock, while there is an owner: it keeps nothing alive."""
+        return partial(_call_alive, weakref.ref(self), method.__name__, [weakref.ref(arg) for arg in args])
+
+    def begin(self, *_: object) -> None:
+        """Note a sign of a backward pass; the first one begins it."""
+        if not self._pass.is_running:
+            self.leave_unfinished()
+            self._is_open, self._queue = True, list(self._buckets) if self._is_in_order else []
+            for bucket in self._buckets:
+                bucket.put_aside()
+            self._pass.begin(self._end)
+
+    def queue_bucket(self, bucket: Bucket) -> None:
+        """Note that backward has come to a bucket."""
+        if not bucket.is_last:
+            self._queue.append(bucket)
+
+    def note_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Note a gradient, and begin to average what is complete."""
+        self.begin()
+        bucket.note_gradient(parameter)
+        while self._begun < len(self._queue):
+            first = self._queue[self._begun]
+            if not first.is_complete:
+                break
+            if first.used and not first.is_reduced:  # what is frozen has no gradient
+                self._reduce(first)
             self._begun += 1
 
-    def finish(self, queue: Sequence[Bucket]) -> None:
+    def _end(self) -> None:
+        try:
+            with torch.no_grad():
+                self.finish()
+        finally:
+            self.leave()
+
+    def finish(self) -> None:
         """Average all the rest, and hand it over. A collective."""
         used, late, replicated = self._exchange()
-        for bucket in sorted(dict.fromkeys([*queue, *self._buckets]), key=lambda bucket: bucket.is_last):
+        for bucket in sorted(dict.fromkeys([*self._queue, *self._buckets]), key=lambda bucket: bucket.is_last):
             if not bucket.is_reduced and any(used[bucket]):
                 self._reduce(bucket)
         for bucket in late:
             self._reduce(bucket)
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self._waits.append(self._line.start(END_OF_PASS, partial(self._line.call, all_reduce, p.grad, "mean")))
+            self._waits.append(self._line.start(END_OF_PASS, partial(self._line.call, all_reduce, p.grad)))
         self._wait()
         for bucket in self._buckets:
             bucket.assign(used[bucket])
-            bucket.leave_pass()
 
-    def forget(self) -> None:
-        """Drop a pass that an exception has ended, once its collectives are over."""
-        self._wait()
+    def leave_unfinished(self) -> None:
+        """Forget a pass that an exception has ended, once its collectives are over."""
+        if self._is_open:
+            self._wait()
+            for bucket in self._buckets:
+                bucket.forget_pass()
+            self.leave()
+
+    def leave(self) -> None:
+        """Be ready for the next pass."""
         for bucket in self._buckets:
-            bucket.clear()
             bucket.leave_pass()
+        self._is_open, self._queue, self._begun = False, [], 0
+        self._pass.forget()
 
     def _wait(self) -> None:
-        waits, self._waits, self._begun = self._waits, [], 0
+        waits, self._waits = self._waits, []
         for wait in waits:
             wait()
 
     def _reduce(self, bucket: Bucket) -> None:
         for wait in self._waits[-1:]:
-            wait()  # there is one buffer
-        n_bytes = bucket.layout.numel * bucket.reduce_dtype.itemsize
-        self._waits.append(bucket.reduce(self._line, self._buffer[:n_bytes].view(bucket.reduce_dtype)))
+            wait()  # else whole gradients of many buckets would wait for their turn
+        with torch.no_grad():
+            self._waits.append(bucket.reduce(self._line))
 
     def _exchange(self) -> tuple[dict[Bucket, list[bool]], list[Bucket], list[nn.Parameter]]:
         """What has a gradient on any rank: parameters by bucket, buckets that got one late, replicated parameters."""
@@ -206,8 +296,16 @@ class Averager:
         flags += [bucket.is_reduced and any(map(has_whole_gradient, bucket.whole)) for bucket in self._buckets]
         flags += [p.grad is not None for p in self._replicated]
         notes = torch.tensor(flags, dtype=torch.float64, device=self._device)
-        self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes, "sum"))()
+        self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes))()
         found = iter([flag > 0 for flag in notes.tolist()])
         used = {bucket: [next(found) for _ in bucket.whole] for bucket in self._buckets}
         late = [bucket for bucket in self._buckets if next(found)]
         return used, late, [p for p in self._replicated if next(found)]
+
+
+def _call_alive(
+    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *given: object
+) -> None:
+    if (alive := owner()) is not None:
+        with alive._lock:
+            getattr(alive, method)(*(arg() for arg in args), *given)

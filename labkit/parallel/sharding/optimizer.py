@@ -25,10 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
-from labkit.parallel.sharding.layout import Layout, gradient_rows, own_rows, shard_parameter
-from labkit.parallel.sharding.reduce_scatter_ddp import MIB, ReduceScatterDDP, fill_buckets
+from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
+from labkit.parallel.sharding.rows import gather_rows, gradient_rows, own_rows, shard_parameter
 from labkit.parallel.sharding.state_dicts import consolidate, state_rows
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import find_transport, member_group
@@ -50,7 +49,6 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
         wrapper: a `ReduceScatterDDP`, whose group it takes.
         group: the process group; None: all ranks.
-        bucket_mb: updated parameters travel in buckets of about so many MiB.
         transport: as for `labkit.parallel.collectives.all_gather`.
         settings: those of `optimizer_cls`.
 
@@ -69,35 +67,30 @@ class ShardedOptimizer(Optimizer):
         *,
         wrapper: ReduceScatterDDP | None = None,
         group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 4.0,
         transport: str = AUTO,
         **settings: Any,
     ):
         group = group if wrapper is None else wrapper.group
         members = member_group(group)
-        self._group, self._transport, self._bucket_bytes = group, transport, bucket_mb * MIB
+        self._group, self._transport, self._place = group, transport, (members.rank(), members.size())
         self._inner: Optimizer | None = None
         self._shards: dict[Tensor, Any] = {}
         """This rank's rows of each parameter, views of its memory, as the inner optimizer has them."""
-        self._gathered: list[Any] = []
+        self._gathered: set[Any] = set()
         """Parameters that have been trained at any time."""
-        self._buckets: list[tuple[Layout, list[Any]]] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
         def prepare() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
             for refused, reason in REFUSED.items():
                 if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
                     raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
-            if bucket_mb <= 0:
-                raise ValueError(f"expected a bucket size above 0 MB, got {bucket_mb}")
             self._check_parameters()
             self._mesh = DeviceMesh.from_group(members, self._device.type)
             self._inner = optimizer_cls([self._shard_group(each) for each in self.param_groups], **settings)
             self.defaults = self._inner.defaults
             self._adopt_settings()
 
-        arguments = {"class": getattr(optimizer_cls, "__name__", ""), "bucket_mb": bucket_mb, "transport": transport}
+        arguments = {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport}
         self._on_all_ranks(prepare, arguments)
         self._which = f"rank {members.rank()} of {members.size()}"
         if members.size() > 1:
@@ -134,16 +127,16 @@ class ShardedOptimizer(Optimizer):
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
             raise ValueError("expected dense gradients, got a sparse one")
         for p, shard in self._shards.items():
-            shard._local_tensor = own_rows(p.detach(), self._mesh)  # the parameter's data may have been replaced
+            shard._local_tensor = own_rows(p.detach(), *self._place)  # the parameter's data may have been replaced
             if p.grad is not None:
-                local = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), self._mesh)
+                local = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), *self._place)
                 shard.grad = gradient_rows(local, shard)
         self._hand_settings_over()
         try:
             self._inner.step()
         finally:
             for p, shard in self._shards.items():
-                shard.grad, own = None, own_rows(p.detach(), self._mesh)
+                shard.grad, own = None, own_rows(p.detach(), *self._place)
                 if shard._local_tensor.data_ptr() != own.data_ptr():  # it has replaced the shard's data
                     own.copy_(shard._local_tensor)
         self._adopt_settings()
@@ -156,21 +149,10 @@ class ShardedOptimizer(Optimizer):
 
         Not those that have been frozen from the start.
         """
-        if self._mesh.size() == 1:
-            return
-        known = set(self._gathered)
-        gathered = [p for p in self._parameters if p.requires_grad or p in known]
-        if len(gathered) != len(known):
-            filled = fill_buckets(gathered, self._bucket_bytes, self._bucket_bytes)
-            self._gathered, self._buckets = gathered, [(Layout(bucket, self._mesh), bucket) for bucket in filled]
-            n_bytes = max(layout.numel * bucket[0].itemsize for layout, bucket in self._buckets)
-            self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
-        for layout, bucket in self._buckets:
-            vector = self._buffer[: layout.numel * bucket[0].itemsize].view(bucket[0].dtype)
-            own = layout.own_views(layout.own_part(vector))
-            torch._foreach_copy_(own, [own_rows(p, self._mesh) for p in bucket])
-            all_gather(vector, self._group, transport=self._transport)
-            layout.unpack(vector, bucket)
+        self._gathered |= {p for p in self._parameters if p.requires_grad}
+        if self._place[1] > 1:
+            trained = [p.detach() for p in self._parameters if p in self._gathered]
+            gather_rows(trained, self._group, transport=self._transport)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_`: the norm before, a scalar. A collective if gradients are in rows."""

@@ -13,29 +13,23 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
 """
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from labkit.parallel.backward_pass import BackwardPass
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
+from labkit.parallel.data_parallel.overlapped import MIB
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gradients import Averager, Bucket, Line
-from labkit.parallel.sharding.layout import Layout, shard_parameter
+from labkit.parallel.sharding.gradients import Bucket, GradientPass, Line
+from labkit.parallel.sharding.rows import shard_parameter
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import member_group
-
-MIB = 2**20
-HOOKS = ("_put_rows_aside", "_gradient_ready")  # before and after autograd adds a gradient
 
 
 class ReduceScatterDDP(nn.Module):
@@ -79,14 +73,13 @@ class ReduceScatterDDP(nn.Module):
         trained, frozen = ([p for p in parameters if p.requires_grad is is_trained] for is_trained in (True, False))
         sizes = bucket_mb * MIB, first_bucket_mb * MIB
         filled = [*fill_buckets(trained, *sizes), *fill_buckets(frozen, *sizes)]
-        self._buckets = [_bucket(f"bucket {number}", each, mesh) for number, each in enumerate(filled)]
+        self._buckets = []
+        for number, bucket in enumerate(filled):
+            shards = [shard_parameter(p, mesh, copy=False) for p in bucket]
+            self._buckets.append(Bucket(f"bucket {number}", bucket, shards, bucket))
         places = [bucket.place for bucket in self._buckets]
-        self._control, line = (Line(group, device, transport, places) for _ in range(2))
-        self._averager = Averager(self._buckets, self._control, line, device)
-        self._lock = threading.Lock()  # autograd calls hooks in one thread per device
-        self._pass, self._is_open = BackwardPass(), False
-        self._kept: dict[nn.Parameter, Tensor] = {}
-        """Rows of earlier passes, while a pass adds whole gradients."""
+        control, line = (Line(group, device, transport, places) for _ in range(2))
+        self._pass = GradientPass(self._buckets, control, line, device)
         self._hooked: set[nn.Parameter] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,21 +91,20 @@ class ReduceScatterDDP(nn.Module):
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled() or self._pass.is_running:
             return
-        self._leave_unfinished_pass()
+        self._pass.leave_unfinished()
         if [*map(id, self._known)] != [*map(id, self.module.parameters())]:
             raise ValueError("parameters were added, replaced or removed: change the model before wrapping it")
-        for number, bucket in enumerate(self._buckets):
-            for at, p in enumerate(bucket.whole):
-                self._hook(p, number, at)
+        for bucket in self._buckets:
+            for p in bucket.whole:
+                self._hook(p, bucket)
         if self._broadcasts and (buffers := list(self.module.buffers())):
             broadcast(buffers, self.group)
 
-    def _hook(self, p: Any, *place: int) -> None:
+    def _hook(self, p: Any, bucket: Bucket) -> None:
         if p.requires_grad and p not in self._hooked:
             self._hooked.add(p)
-            before, after = (partial(_call_alive, weakref.ref(self), hook, *place) for hook in HOOKS)
-            p.register_hook(before)
-            p.register_post_accumulate_grad_hook(after)
+            p.register_hook(self._pass.hook(self._pass.begin))  # before autograd adds to rows of earlier passes
+            p.register_post_accumulate_grad_hook(self._pass.hook(self._pass.note_gradient, bucket))
         if len(p._post_accumulate_grad_hooks or ()) > 1:
             raise ValueError("hooks after a gradient's accumulation would run before it is averaged: remove them")
 
@@ -123,42 +115,6 @@ class ReduceScatterDDP(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
-
-    def _put_rows_aside(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        self._begin_pass()
-        if isinstance(parameter.grad, DTensor):
-            self._kept[parameter], parameter.grad = parameter.grad, None
-
-    @torch.no_grad()
-    def _gradient_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        bucket.hear(parameter)
-        self._averager.reduce_complete(self._buckets)
-
-    def _begin_pass(self) -> None:
-        if not self._pass.is_running:
-            self._leave_unfinished_pass()
-            self._is_open = True
-            self._pass.begin(self._end_pass)
-
-    @torch.no_grad()
-    def _end_pass(self) -> None:
-        try:
-            self._averager.finish(self._buckets)
-        finally:
-            self._leave_pass()
-
-    def _leave_unfinished_pass(self) -> None:
-        """Forget a pass that an exception has ended, and what it was to be added to, once its collectives are over."""
-        if self._is_open:
-            self._averager.forget()
-            self._kept = {}
-            self._leave_pass()
-
-    def _leave_pass(self) -> None:
-        kept, self._kept, self._is_open = self._kept, {}, False
-        for p, rows in kept.items():
-            p.grad = rows if p.grad is None else rows.add_(p.grad)
-        self._pass.forget()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("a wrapper is one with those of other processes: save its `module`")
@@ -175,13 +131,6 @@ def fill_buckets(parameters: Sequence[nn.Parameter], size: float, first_size: fl
     return buckets
 
 
-def _bucket(place: str, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> Bucket:
-    shards = [shard_parameter(p, mesh, copy=False) for p in parameters]
-    bucket = Bucket(place, parameters, shards, Layout(parameters, mesh))
-    bucket.holders = list(parameters)
-    return bucket
-
-
 def _unsuitable(module: nn.Module) -> Exception | None:
     try:
         check_module(module, None)
@@ -193,11 +142,3 @@ def _unsuitable(module: nn.Module) -> Exception | None:
         if p.requires_grad and p.dtype not in FLOAT_TYPES:
             return ValueError(f"labkit adds real floating-point numbers only; {name} is trained and {p.dtype}")
     return None
-
-
-def _call_alive(wrapper: "weakref.ref[ReduceScatterDDP]", hook: str, *place: Any) -> None:
-    """The hook of a wrapper, if there still is one: what autograd keeps must not keep the model alive."""
-    if (alive := wrapper()) is not None:
-        with alive._lock:
-            bucket = alive._buckets[place[0]]
-            getattr(alive, hook)(bucket, bucket.whole[place[1]])

@@ -11,8 +11,6 @@ backward pass inside of a forward pass (`torch.autograd.grad`) averages nothing;
 needs stays until the next backward pass is over.
 """
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.utils import _apply_to_tensors
 
-from labkit.parallel.backward_pass import BackwardPass, tensors_in
+from labkit.parallel.backward_pass import tensors_in
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.sharding.flat import Flat, Token, Unit
-from labkit.parallel.sharding.gradients import Averager, Line
+from labkit.parallel.sharding.gather import Token, Unit
+from labkit.parallel.sharding.gradients import Bucket, GradientPass, Line
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -47,7 +45,7 @@ def keep_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
     module._call_impl = run  # type: ignore[method-assign]
 
 
-class Schedule:
+class Schedule(GradientPass):
     """Runs the units of a model, the last of which is the model itself."""
 
     def __init__(
@@ -62,19 +60,13 @@ class Schedule:
         prefetch: int,
         replicated: Sequence[nn.Parameter],
     ):
+        super().__init__(units, gathers, reductions, device, replicated=replicated, is_in_order=False)
         self._units, self._gathers = list(units), gathers
         self._compute_dtype, self._reshard, self._prefetch = compute_dtype, reshard_after_forward, prefetch
-        flats = [flat for unit in units for flat in unit.flats]
-        self._averager = Averager(flats, gathers, reductions, device, replicated)
-        n_bytes = max((flat.gathered_bytes for flat in flats), default=0)
-        self._buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        self._lock = threading.RLock()  # autograd calls hooks in one thread per device
-        self._pass = BackwardPass()
         self._is_inner = False
         """The backward pass is inside of a forward pass."""
         self._depth = 0
         self._entered: list[Unit] = []
-        self._queue: list[Flat] = []
         self._order: list[Unit] = []
         self._order_before: list[Unit] = []
         self._hooked: set[nn.Parameter] = set()
@@ -97,13 +89,12 @@ class Schedule:
 
     @disable_compile
     def _before(self, unit: Unit) -> None:
-        if not self._depth and not self._pass.is_running:
+        if not self._depth and not self.is_running:
             self._begin_forward()
         if not unit.is_attached:
             self._follow(unit)
         if self._is_recomputing:
-            for flat in unit.flats:
-                flat.heard.clear()
+            unit.ready.clear()
             self._enter(unit)
         else:
             self._gather(unit)
@@ -122,29 +113,24 @@ class Schedule:
         if not unit.depth and not unit.in_backward:
             unit.attach(whole=False)
             is_kept = not self._reshard and torch.is_grad_enabled()
-            for each in [unit] if self._depth or self._pass.is_running else self._units:  # and what was gathered ahead
+            for each in [unit] if self._depth or self.is_running else self._units:  # and what was gathered ahead
                 if not is_kept and not each.is_held:
                     each.release()
 
     def _begin_forward(self) -> None:
         if torch.is_grad_enabled():
-            self._leave_unfinished_pass()
+            self.leave_unfinished()
         self._order_before, self._order = self._order, []
         for unit in self._units:
             if unit.is_whole and (unit.is_stale or not unit.is_held):
                 unit.release()
 
     def _follow(self, unit: Unit) -> None:
-        for number, flat in enumerate(unit.flats):
-            flat.follow()
-            for p in flat.whole:
-                if p.requires_grad and p not in self._hooked:
-                    self._hooked.add(p)
-                    p.register_post_accumulate_grad_hook(self._hook("_gradient_ready", unit, number))
-
-    def _hook(self, name: str, unit: Unit, *args: object) -> Callable[..., None]:
-        """A hook for autograd, which does not keep the model alive."""
-        return partial(_call_alive, weakref.ref(self), name, self._units.index(unit), *args)
+        unit.follow()
+        for p in unit.whole:
+            if p.requires_grad and p not in self._hooked:
+                self._hooked.add(p)
+                p.register_post_accumulate_grad_hook(self.hook(self.note_gradient, unit))
 
     @disable_compile
     def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
@@ -154,35 +140,45 @@ class Schedule:
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
             unit.waits_for.add(token := Token())
-            node.register_prehook(
-                partial(_call_alive, weakref.ref(self), "_input_reached", self._units.index(unit), token)
-            )
+            node.register_prehook(partial(self.hook(self._input_reached, unit), token))
         return nodes
 
     @disable_compile
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
-                node.register_prehook(
-                    partial(_call_alive, weakref.ref(self), "_output_reached", self._units.index(unit))
-                )
+                node.register_prehook(self.hook(self._output_reached, unit))
 
     @property
     def _is_recomputing(self) -> bool:
-        return self._pass.is_running and not self._is_inner and torch.is_grad_enabled()
+        return self.is_running and not self._is_inner and torch.is_grad_enabled()
 
     def _gather(self, unit: Unit) -> None:
-        unit.start_gathering(self._gathers, self._buffer)
+        unit.start_gathering(self._gathers)
         unit.finish_gathering()
 
     def _gather_ahead(self, following: Sequence[Unit]) -> None:
-        for unit in [unit for unit in following if unit.flats][: self._prefetch]:
-            unit.start_gathering(self._gathers, self._buffer)
+        for unit in [unit for unit in following if unit.whole][: self._prefetch]:
+            unit.start_gathering(self._gathers)
 
-    # Backward: hooks, each in the lock
+    # Backward
+
+    def begin(self, *_: object) -> None:
+        """Note a sign of a backward pass. What an inner one reaches is not averaged."""
+        if not self.is_running:
+            super().begin()
+            self._is_inner = self._depth > 0
+
+    def note_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Note a gradient, average what is complete, and give back what is over."""
+        assert isinstance(bucket, Unit)
+        self.begin()
+        self._note(bucket)
+        super().note_gradient(bucket, parameter)
+        self._release_if_over(bucket)
 
     def _output_reached(self, unit: Unit, gradients: Any) -> None:
-        self._begin_pass()
+        self.begin()
         self._enter(unit)
         if torch.is_grad_enabled():  # a graph of this pass reads the parameters again
             for each in self._entered:
@@ -192,22 +188,6 @@ class Schedule:
         unit.waits_for.discard(token)
         unit.reached.add(token)
         self._release_if_over(unit)
-
-    @torch.no_grad()
-    def _gradient_ready(self, unit: Unit, flat: int, parameter: nn.Parameter) -> None:
-        self._begin_pass()
-        self._note(unit)
-        unit.flats[flat].hear(parameter)
-        if not self._is_inner:
-            self._averager.reduce_complete(self._queue)
-        self._release_if_over(unit)
-
-    def _begin_pass(self) -> None:
-        if not self._pass.is_running:
-            self._is_inner = self._depth > 0
-            if not self._is_inner:
-                self._leave_unfinished_pass()
-            self._pass.begin(self._end_pass)
 
     def _enter(self, unit: Unit) -> None:
         is_new = not unit.in_backward
@@ -223,45 +203,30 @@ class Schedule:
         if not unit.in_backward:
             unit.in_backward = True
             self._entered.append(unit)
-            self._queue += unit.flats
+            if not self._is_inner:
+                self.queue_bucket(unit)
 
     def _release_if_over(self, unit: Unit) -> None:
         if unit.in_backward and not unit.depth and unit.is_over:
             unit.release()
 
-    @torch.no_grad()
-    def _end_pass(self) -> None:
-        try:
-            if not self._is_inner:
-                used = {unit for unit in self._units if any(flat.used for flat in unit.flats)}
-                self._averager.finish(self._queue)
-                for unit in used:
-                    unit.is_held = False
-        finally:
-            self._leave_pass()
+    def finish(self) -> None:
+        """Average the rest, but for a pass that is inside of a forward pass."""
+        if not self._is_inner:
+            used = [unit for unit in self._units if unit.used]
+            super().finish()
+            for unit in used:
+                unit.is_held = False
 
-    def _leave_unfinished_pass(self) -> None:
-        """Forget a pass that an exception has ended, once its collectives are over."""
-        if self._entered:
-            self._averager.forget()
-            self._leave_pass()
-
-    def _leave_pass(self) -> None:
+    def leave(self) -> None:
+        """Give all units back that nothing needs."""
+        super().leave()
         for unit in self._units:
-            unit.leave_pass()
             if not unit.depth:
                 unit.attach(whole=False)
                 if not unit.is_held:
                     unit.release()
-        self._entered, self._queue, self._is_inner = [], [], False
-        self._pass.forget()
-
-
-def _call_alive(schedule: "weakref.ref[Schedule]", hook: str, unit: int, *args: Any) -> None:
-    """The hook of a schedule, if there still is one."""
-    if (alive := schedule()) is not None:
-        with alive._lock:
-            getattr(alive, hook)(alive._units[unit], *args)
+        self._entered, self._is_inner = [], False
 
 
 def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:

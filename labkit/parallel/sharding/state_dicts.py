@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from labkit.parallel.sharding.layout import as_distributed, local_rows
+from labkit.parallel.sharding.rows import as_distributed, local_rows
 
 
 @torch.no_grad()
@@ -41,22 +40,6 @@ def as_rows(name: str, value: Any, shard: Any) -> Any:
         raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
     rows = local_rows(value.detach().to(shard.device), shard)
     return as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
-
-
-def optimizer_rows(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state with rows in place of whole tensors; ValueError for other parameter groups."""
-    saved, groups = state["param_groups"], optimizer.param_groups
-    lengths = [[len(group["params"]) for group in each] for each in (saved, groups)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(f"expected groups of {lengths[1]} parameters, got {lengths[0]}")
-    names = [name for group in saved for name in group["params"]]
-    shards = [shard for group in groups for shard in group["params"]]
-    rows = {
-        name: {key: state_rows(value, shard) for key, value in state["state"][name].items()}
-        for name, shard in zip(names, shards, strict=True)
-        if name in state["state"]
-    }
-    return {**state, "state": rows}
 
 
 def state_rows(value: Any, shard: Any) -> Any:

@@ -83,11 +83,3 @@ class Transport(ABC):
                 self._vectors = [vector[:numel] for vector in memory.split(max(1, n_bytes // dtype.itemsize))]
             self._shape = (count, numel, dtype)
         return self._vectors
-
-    def scratch_bytes(self) -> int:
-        """Return the bytes of scratch memory that are kept now."""
-        return self._scratch.numel()
-
-    def release_scratch(self) -> None:
-        """Give scratch memory back; the next call makes it again."""
-        self._scratch, self._vectors, self._shape = self._scratch.new_empty(0), [], None

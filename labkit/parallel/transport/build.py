@@ -19,8 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from labkit.parallel.transport.base import SharedMemoryUnavailable
@@ -30,7 +29,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "
 BUILD_S = 120.0
 _SOURCE_ERROR = re.compile(r"\.(cpp|h|hpp):\d+:\d+: (fatal )?error: ")
 _PASSING = re.compile(r"no space left|cannot allocate|virtual memory|internal compiler error|killed", re.IGNORECASE)
-_libraries: list[ctypes.PyDLL | str] = []  # what the first call in this process found
+_libraries: list[ctypes.PyDLL | str] = []  # the first result in this process
 
 
 def load(patience_s: float = BUILD_S) -> ctypes.PyDLL:
@@ -65,7 +64,8 @@ def _find_or_build(patience_s: float) -> Path:
     if not library.exists():
         compiler = _find_compiler()
         folder.mkdir(exist_ok=True)
-        with _locked(folder / "lock", deadline):
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, which gives up in time
             if not library.exists():
                 _raise_earlier_failure(folder / "failure.txt", start_s)
                 _compile(compiler, folder, deadline)
@@ -143,18 +143,3 @@ def _cache_folder() -> Path:
                 return folder
     tried = " and ".join(map(str, candidates))
     raise SharedMemoryUnavailable(f"no private folder that may hold code: set XDG_CACHE_HOME to one (tried {tried})")
-
-
-@contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[None]:
-    """Hold a lock between processes, which ends with its process."""
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise SharedMemoryUnavailable("another process is still compiling it") from error
-                time.sleep(0.02)
-        yield

@@ -1,4 +1,4 @@
-"""Select the transport that serves a tensor: found once per group, device and preference; kept as long as the group."""
+"""Select the transport that serves a tensor: made once per group, device and preference; kept as long as the group."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def find_transport(
     if not isinstance(preference, str):
         return preference
     # Nearly every call asks again; the rest of the way would cost more than a short message.
-    known = dist.group.WORLD if group is None else group
-    if isinstance(known, dist.ProcessGroup):
-        selection = _selections.get(known, _NONE).get((device, preference))
+    member = dist.group.WORLD if group is None else group
+    if isinstance(member, dist.ProcessGroup):
+        selection = _selections.get(member, _NONE).get((device, preference))
         if selection is not None:
             return selection.transport
     return _select_once(group, device, preference).transport
@@ -74,17 +74,6 @@ def transport_in_use(
     return selection.transport.name, selection.reason
 
 
-def scratch_bytes(group: dist.ProcessGroup | None = None) -> int:
-    """Return the bytes of scratch memory that are kept for `group` now."""
-    return sum(transport.scratch_bytes() for transport in _group_transports(group))
-
-
-def release_scratch(group: dist.ProcessGroup | None = None) -> None:
-    """Give the scratch memory of `group` back; the next collective makes it again."""
-    for transport in _group_transports(group):
-        transport.release_scratch()
-
-
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is not in it."""
     if group is None:
@@ -97,14 +86,14 @@ def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _select_once(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Selection:
-    known = _selections.setdefault(member_group(group), {})
-    if (device, preference) not in known:
-        known[device, preference] = _select(member_group(group), device, preference, known, TAG)
-    return known[device, preference]
+    selections = _selections.setdefault(member_group(group), {})
+    if (device, preference) not in selections:
+        selections[device, preference] = _select(member_group(group), device, preference, selections, TAG)
+    return selections[device, preference]
 
 
 def _select(
-    group: dist.ProcessGroup, device: torch.device, preference: str, known: dict[_Key, Selection], tag: int
+    group: dist.ProcessGroup, device: torch.device, preference: str, selections: dict[_Key, Selection], tag: int
 ) -> Selection:
     if preference not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
@@ -116,7 +105,7 @@ def _select(
         if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
         return Selection(BatchTransport(group, device), "NCCL moves CUDA tensors")
-    existing = {each.transport.name: each.transport for each in known.values() if each.transport.device == _HOST}
+    existing = {each.transport.name: each.transport for each in selections.values() if each.transport.device == _HOST}
     reason = "requested" if preference == POINT_TO_POINT else ""
     if preference == AUTO and group.size() == 1:
         reason = "one rank alone sends nothing"
@@ -128,11 +117,6 @@ def _select(
                 raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
             reason = str(error)
     return Selection(existing.get(POINT_TO_POINT) or StreamTransport(group, tag), reason)
-
-
-def _group_transports(group: dist.ProcessGroup | None) -> set[Transport]:
-    """Return the transports of `group` that have been made and that all callers use."""
-    return {selection.transport for selection in _selections.get(member_group(group), _NONE).values()}
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -80,9 +80,6 @@ class SharedTransport(Transport):
     def piece_bytes(self, depth: int) -> int:
         return self._slot_bytes
 
-    def scratch_bytes(self) -> int:
-        return super().scratch_bytes() + self._mailboxes[self.rank].size()
-
 
 def _declare(library: ctypes.PyDLL) -> Any:
     longs = ctypes.POINTER(ctypes.c_long)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
+from labkit.costs.calibration import NCCL
 from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Sessions, Some, TimedConfig, TimeoutSeconds, one_of
@@ -21,6 +22,7 @@ from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReduce
 from labkit.studies.shared.tables import read_published
 
 KIB, MIB = 2**10, 2**20
+PEAK = "peak of the links"
 SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between processes
 
 Ranks = Annotated[int, Field(ge=1, le=64)]
@@ -41,6 +43,8 @@ class AllReduceConfig(TimedConfig):
     scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
     """Sizes at which SCHED_BATCH is compared with the default scheduling policy."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    gloo_up_to_bytes: Bytes = 10**9
+    """Longer tensors are averaged over NCCL alone, where there is NCCL."""
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
     repeats: int = Field(60, ge=1, le=100_000)
@@ -67,9 +71,10 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """NCCL first if there are GPUs; short tensors in several sessions, each by other processes."""
-    backends = ["nccl", "gloo"] if len(machine.gpus) > 1 else ["gloo"]
-    once = [point for backend in backends for point in _points(config, backend)]
+    """NCCL first if there are GPUs, and of gloo's torch's; short tensors in several sessions, by other processes."""
+    once = list(_points(config, "gloo"))
+    if len(machine.gpus) > 1:
+        once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
     short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]
     return [*once, *repeat_in_sessions(short, config.sessions)]
 
@@ -77,8 +82,9 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     over_transports = (TORCH, *(f"{AUTO}{OVER}{transport}" for transport in config.transports), FLOOR)
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
+    sizes = [n for n in config.sizes_bytes if backend == "nccl" or n <= config.gloo_up_to_bytes]
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
-    for world_size, n_bytes in product(worlds, config.sizes_bytes):
+    for world_size, n_bytes in product(worlds, sizes):
         common: dict[str, Any] = {"backend": backend, "world_size": world_size, "n_bytes": n_bytes}
         yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": algorithms})
         if backend == "gloo":
@@ -107,10 +113,23 @@ def torch_times(results: Results) -> pd.DataFrame:
     return table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
 
 
+def bandwidth(results: Results) -> pd.DataFrame:
+    """Bus bandwidth of torch's all-reduce by size and ranks; and over NCCL the peak of the GPUs' links."""
+    table = times(results)
+    table = table[table["algorithm"] == TORCH].sort_values(list(CONFIGURATION))
+    table = table[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
+    table = table.assign(line=[f"{ranks} ranks" for ranks in table["world_size"]])
+    over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
+    peak = pd.concat([over_nccl.head(1), over_nccl.tail(1)]).assign(
+        line=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan")
+    )
+    return pd.concat([peak.dropna(subset="busbw_gb_per_s"), table], ignore_index=True)
+
+
 def predictions(results: Results) -> pd.DataFrame:
     """Measured times of each algorithm, and those of its messages and bytes by the machine's calibration."""
     table = TIME.medians(results.frame)
-    table = table[(table["backend"] == "gloo") & table["algorithm"].isin(ALGORITHMS)]
+    table = table[table["algorithm"].isin(ALGORITHMS)]
     return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
 
 
@@ -118,7 +137,8 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
     cost, ranks = ALGORITHMS[row["algorithm"]].cost, int(row["world_size"])
     if results.calibration is None or cost is None:
         return None
-    return results.calibration.algorithm_s("gloo", row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
+    way = NCCL if row["backend"] == "nccl" else "gloo"
+    return results.calibration.algorithm_s(way, row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
 
 
 def published_times() -> pd.DataFrame:
@@ -145,7 +165,13 @@ LAB = Lab(
         "sizes_bytes": [10**6, 10**7, 10**8, 10**9],
         "repeats": 50,
     },
-    on_gpu={"world_sizes": [2, 4, 8], "sizes_bytes": [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB]},
+    on_gpu={
+        "world_sizes": [2, 4, 8],
+        "sizes_bytes": [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB],
+        "scheduling_bytes": [],
+        "sessions": 1,
+        "gloo_up_to_bytes": MIB,
+    },
     worker=measure,
     points=points,
     plugin_parameter="algorithms",
@@ -165,6 +191,15 @@ LAB = Lab(
                 panel="backend",
                 published=published_times,
             ),
+        ),
+        Report(
+            id="bandwidth",
+            text="What bandwidth do the links between ranks reach?",
+            table=bandwidth,
+            pick=lambda table: table["busbw_gb_per_s"].where(table["line"] != PEAK).idxmax(),
+            configuration=CONFIGURATION,
+            says="{world_size} ranks reach a bus bandwidth of {busbw_gb_per_s} GB/s with {n_bytes}.",
+            figure=Lines(source=bandwidth, x="n_bytes", y="busbw_gb_per_s", hue="line", panel="backend", log="x"),
         ),
         Compare(
             id="algorithms",

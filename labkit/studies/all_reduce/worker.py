@@ -34,6 +34,7 @@ RESERVED = frozenset((TORCH, AUTO, FLOOR, *ALGORITHMS))
 OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
 RANK_BYTES = 160 * 2**20  # resident memory of a rank, torch included
 N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
+CALLS_ON_GPU, SHORT_BYTES = 10, 2**24
 CHUNK = 2**16  # elements compared at a time, so that their float64 copies stay in cache
 FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time, which stay in cache
 
@@ -114,7 +115,9 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         dist.barrier()
         rows[name] |= row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=device)
         calls[name] = partial(reduce, tensor, op="sum")
-    clock = {"device": device, "prepare": lambda _: tensor.copy_(own), "before": dist.barrier}
+    # Of a short one over NCCL the host's launch is most of the time: a sample is the mean of several.
+    n_calls = CALLS_ON_GPU if device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
+    clock = {"device": device, "prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
     yield from timed_rows(rows, calls, **clock, **point.rounds)
 
 

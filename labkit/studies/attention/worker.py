@@ -37,6 +37,7 @@ MARGIN = 1.1  # allocators round up, and products have work areas
 NEEDS = f"needs {{}} ({MARGIN} times the prediction)"
 TOO_SLOW = "right, but too slow to time"
 WARM_UP_TOKENS = 64
+COMPILE_S = 5.0  # in a plan, for one shape: as long as on two cores of a CPU
 MIN_PEAK_BYTES = 64 * 2**20  # of naive attention: resident sets count whole pages, in which smaller peaks drown
 
 
@@ -70,6 +71,10 @@ class AttentionPoint(SessionPoint):
         if implementation in WHOLE_MATRIX or implementation not in RESERVED:  # a user's own may build the matrix
             return MARGIN * sum(explicit_peak(*size, causal=self.causal).values())
         return MARGIN * 2 * sum(tiled_saved(*size).values())  # as much again for gradients and tiles
+
+    @property
+    def planned_s(self) -> float:
+        return super().planned_s + COMPILE_S * (COMPILED in self.implementations)
 
     def skip_reason(self, machine: "Machine") -> str | None:
         """A reason if nothing fits; an implementation that does not fit becomes a row of its point."""

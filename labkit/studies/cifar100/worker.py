@@ -37,6 +37,8 @@ EPOCH, MEMORY = "epoch", "memory"
 DIGITS, CIFAR100 = "digits", "cifar100"
 N_IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
 RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch and what is trained included
+# In a plan: measured on two cores, and published for two GPUs (data/reference/cifar100_training_2gpu.csv).
+IMAGES_PER_S = {"cpu": 1000, "cuda": 25_000}
 N_COPIES = 3  # of the images on rank 0: the archive's members, the tensors, what is distributed
 GATE_UPDATES = 2
 # Enough to be wrong, few enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
@@ -65,6 +67,11 @@ class TrainingPoint(Point):
     device: str = "cpu"
     """ "cpu" or "cuda"; several ranks may share one CUDA device."""
     seed: int = 0
+
+    @property
+    def planned_s(self) -> float:
+        images = self.train_images or N_IMAGES[self.dataset]
+        return super().planned_s + len(self.implementations) * self.epochs * images / IMAGES_PER_S[self.device]
 
     def skip_reason(self, machine: "Machine") -> str | None:
         ranks = ranks_here(self.world_size)

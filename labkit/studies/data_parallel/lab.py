@@ -33,7 +33,7 @@ class DataParallelConfig(TimedConfig):
     """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
     workloads: Some[WorkloadName] = ["nano", "mini"]
-    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
+    world_sizes: Some[Annotated[int, Field(ge=1, le=64)]] = [2]
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     buckets_mb: list[Megabytes] = [1.0, 10.0, 100.0]
     """Sizes of every bucket in the sweep, on the last workload; elsewhere buckets are the default."""
@@ -81,6 +81,8 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
 
 def _points(config: DataParallelConfig, is_last: bool, about: dict[str, Any]) -> Iterator[DataParallelPoint]:
     names = [name for name in config.implementations if about["device"] == "cpu" or name not in OVER_SHARED_MEMORY]
+    if about["world_size"] == 1:
+        names = []
     bucketed = [name for name in BUCKETED if name in names]
     yield DataParallelPoint.of(config, sweep="wrappers", alternatives=(LOCAL, *dict.fromkeys(names)), **about)
     if bucketed and about["workload"] == config.workloads[0]:
@@ -137,6 +139,22 @@ def _costs(seconds: pd.DataFrame) -> Iterator[dict[str, Any]]:
         }
 
 
+def throughput(results: Results) -> pd.DataFrame:
+    """Samples per second of all ranks, and the share of linear scaling from the fewest, without averaging."""
+    rows = PHASES.samples(results.frame)
+    rows = rows[rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER]) & rows["implementation"].isin([LOCAL, *BUCKETED])]
+    keys = [*CONFIGURATION, "implementation"]
+    steps = rows.groupby([*keys, "repeat"])["seconds"].sum().groupby(keys).median()
+    table = steps.rename("step_s").reset_index().sort_values("world_size", kind="stable", ignore_index=True)
+    per_rank = [name for name in CONFIGURATION if name not in ("world_size", "backend")]
+    alone = table[table["implementation"] == LOCAL].drop_duplicates(per_rank)[[*per_rank, "step_s"]]
+    table = table.merge(alone, on=per_rank, suffixes=("", "_alone"))
+    return table.assign(
+        samples_per_s=table["world_size"] * table["batch"] / table["step_s"],
+        of_linear_percent=100 * table["step_s_alone"] / table["step_s"],
+    ).drop(columns="step_s_alone")
+
+
 def bucketed_row(table: pd.DataFrame) -> Any:
     """labkit's bucketed wrapper on the last workload, or the last row."""
     rows = table[table["implementation"] == "bucketed"]
@@ -188,10 +206,12 @@ LAB = Lab(
     },
     on_gpu={
         "workloads": ["resnet50", "small"],
-        "world_sizes": [2, 8],
+        "world_sizes": [1, 2, 4, 8],
         "batches": [16],
         "context_lengths": [512],
         "warmup": 2,
+        "image_size": 224,
+        "rounds_s": 3.0,
     },
     worker=measure,
     points=points,
@@ -207,6 +227,17 @@ LAB = Lab(
             configuration=CONFIGURATION,
             says="With {workload}, averaging makes a step {longer_percent}% longer; {hidden_percent}% of it hides.",
             figure=Timeline(source=timeline, start="start_s", duration="duration_s", lane="row", hue="lane"),
+        ),
+        Report(
+            id="throughput",
+            text="How does throughput grow with the number of ranks?",
+            table=throughput,
+            pick=bucketed_row,
+            configuration=CONFIGURATION,
+            says="{world_size} ranks process {samples_per_s} samples per second: {of_linear_percent}% of linear.",
+            figure=Lines(
+                source=throughput, x="world_size", y="samples_per_s", hue="implementation", panel="workload", log=""
+            ),
         ),
         Compare(
             id="fastest",

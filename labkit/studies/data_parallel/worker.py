@@ -63,6 +63,10 @@ class DataParallelPoint(TimedPoint):
     def series(self) -> tuple[Hashable, float]:
         return (self.sweep, self.world_size, self.batch, self.context_length), self.parameters
 
+    @property
+    def contests(self) -> int:
+        return int(self.sweep not in ("memory", "timeline"))
+
     def skip_reason(self, machine: "Machine") -> str | None:
         ranks, models = ranks_here(self.world_size), self._n_models()
         needed = ranks * (RANK_BYTES + N_COPIES * models * 4 * self.parameters)

@@ -189,6 +189,7 @@ LAB = Lab(
     on_gpu={
         "matmul_sizes": [2**k for k in range(6, 14)],
         "copy_sizes_bytes": [64, *(KIB * 4**k for k in range(11))],
+        "ranks": [2, 4, 8],
         "model": "small",
     },
     worker=measure,

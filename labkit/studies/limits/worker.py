@@ -55,6 +55,10 @@ class LimitPoint(TimedPoint):
         """Ranks begin at once, so that all of them compute while one is timed."""
         return super().rounds | {"device": self.device} | ({"before": dist.barrier} if self.world_size > 1 else {})
 
+    @property
+    def contests(self) -> int:
+        return len(self.sizes) if self.sweep == "exchange" else 1
+
     def skip_reason(self, machine: "Machine") -> str | None:
         largest = max(self.sizes, default=0)
         one = 8 * largest**2 if self.sweep == "products" else largest

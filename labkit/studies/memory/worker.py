@@ -57,6 +57,10 @@ class MemoryPoint(TimedPoint):
     def series(self) -> tuple[Hashable, float]:
         return (self.kind, self.size, self.precision, self.phases), self.context_length
 
+    @property
+    def contests(self) -> int:
+        return int(self.kind == CHECKPOINT and self.repeats > 0)
+
     def skip_reason(self, machine: "Machine") -> str | None:
         return skip_reason(machine, self.device, self._needed_bytes(), says="needs {} (predicted)")
 

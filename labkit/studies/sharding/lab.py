@@ -174,9 +174,9 @@ LAB = Lab(
     config=ShardingConfig,
     paper={"sizes": ["mini", "small"], "world_sizes": [2, 4], "batch": 4, "context_length": 64, "warmup": 1},
     on_gpu={
-        "sizes": ["large"],
+        "sizes": ["small", "medium"],
         "world_sizes": [2, 8],
-        "memory_world_sizes": [2, 8],
+        "memory_world_sizes": [2, 4, 8],
         "batch": 4,
         "context_length": 512,
         "warmup": 2,

@@ -76,6 +76,10 @@ class ShardingPoint(TimedPoint):
     def series(self) -> tuple[Hashable, float]:
         return (self.kind, self.transport, self.optimizer, self.world_size, self.batch), n_parameters(SIZES[self.size])
 
+    @property
+    def contests(self) -> int:
+        return int(self.kind == "time")
+
     def skip_reason(self, machine: "Machine") -> str | None:
         ranks = ranks_here(self.world_size)
         models = 1 if self.kind == "memory" else len(self.implementations) + 1

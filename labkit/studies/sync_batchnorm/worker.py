@@ -140,10 +140,10 @@ class Layer:
 
 
 class Collectives:
-    """The layer's collectives alone: count, mean and squared deviations gathered, two sums reduced."""
+    """The layer's collectives alone: three numbers per feature and the count gathered, two sums reduced."""
 
     def __init__(self, features: int, device: str):
-        self.statistics = torch.zeros(dist.get_world_size() * (2 * features + 1), dtype=torch.float64, device=device)
+        self.statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device)
         self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
 
     def forward(self) -> None:

@@ -27,6 +27,7 @@ INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "o
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
 EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
+COMPILE_S = 4.0  # in a plan, per layer: as long as on two cores of a CPU
 SETTLED_AFTER = 5  # steps of a process, after which a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 PROFILED_PASSES = 6  # at most: shares are means, without a verdict
@@ -54,6 +55,15 @@ class TrainingStepPoint(TimedPoint):
     def series(self) -> tuple[Hashable, float] | None:
         n = parameters_of(self.size)
         return ((self.sweep, self.device, self.precision), n) if n else None
+
+    @property
+    def contests(self) -> int:
+        return int(self.sweep in ("phases", "compile"))
+
+    @property
+    def planned_s(self) -> float:
+        shape = shape_of(self.size) if self.sweep == "compile" else None
+        return super().planned_s + COMPILE_S * (shape.n_layers if shape else 0)
 
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.sweep == "compile" and (reason := no_compiler_reason(self.device)):

@@ -1,0 +1,318 @@
+"""Context parallelism: each rank has a part of the sequence, and attention passes keys and values around.
+
+    q, k, v = (split_sequence(x, 2) for x in (q, k, v))      this rank's positions of (batch, heads, length, head dim)
+    output = ring_attention(q, k, v)                         of these positions; backward gives their gradients
+
+Rank r attends with its queries to one block of keys and values after the other, its own first. It merges the results by
+their softmax statistics. The next block travels around the ring while the present one is computed with, p-1 times
+forward and backward. The blocks' gradients follow one step behind, in the accumulator's dtype.
+
+`gather_attention` is the plain way: all K and V on every rank (all-gather), and a reduce-scatter of their gradients. It
+sends the same bytes, and holds p blocks at once instead of two.
+
+Layouts, for p ranks and causal attention in which query i sees keys up to i:
+
+    contiguous    rank r has the r-th of p parts. It needs r+1 of p blocks, so the last rank has the most work, and
+                  all ranks together take (p+1)/2p of the time well.
+    zigzag        rank r has the r-th and the r-th last of 2p parts. Of an earlier rank's block it sees the first half;
+                  of a later rank's, its second half of queries sees all. All ranks have the same work.
+
+`labkit.costs.communication.context_parallel_calls` lists the messages of a step.
+
+Sources: Liu, Zaharia & Abbeel 2023 (arXiv:2310.01889) for the ring; Dao 2023 (arXiv:2307.08691) for the statistics;
+Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2, for zigzag and for gathering.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from labkit.nn.attention import accumulator_dtype, check_attention_inputs
+from labkit.nn.tiled_attention import tiled_backward, tiled_forward
+from labkit.nn.transformer import RotaryPositions, Transformer
+from labkit.parallel.agreement import agree
+from labkit.parallel.background_comm import Channel
+from labkit.parallel.collectives import all_gather, reduce_scatter
+from labkit.parallel.exchange import exchange
+from labkit.parallel.transport import AUTO
+from labkit.parallel.transport.select_transport import member_group
+
+LAYOUTS = ("zigzag", "contiguous")
+Group = dist.ProcessGroup | None
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = True,
+    group: Group = None,
+    layout: str = "zigzag",
+    transport: str = AUTO,
+) -> Tensor:
+    """Attend to the whole sequence, of which each rank has (..., length / p, head dimension); return the same of it.
+
+    k and v may have fewer heads, as in `labkit.nn.attention`. float16, bfloat16, float32 or float64; sums are in
+    float32, or float64.
+
+    Raises ValueError, on all ranks, for an unknown layout, for shapes that do not fit together or differ between ranks,
+    and with zigzag for an odd local length: the sequence must be a multiple of p, or 2p.
+    """
+    return _attend(_Ring, q, k, v, is_causal, group, layout, transport)
+
+
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = True,
+    group: Group = None,
+    layout: str = "zigzag",
+    transport: str = AUTO,
+) -> Tensor:
+    """Compute what `ring_attention` does with all keys and values on every rank at once. Same arguments and errors."""
+    return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
+
+
+def context_parallel(
+    model: Transformer,
+    group: Group = None,
+    *,
+    attention: Callable[..., Tensor] = ring_attention,
+    layout: str = "zigzag",
+    transport: str = AUTO,
+) -> Transformer:
+    """Let a Transformer attend across ranks, and rotate at the positions of its layout; return it.
+
+    It then maps this rank's tokens, (B, S / p), to their logits. Average gradients over the ranks, as with data
+    parallelism: the mean of the ranks' mean losses is that of the sequence.
+    """
+    options = {"group": group, "layout": layout, "transport": transport}
+    for layer in model.layers:
+        block: Any = layer.attention
+        block.attend = lambda q, k, v, causal: attention(q, k, v, is_causal=causal, **options)
+        block.rotate = partial(_rotate, model.positions, group, layout)
+    return model
+
+
+def _rotate(positions: RotaryPositions, group: Group, layout: str, x: Tensor) -> Tensor:
+    length = x.shape[-2] * member_group(group).size()
+    if length > (longest := len(positions.cosines)):
+        raise ValueError(f"expected at most {longest} positions on all ranks together, got {length}")
+    return positions(x, local_positions(length, group=group, layout=layout).to(x.device))
+
+
+def local_positions(length: int, *, group: Group = None, layout: str = "zigzag") -> Tensor:
+    """Return this rank's positions in a sequence of `length`, (length / p,), int64.
+
+    Raises ValueError for a length that is not a multiple of p, or of 2p with zigzag.
+    """
+    members = member_group(group)
+    return _positions(length, members.rank(), members.size(), layout)
+
+
+def split_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zigzag") -> Tensor:
+    """Return this rank's positions of a tensor that has the whole sequence in dimension `dim`. Errors as above."""
+    return x.index_select(dim, local_positions(x.shape[dim], group=group, layout=layout).to(x.device))
+
+
+@torch.no_grad()
+def join_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zigzag", transport: str = AUTO) -> Tensor:
+    """Return the whole of a tensor that `split_sequence` has split, on every rank, without its graph. A collective."""
+    members = member_group(group)
+    p, length = members.size(), x.shape[dim] * members.size()
+    parts = x.new_empty(p, *x.shape)
+    parts[members.rank()] = x
+    all_gather(parts, group, transport=transport)
+    places = torch.cat([_positions(length, rank, p, layout) for rank in range(p)]).to(x.device)
+    return torch.cat(list(parts), dim).index_select(dim, places.argsort())
+
+
+def _positions(length: int, rank: int, p: int, layout: str) -> Tensor:
+    if layout not in LAYOUTS:
+        raise ValueError(f"expected a layout among {', '.join(LAYOUTS)}, got {layout!r}")
+    parts = 2 * p if layout == "zigzag" else p
+    if length < parts or length % parts:
+        raise ValueError(f"expected a sequence that {parts} parts divide, got {length} positions")
+    pieces = torch.arange(length).chunk(parts)
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
+
+
+class _Task(NamedTuple):
+    """What a call computes, and how its blocks travel."""
+
+    method: type[_Gathered]
+    is_causal: bool
+    group: dist.ProcessGroup
+    layout: str
+    transport: str
+
+    def visible(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
+        """Return the queries that see keys of a rank's block, these keys, and whether a causal mask is needed."""
+        everything, rank = slice(0, length), self.group.rank()
+        if not self.is_causal or source == rank:
+            return everything, everything, self.is_causal
+        if self.layout == "contiguous":
+            return (everything, everything, False) if source < rank else None
+        first, second = slice(0, length // 2), slice(length // 2, length)
+        return (everything, first, False) if source < rank else (second, everything, False)
+
+
+def _attend(
+    method: type[_Gathered], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Group, layout: str, transport: str
+) -> Tensor:
+    members, refusal = member_group(group), None
+    try:
+        check_attention_inputs(q, k, v)
+        local_positions(q.shape[-2] * members.size(), group=group, layout=layout)
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError(f"expected as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+    except ValueError as error:
+        refusal = error
+    description = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__}"
+    agree("shapes and options", description, members, device=q.device, refusal=refusal, transport=transport)
+    output: Tensor = _Attention.apply(q, k, v, _Task(method, is_causal, members, layout, transport))
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    """Forward and backward over blocks of keys and values. Saves q, k, v, the output and the logsumexp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
+        dtype = accumulator_dtype(q.dtype)
+        wide, length = q.to(dtype), q.shape[-2]
+        output = logsumexp = torch.empty(0)
+        for source, block in task.method(task, k, v).blocks():
+            if part := task.visible(source, length):
+                rows, columns, is_causal = part
+                keys, values = block[..., columns, :].to(dtype)
+                result = tiled_forward(wide[..., rows, :], keys, values, is_causal)
+                if source == task.group.rank():  # comes first, and all queries see some of its keys
+                    output, logsumexp = result
+                else:
+                    _merge(output[..., rows, :], logsumexp[..., rows], *result)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, logsumexp)
+        ctx.task = task
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        task, dtype = ctx.task, logsumexp.dtype
+        wide, output, grad = (x.to(dtype) for x in (q, output, grad))
+        grad_q = torch.zeros_like(wide)
+        blocks = task.method(task, k, v)
+        for source, block in blocks.blocks():
+            gradients = torch.zeros_like(block, dtype=dtype)
+            if part := task.visible(source, q.shape[-2]):
+                rows, columns, is_causal = part
+                keys, values = block[..., columns, :].to(dtype)
+                inputs = (wide[..., rows, :], keys, values, output[..., rows, :], logsumexp[..., rows])
+                changes = tiled_backward(*inputs, grad[..., rows, :], is_causal)
+                grad_q[..., rows, :] += changes[0]
+                gradients[..., columns, :] = torch.stack(changes[1:])
+            blocks.add(source, gradients)
+        grad_k, grad_v = blocks.finish().to(q.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Add the attention to further keys, in place: both outputs are weighted by their share of the softmax's sum."""
+    total = torch.logaddexp(logsumexp, other_logsumexp)
+    output.mul_((logsumexp - total).exp_().unsqueeze(-1)).addcmul_(
+        other, (other_logsumexp - total).exp_().unsqueeze(-1)
+    )
+    logsumexp.copy_(total)
+
+
+class _Gathered:
+    """All ranks' keys and values at once, and the way of their gradients back. A block is (2, ..., length / p, D)."""
+
+    def __init__(self, task: _Task, k: Tensor, v: Tensor) -> None:
+        self.group, self.transport, self.own = task.group, task.transport, torch.stack([k, v])
+        self.rank, self.p = task.group.rank(), task.group.size()
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank and its block: this rank's first, then those of the ranks before it."""
+        blocks = self.own.new_empty(self.p, *self.own.shape)
+        blocks[self.rank] = self.own
+        all_gather(blocks, self.group, transport=self.transport)
+        for step in range(self.p):
+            source = (self.rank - step) % self.p
+            yield source, blocks[source]
+
+    def add(self, source: int, gradients: Tensor) -> None:
+        """Hand over what this rank adds to the gradient of a block. Called for every block, in their order."""
+        if source == self.rank:
+            self._gradients = gradients.new_empty(self.p, *gradients.shape)
+        self._gradients[source] = gradients
+
+    def finish(self) -> Tensor:
+        """Return the gradient of this rank's block."""
+        total = torch.empty_like(self._gradients[0])
+        reduce_scatter(self._gradients, self.group, "sum", into=total.view(-1), transport=self.transport)
+        return total
+
+
+class _Ring(_Gathered):
+    """The same with one block at a time, from the left neighbor to the right one, while the caller computes."""
+
+    _total: Tensor
+    _landing: Tensor
+
+    def __init__(self, task: _Task, k: Tensor, v: Tensor) -> None:
+        super().__init__(task, k, v)
+        self._channel = _find_channel(task.group, k.device, task.transport)
+        self._wait: Callable[[], object] = lambda: None
+
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+        present, following = self.own, torch.empty_like(self.own)
+        for step in range(self.p):
+            wait = self._pass_on(present, following) if step < self.p - 1 else lambda: None
+            yield (self.rank - step) % self.p, present
+            wait()
+            present, following = following, present
+
+    def add(self, source: int, gradients: Tensor) -> None:
+        if source == self.rank:  # what others add arrives at the end
+            self._total = gradients
+            return
+        self._wait()
+        if (source + 1) % self.p != self.rank:  # the left neighbor has added to this block before
+            gradients += self._landing
+        self._landing = torch.empty_like(gradients)
+        self._wait = self._pass_on(gradients, self._landing)
+
+    def finish(self) -> Tensor:
+        self._wait()
+        return self._total + self._landing if self.p > 1 else self._total
+
+    def _pass_on(self, sent: Tensor, received: Tensor) -> Callable[[], object]:
+        right, left, via = (self.rank + 1) % self.p, (self.rank - 1) % self.p, self._channel.transport
+        return self._channel.start(lambda: exchange(sent, right, received, left, self.group, transport=via))
+
+
+_Channels = dict[tuple[torch.device, str], Channel]
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
+
+
+def _find_channel(group: dist.ProcessGroup, device: torch.device, transport: str) -> Channel:
+    """Return the group's thread and transport for blocks; made once, by all ranks together."""
+    channels = _channels.setdefault(group, {})
+    if (device, transport) not in channels:
+        channels[device, transport] = channel = Channel(group, device, transport)
+        channel.group = None  # else the group would live as long as its channel, and that as long as the group
+    return channels[device, transport]
