@@ -13,6 +13,7 @@ from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
+from labkit.scaling.published import arrangement
 from labkit.scaling.runs import Run, Runs
 
 MAX_MICRO_BATCH = 64
@@ -85,11 +86,6 @@ class Ranking:
     def first(self) -> Prediction:
         """The best layout; if none fits, the one that needs the least memory."""
         return self.found.prediction(self.order[0] if self.order else int(np.argmin(self.found.peak_gib)))
-
-
-def arrangement(layout: Layout) -> tuple[object, ...]:
-    """Degrees and sharding, by which two proposals differ; batch, chunks and recomputation are settings of them."""
-    return layout.tp, layout.pp, layout.cp, layout.shard
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
