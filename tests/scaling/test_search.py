@@ -22,7 +22,7 @@ def request(model=LLAMA_8B, gpus=16, seq_len=4096, global_batch=128, **fixed):
 @pytest.mark.parametrize(("model", "gpus"), [(GPT_1B, 1), (LLAMA_8B, 16), (LLAMA_70B, 64)])
 def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model, gpus):
     ranking = rank(request(model, gpus))
-    found = [ranking.found.prediction(row) for row in ranking.order]
+    found = [ranking.predictions.prediction(row) for row in ranking.order]
     assert all(impossible_reason(one.layout, model, 4096) is None for one in found)
     assert all(one.layout.gpus == gpus and one.fits for one in found)
     best, proposed = ranking.first(), ranking.proposed()
