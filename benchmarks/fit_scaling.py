@@ -40,7 +40,7 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-LEVEL, COVERED = 0.96, 0.94
+LEVEL, COVERED = 0.965, 0.95
 """Quantile of both ends' regressions, and the least share inside each end in a table of a fold."""
 MIN_ROWS, MAX_ROWS = 30, 100
 """Of a table in a fold: to demand that share, and at most in a regression."""

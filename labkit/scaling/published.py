@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from labkit.scaling import DATA, read_table
 from labkit.scaling.layout import Layout
-from labkit.scaling.model import Numbers, parameters
+from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Flags, Run, Runs
 from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
-DOUBLING = {"gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
+DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
 DIFFERENCE = {"architecture": 2.0, "shard": 1.0, "precision": 1.0, "recompute": 0.5, "framework": 1.0}
 """Columns -> how far a doubling or a difference is, in doublings of the parameters."""
 WITHOUT_MODEL, WITHOUT_FRAMEWORK = "without the model", "without the framework"
@@ -107,8 +107,7 @@ def held_out_s(fold: str) -> Numbers:
 
 def distances(runs: Runs, row: int, others: Runs) -> Numbers:
     """How unlike run `row` is to each of `others`, (m,); 1 is a doubling of the parameters."""
-    sizes = np.asarray(parameters(others)) / np.asarray(parameters(runs))[row]
-    away: Numbers = np.abs(np.log2(sizes))
+    away: Numbers = np.zeros(len(others))
     for name, weight in DOUBLING.items():
         away = away + weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))
     for name, weight in DIFFERENCE.items():

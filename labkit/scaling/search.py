@@ -59,14 +59,7 @@ class Request:
         return Run(self.model, self.usable, layout, self.seq_len, self.framework)
 
     def predict(self, layout: Layout) -> Prediction:
-        return predict(
-            self.model,
-            self.usable,
-            layout,
-            seq_len=self.seq_len,
-            framework=self.framework,
-            constants=self.constants,
-        )
+        return predict(self.run(layout), self.constants)
 
 
 @dataclass(frozen=True, eq=False)
