@@ -40,7 +40,7 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-LEVEL, COVERED = 0.96, 0.94
+LEVEL, COVERED = 0.965, 0.95
 """Quantile of both ends' regressions, and the least share inside each end in a table of a fold."""
 MIN_ROWS, MAX_ROWS = 30, 100
 """Of a table in a fold: to demand that share, and at most in a regression."""
@@ -242,7 +242,7 @@ def judge_families(published: Published) -> Iterator[dict[str, object]]:
         order = [int(row) for row in members[np.argsort(preference[members], kind="stable")] if predictions.fits[row]]
         if np.isfinite(measured[members]).sum() < MIN_LAYOUTS or not order:
             continue
-        chosen = distinct(order, lambda row: arrangement(runs, row), PROPOSED)
+        chosen = distinct(order, lambda row: arrangement(runs.origin[row].layout), PROPOSED)
         sizes = runs.tp[members] * runs.pp[members]
         smallest = members[np.lexsort((-runs.micro_batch[members], sizes, ~predictions.fits[members]))[0]]
         behind = [100 * (measured[row] / np.nanmin(measured[members]) - 1) for row in (*chosen, smallest)]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.scaling.model import parameters
 from labkit.scaling.published import Published
 from labkit.scaling.runs import Flags, Runs
 
@@ -71,7 +70,7 @@ def _by_kind(published: Published) -> Iterator[Flags]:
 
 def _largest(published: Published) -> Iterator[Flags]:
     """Of each table with several models, the largest one is left out."""
-    size = np.round(np.asarray(parameters(published.runs)))
+    size = np.round(published.runs.parameters)
     judged = np.zeros(len(size), dtype=bool)
     for name in np.unique(published.group):
         rows = (published.group == name) & published.is_timed

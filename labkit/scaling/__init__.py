@@ -1,6 +1,6 @@
 """Predicts training steps on 1 to 16,384 GPUs, with intervals. Numbers in, numbers out: no torch here.
 
-`predict(model, hardware, layout, seq_len=...)` gives seconds with intervals, a breakdown that adds up, and memory;
+`predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` a profile from three runs or more.
 
 ``hardware`` ``model`` ``layout`` ``runs`` ``table``      the question

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 
+import numpy as np
+
 from labkit.costs.communication import AlphaBeta, best_buckets
 from labkit.scaling import compute
 from labkit.scaling.constants import Constants
@@ -115,8 +117,8 @@ def advise(request: Request) -> Advice:
         best=best,
         first=first,
         runners_up=list(_runners_up(ranking, best)) if best else [],
-        remedies=[] if best and has_room(first) else _helpful(_remedies(request)),
-        changes=list(_changes(request)) if best else [],
+        remedies=[] if best and has_room(first) else _helpful(request),
+        changes=[_answer(*variation) for variation in _variations(request)] if best else [],
     )
 
 
@@ -159,16 +161,14 @@ def strategy(layout: Layout) -> str:
 
 def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[RunnerUp]:
     """The best layout of each strategy, or the one with the least memory if none fits."""
-    found, fits = ranking.found, set(ranking.order)
-    by_memory = sorted(range(len(ranking.layouts)), key=lambda row: found.peak_gib[row])
-    first: dict[str, int] = {}
-    for row in (*ranking.order, *by_memory):
-        first.setdefault(strategy(ranking.layouts[row]), row)
+    fits, first = set(ranking.order), dict[str, int]()
+    for row in (*ranking.order, *np.argsort(ranking.predictions.peak_gib)):
+        first.setdefault(strategy(ranking.layouts[row]), int(row))
     proposed = {one.layout for one in best}
-    for name in sorted(first):
-        prediction = found.prediction(first[name])
+    for name, row in sorted(first.items()):
+        prediction = ranking.predictions.prediction(row)
         if prediction.layout not in proposed:
-            yield RunnerUp(name, prediction, _cause(prediction, best[0]) if first[name] in fits else "memory")
+            yield RunnerUp(name, prediction, _cause(prediction, best[0]) if row in fits else "memory")
 
 
 def _cause(prediction: Prediction, best: Prediction) -> str:
@@ -184,64 +184,62 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
         ranking = rank(request)
     except ValueError:
         return Change(name, request, None)
-    if not ranking.order:
-        return Change(name, request, None)
-    found = ranking.found
-    roomy = [row for row in ranking.order if found.out_of_memory[row] < SAFE and not found.is_unstable[row]]
-    row = roomy[0] if with_room and roomy else ranking.order[0]
-    return Change(name, request, found.prediction(row))
+    rows, predictions = ranking.order, ranking.predictions
+    if with_room:
+        rows = [
+            row for row in rows if predictions.out_of_memory[row] < SAFE and not predictions.is_unstable[row]
+        ] or rows
+    return Change(name, request, predictions.prediction(rows[0]) if rows else None)
 
 
-def _remedies(request: Request) -> Iterator[Change]:
-    """Changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
+def _helpful(request: Request) -> list[Change]:
+    """Of each kind of remedy the first that leaves room to spare; if none does, those that fit."""
+    changes = []
+    for kind in _remedies(request):
+        tried = []
+        for name, changed in kind:
+            tried.append(_answer(name, changed, with_room=True))
+            if tried[-1].has_room:
+                break
+        changes += [change for change in tried if change.prediction][-1:]
+    return [change for change in changes if change.has_room] or changes
 
-    def answer(name: str, changed: Request) -> Change:
-        return _answer(name, changed, with_room=True)
 
-    for name, value in request.fixed.items():
-        others = {other: fixed for other, fixed in request.fixed.items() if other != name}
-        yield answer(f"not {name.replace('_', '-')} {value}", replace(request, fixed=others))
-    free = replace(request, fixed={name: value for name, value in request.fixed.items() if name != "dp"})
-    more = (factor * request.gpus for factor in GPU_FACTORS)
-    yield from _first_with_room(answer(f"{gpus} GPUs", replace(free, gpus=gpus)) for gpus in more)
-    present = request.hardware
-    larger = (HARDWARE[name] for name in LARGER if HARDWARE[name].memory_gib > present.memory_gib)
-    network = {"network_gbps": present.network_gbps, "gpus_per_node": present.gpus_per_node}
-    yield from _first_with_room(
-        answer(f"{request.gpus} x {card.name}", replace(request, hardware=card.with_network(**network)))  # type: ignore[arg-type]
-        for card in larger
-    )
-    low_precision = {**request.fixed, "options": frozenset({"low_precision_master"})}
-    yield answer("optimizer states in 16 bits", replace(request, fixed=low_precision))
+def _remedies(request: Request) -> Iterator[Iterable[tuple[str, Request]]]:
+    """Kinds of changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
+    fixed, present = request.fixed, request.hardware
+
+    def without(name: str) -> Request:
+        return replace(request, fixed={other: value for other, value in fixed.items() if other != name})
+
+    yield from ([(f"not {name.replace('_', '-')} {value}", without(name))] for name, value in fixed.items())
+    more = [factor * request.gpus for factor in GPU_FACTORS]
+    yield ((f"{gpus} GPUs", replace(without("dp"), gpus=gpus)) for gpus in more)
+    cards = [
+        HARDWARE[name].with_network(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
+        for name in LARGER
+        if HARDWARE[name].memory_gib > present.memory_gib
+    ]
+    yield ((f"{request.gpus} x {card.name}", replace(request, hardware=card)) for card in cards)
+    low_precision = {**fixed, "options": frozenset({"low_precision_master"})}
+    yield [("optimizer states in 16 bits", replace(request, fixed=low_precision))]
     if request.seq_len % 2 == 0:
         shorter = replace(request, seq_len=request.seq_len // 2, global_batch=2 * request.global_batch)
-        yield answer(f"sequences of {shorter.seq_len}", shorter)
+        yield [(f"sequences of {shorter.seq_len}", shorter)]
 
 
-def _helpful(changes: Iterable[Change]) -> list[Change]:
-    """Changes that leave room to spare; if there are none, changes that fit."""
-    fitting = [change for change in changes if change.prediction]
-    return [change for change in fitting if change.has_room] or fitting
-
-
-def _first_with_room(changes: Iterator[Change]) -> Iterator[Change]:
-    if change := next((one for one in changes if one.has_room), None):
-        yield change
-
-
-def _changes(request: Request) -> Iterator[Change]:
-    """Variations of the network, the number of GPUs, the sequence, and the precision."""
-    network = request.hardware.network_gbps
-    if request.gpus > request.hardware.gpus_per_node:
+def _variations(request: Request) -> Iterator[tuple[str, Request]]:
+    """The request with another network, number of GPUs, sequence, batch or precision."""
+    hardware, gpus, batch = request.hardware, request.gpus, request.global_batch
+    if gpus > hardware.gpus_per_node:
         for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
-            changed = request.hardware.with_network(network_gbps=factor * network)
-            yield _answer(name, replace(request, hardware=changed))
-    if request.gpus % 2 == 0:
-        yield _answer("half the GPUs", replace(request, gpus=request.gpus // 2))
-    yield _answer("twice the GPUs", replace(request, gpus=2 * request.gpus))
-    if request.global_batch % 2 == 0:
-        longer = replace(request, seq_len=2 * request.seq_len, global_batch=request.global_batch // 2)
-        yield _answer("sequences twice as long", longer)
-        yield _answer("half the tokens per step", replace(request, global_batch=request.global_batch // 2))
-    if request.precision != "fp8" and request.hardware.fp8_ratio > 1:
-        yield _answer("fp8 matmuls", replace(request, precision="fp8"))
+            changed = hardware.with_network(network_gbps=factor * hardware.network_gbps)
+            yield name, replace(request, hardware=changed)
+    if gpus % 2 == 0:
+        yield "half the GPUs", replace(request, gpus=gpus // 2)
+    yield "twice the GPUs", replace(request, gpus=2 * gpus)
+    if batch % 2 == 0:
+        yield "sequences twice as long", replace(request, seq_len=2 * request.seq_len, global_batch=batch // 2)
+        yield "half the tokens per step", replace(request, global_batch=batch // 2)
+    if request.precision != "fp8" and hardware.fp8_ratio > 1:
+        yield "fp8 matmuls", replace(request, precision="fp8")

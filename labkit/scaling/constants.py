@@ -7,7 +7,7 @@ ln(value) around it, within `low` and `high`. Other constants are declared, with
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -34,12 +34,12 @@ class Constant:
 
     quantity: str
     key: str
+    source: str
     value: float
     prior: float
     spread: float
     low: float
     high: float
-    source: str
 
     @property
     def is_fitted(self) -> bool:
@@ -71,59 +71,40 @@ class Constants:
     def rows(self, runs: Runs) -> "Rows":
         return Rows(self, runs)
 
+    def value(self, quantity: str, name: str) -> float:
+        """A name's value, else its nearest ancestor's, else the default."""
+        values = self.table[quantity]
+        while name not in values and name in self.parents:
+            name = self.parents[name]
+        return values[next(key for key in (name, "default", "all") if key in values)]
+
     def with_profile(self, profile: Profile) -> "Constants":
         """These constants and a user's profile, which runs name as their framework."""
-        table = {quantity: dict(values) for quantity, values in self.table.items()}
-        for quantity, value in profile.values.items():
-            table[quantity][profile.name] = value
+        new = {quantity: {**self.table[quantity], profile.name: value} for quantity, value in profile.values.items()}
         parents = {**self.parents, profile.name: profile.base}
-        return replace(self, table=table, parents=parents, calibrated=self.calibrated | {profile.name})
+        return Constants({**self.table, **new}, parents, self.calibrated | {profile.name})
 
 
-class Rows:
+class Rows(dict[str, Numbers]):
     """The constants of every row of some runs: `rows["launch_s"]` has shape (n,)."""
 
     def __init__(self, constants: Constants, runs: Runs) -> None:
-        self._constants = constants
-        self._runs = runs
-        self._cache: dict[str, Numbers] = {}
+        super().__init__()
+        self._constants, self._runs = constants, runs
 
-    def __getitem__(self, quantity: str) -> Numbers:
-        if quantity not in self._cache:
-            self._cache[quantity] = self._look_up(quantity)
-        return self._cache[quantity]
-
-    def _look_up(self, quantity: str) -> Numbers:
-        values = self._constants.table[quantity]
-        if "all" in values and len(values) == 1:
-            return np.full(len(self._runs), values["all"])
+    def __missing__(self, quantity: str) -> Numbers:
+        """A quantity's values, on first use."""
         names, codes = self._runs.codes["architecture" if quantity in BY_ARCHITECTURE else "framework"]
-        return np.array([self._value(values, str(name)) for name in names])[codes]
-
-    def _value(self, values: Mapping[str, float], name: str) -> float:
-        """A name's value, else its nearest ancestor's, else the default."""
-        at: str | None = name
-        while at is not None:
-            if at in values:
-                return values[at]
-            at = self._constants.parents.get(at)
-        return values["default"] if "default" in values else values["all"]
+        self[quantity] = np.array([self._constants.value(quantity, str(name)) for name in names])[codes]
+        return self[quantity]
 
 
 @cache
 def read_constants() -> tuple[Constant, ...]:
     """The rows of `constants.csv`."""
+    numbers = ("value", "prior", "spread", "low", "high")
     return tuple(
-        Constant(
-            quantity=row["quantity"],
-            key=row["key"],
-            value=float(row["value"]),
-            prior=float(row["prior"] or 0),
-            spread=float(row["spread"] or 0),
-            low=float(row["low"] or 0),
-            high=float(row["high"] or 0),
-            source=row["source"],
-        )
+        Constant(row["quantity"], row["key"], row["source"], *(float(row[name] or 0) for name in numbers))
         for row in read_table("constants")
     )
 

@@ -12,13 +12,13 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
-from labkit.scaling.model import Numbers, parameters
+from labkit.scaling.model import Numbers
 from labkit.scaling.published import Published, load_published
 from labkit.scaling.runs import Flags, Runs
 
 FLOORS: Mapping[str, float] = {
     **dict.fromkeys(("on_nanotron", "on_vtrain", "on_vtrain_node", "on_mosaic", "on_nemo"), 0.1),
-    **{"on_others": 0.2, "framework": 0.48, "engine": 0.05},
+    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "unknown_nodes": 0.08},
     **{"nodes": 0.0, "pipeline": 0.0, "tensor_over_nodes": 0.0, "unstable": 0.0, "larger": 0.1},
     **{"gpus": 0.03, "size": 0.02, "length": 0.1, "architecture": 0.1, "kind": 0.04},
 }
@@ -79,7 +79,7 @@ def _limits(runs: Runs) -> Limits:
         gpus=float(runs.gpus.max()),
         seq_len=float(runs.seq_len.max()),
         cp=float(runs.cp.max()),
-        log_sizes=np.unique(np.log2(np.asarray(parameters(runs)))),
+        log_sizes=np.unique(np.log2(runs.parameters)),
         architectures=frozenset(runs.architecture.tolist()),
         kinds=frozenset().union(*_kinds(runs)),
     )
@@ -98,7 +98,7 @@ def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
     columns["pipeline"] = np.where(runs.nodes > 1, np.log2(runs.pp), 0.0)
     columns["tensor_over_nodes"] = np.maximum(np.log2(runs.tp / np.maximum(runs.gpus_per_node, runs.link_gpus)), 0.0)
     columns["unstable"] = unstable.astype(float)
-    sizes, kinds, everything = np.log2(np.asarray(parameters(runs))), _kinds(runs), ground.everything
+    sizes, kinds, everything = np.log2(runs.parameters), _kinds(runs), ground.everything
     is_wide = (runs.pp > 1) & (runs.nodes > 1)  # an unknown engine may do work that none predicts
     for name in np.unique(runs.framework).tolist():
         rows, limits = runs.framework == name, ground.limits(name)
@@ -109,6 +109,7 @@ def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
         columns["size"][rows] = np.abs(sizes[rows][:, None] - limits.log_sizes[None, :]).min(axis=1)
         columns["larger"][rows] = np.sqrt(np.maximum(sizes[rows] - limits.log_sizes[-1], 0.0))
         columns["kind"][rows] = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
+    columns["unknown_nodes"] = (columns["framework"] + columns["kind"]) * columns["nodes"]
     longer = np.maximum(np.log2(runs.seq_len / everything.seq_len), 0.0)
     columns["length"] = longer + np.maximum(np.log2(runs.cp / everything.cp), 0.0)
     columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)
@@ -130,7 +131,7 @@ def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
         yield "framework without published runs: calibrate with three runs of it"
     if runs.gpus[row] > limits.gpus:
         yield f"extrapolated: {runs.gpus[row]:.0f} GPUs, fitted up to {limits.gpus:.0f}{where}"
-    size = float(np.log2(np.asarray(parameters(runs))[row]))
+    size = float(np.log2(runs.parameters[row]))
     nearest = float(limits.log_sizes[np.abs(limits.log_sizes - size).argmin()])
     if abs(nearest - size) > 1:
         billions, nearest_billions = 2**size / 1e9, 2**nearest / 1e9

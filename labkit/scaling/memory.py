@@ -49,12 +49,12 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
     keeps_scores = (unfused > 0) & (runs.recompute == "none")
     scores = np.where(keeps_scores, 5 * runs.heads * runs.seq_len / runs.cp, 0.0)
     around = np.where(fused > 0, 8, 10) * runs.hidden
-    kept = around * runs.sequence_share + (inside + scores) / runs.tp
-    kept = np.where(runs.has("op_recompute"), 0.5 * kept, kept)
+    saved = around * runs.sequence_share + (inside + scores) / runs.tp
+    saved = np.where(runs.has("op_recompute"), 0.5 * saved, saved)
     only_input = 2 * runs.hidden * runs.sequence_share
-    kept = np.where(runs.has("layer_recompute"), 0.5 * (kept + only_input), kept)
-    again = np.where(runs.recompute == "full", runs.tokens * kept, 0.0)
-    return runs.tokens * np.where(runs.recompute == "full", only_input, kept), again
+    saved = np.where(runs.has("layer_recompute"), 0.5 * (saved + only_input), saved)
+    again = np.where(runs.recompute == "full", runs.tokens * saved, 0.0)
+    return runs.tokens * np.where(runs.recompute == "full", only_input, saved), again
 
 
 def micro_batches_alive(runs: Runs) -> Numbers:
@@ -82,8 +82,8 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     gradients = np.where(low, 2.0, constants["gradient_bytes"][:, None]) * parameters
     gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
     optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
-    kept, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
-    activations = (kept * constants["activation_scale"])[:, None] * layers * runs.cached(micro_batches_alive)
+    saved, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
+    activations = (saved * constants["activation_scale"])[:, None] * layers * runs.cached(micro_batches_alive)
     held = _held_gathers(runs, constants)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
     buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)

@@ -81,8 +81,8 @@ def find_model(name: str) -> Model:
 
     A bare size, `7B`, is the first model of that size. ValueError, with the nearest names, for an unknown one.
     """
-    by_name = {_letters(known): model for known, model in NAMED.items()}
-    by_name |= {_letters(alias): NAMED[known] for alias, known in _ALIASES.items()}
+    by_name = {_letters(name): model for name, model in NAMED.items()}
+    by_name |= {_letters(alias): NAMED[name] for alias, name in _ALIASES.items()}
     words = _letters(name.strip().rpartition("/")[2])
     while True:
         if words in by_name:
@@ -144,8 +144,8 @@ def _refuse_constant(text: str) -> NoReturn:
 def _model(config: Mapping[str, Any], name: str) -> Model:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ValueError(f"expected a config.json with a model_type among {known}; got {str(kind)[:40]!r}")
+        kinds = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"expected a config.json with a model_type among {kinds}; got {str(kind)[:40]!r}")
     names, ffn_gated, tied = _ARCHITECTURES[kind]
     sizes = {size: _size(config, key, is_optional=size in _OPTIONAL) for size, key in names.items()}
     if not sizes.get("ffn"):

@@ -7,7 +7,6 @@ import numpy as np
 
 from labkit.scaling import memory
 from labkit.scaling.constants import Constants, Rows, load_constants
-from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import (
     MAX_DISTANCE,
     Ground,
@@ -18,7 +17,7 @@ from labkit.scaling.intervals import (
     load_widths,
 )
 from labkit.scaling.layout import Layout, impossible_reason
-from labkit.scaling.model import Model, Numbers, step_flops
+from labkit.scaling.model import Numbers, step_flops
 from labkit.scaling.runs import Flags, Run, Runs
 from labkit.scaling.step_time import PARTS, breakdown, slow_engine_s, step_s
 
@@ -86,8 +85,11 @@ class Predictions:
 
     def prediction(self, row: int) -> Prediction:
         """One of them, whether it is too far from measured ground or not."""
-        layout: Layout = self.runs.origin[row].layout
-        parts = self.stages.parts
+        layout = self.runs.origin[row].layout
+        stages = [
+            {name: float(values[row, stage]) / memory.GIB for name, values in self.stages.parts.items()}
+            for stage in range(layout.pp)
+        ]
         return Prediction(
             layout=layout,
             step_s=float(self.step_s[row]),
@@ -95,10 +97,7 @@ class Predictions:
             distance=float(self.distance[row]),
             parts_s={name: float(self.parts_s[name][row]) for name in PARTS},
             mfu=float(self.mfu[row]),
-            memory_gib=[
-                {name: float(parts[name][row, stage]) / memory.GIB for name in memory.PARTS}
-                for stage in range(layout.pp)
-            ],
+            memory_gib=stages,
             peak_gib=float(self.peak_gib[row]),
             out_of_memory=float(self.out_of_memory[row]),
             is_unstable=bool(self.is_unstable[row]),
@@ -121,22 +120,14 @@ class Predictions:
         return f"too far from every published run for a number ({reasons}): measure one run of this kind and calibrate"
 
 
-def predict(
-    model: Model,
-    hardware: Hardware,
-    layout: Layout,
-    *,
-    seq_len: int,
-    framework: str = "generic",
-    constants: Constants | None = None,
-) -> Prediction:
+def predict(run: Run, constants: Constants | None = None) -> Prediction:
     """One training step. ValueError if the layout cannot run the model, or for a run too far from measured ground."""
-    if reason := impossible_reason(layout, model, seq_len):
+    if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
-    found = predict_runs(Runs([Run(model, hardware, layout, seq_len, framework)]), constants)
-    if reason := found.refusal_reason(0):
+    predictions = predict_runs(Runs([run]), constants)
+    if reason := predictions.refusal_reason(0):
         raise ValueError(reason)
-    return found.prediction(0)
+    return predictions.prediction(0)
 
 
 def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:

@@ -7,12 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling import DATA, read_table
-from labkit.scaling.model import Numbers, parameters
+from labkit.scaling.layout import Layout
+from labkit.scaling.model import Numbers
 from labkit.scaling.runs import Flags, Run, Runs
 from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
+DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
+DIFFERENCE = {"architecture": 2.0, "shard": 1.0, "precision": 1.0, "recompute": 0.5, "framework": 1.0}
+"""Columns -> how far a doubling or a difference is, in doublings of the parameters."""
 WITHOUT_MODEL, WITHOUT_FRAMEWORK = "without the model", "without the framework"
 """Folds in `cross_validated.csv`."""
 
@@ -103,17 +107,12 @@ def held_out_s(fold: str) -> Numbers:
 
 def distances(runs: Runs, row: int, others: Runs) -> Numbers:
     """How unlike run `row` is to each of `others`, (m,); 1 is a doubling of the parameters."""
-
-    def apart(name: str, weight: float) -> Numbers:
-        return weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))
-
-    def differs(name: str, weight: float) -> Numbers:
-        return weight * (getattr(others, name) != getattr(runs, name)[row])
-
-    sizes = np.log2(np.asarray(parameters(others)) / np.asarray(parameters(runs))[row])
-    found = np.abs(sizes) + apart("gpus", 0.5) + apart("seq_len", 0.5) + apart("tp", 0.3) + apart("pp", 0.3)
-    found += apart("cp", 0.5) + differs("architecture", 2.0) + differs("shard", 1.0) + differs("precision", 1.0)
-    return found + differs("recompute", 0.5) + differs("framework", 1.0)
+    away: Numbers = np.zeros(len(others))
+    for name, weight in DOUBLING.items():
+        away = away + weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))
+    for name, weight in DIFFERENCE.items():
+        away = away + weight * (getattr(others, name) != getattr(runs, name)[row])
+    return away
 
 
 def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
@@ -123,12 +122,10 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
     """
     published, runs = load_published(), load_published().runs
     predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
-    distance = distances(Runs([run]), 0, runs)
-    distance = np.where(published.is_timed & np.isfinite(predicted), distance, np.inf)
+    away = distances(Runs([run]), 0, runs)
+    away = np.where(published.is_timed & np.isfinite(predicted), away, np.inf)
     chosen: dict[tuple[object, ...], int] = {}
-    for row in np.argsort(distance, kind="stable"):
-        if len(chosen) == count or not np.isfinite(distance[row]):
-            break
+    for row in np.argsort(away, kind="stable")[: np.isfinite(away).sum()]:
         chosen.setdefault((published.group[row], published.model[row], runs.gpus[row]), int(row))
     return [
         PublishedRow(
@@ -136,31 +133,25 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
             model=str(published.model[row]),
             gpu=str(published.gpu[row]),
             gpus=int(runs.gpus[row]),
-            arrangement=arrangement(runs, row),
+            arrangement=arrangement(runs.origin[row].layout),
             step_s=float(published.step_s[row]),
             mfu=float(published.mfu[row]),
             predicted_s=float(predicted[row]),
-            distance=float(distance[row]),
+            distance=float(away[row]),
         )
-        for row in chosen.values()
+        for row in list(chosen.values())[:count]
     ]
 
 
-def nearest_key(runs: Runs, row: int) -> tuple[str, float]:
-    """File and line of the timed published run most like run `row`, and its distance."""
-    published, timed = load_published(), _timed_runs()
-    distance = distances(runs, row, timed)
-    at = int(distance.argmin())
-    return str(published.key[published.is_timed][at]), float(distance[at])
-
-
-@cache
-def _timed_runs() -> Runs:
+def nearest_keys(runs: Runs) -> list[tuple[str, float]]:
+    """File and line of the timed published run most like each of these, and its distance."""
     published = load_published()
-    return published.runs.take(published.is_timed)
+    timed, keys = published.runs.take(published.is_timed), published.key[published.is_timed]
+    away = [distances(runs, row, timed) for row in range(len(runs))]
+    return [(str(keys[one.argmin()]), float(one.min())) for one in away]
 
 
-def arrangement(runs: Runs, row: int) -> str:
-    """Degrees and sharding of a run: "tp 2 pp 4 cp 1 dp 8 zero1"."""
-    degrees = [f"{name} {int(getattr(runs, name)[row])}" for name in ("tp", "pp", "cp", "dp")]
-    return " ".join([*degrees, str(runs.shard[row])])
+def arrangement(layout: Layout) -> str:
+    """Degrees and sharding, by which layouts differ most: "tp 2 pp 4 cp 1 dp 8 zero1"."""
+    degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp")]
+    return " ".join([*degrees, layout.shard])

@@ -1,6 +1,6 @@
 """Many runs as columns, so that a table of thousands is one evaluation of every formula."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.layout import Layout
-from labkit.scaling.model import Model, Numbers, embedding_parameters, kv_width, layer_parameters, query_width
+from labkit.scaling.model import (
+    Model,
+    Numbers,
+    embedding_parameters,
+    kv_width,
+    layer_parameters,
+    parameters,
+    query_width,
+)
 
 Flags = NDArray[np.bool_]
 Texts = NDArray[np.str_]
@@ -20,6 +28,14 @@ _OWNERS = {
     for field in fields(owner)
 } | {"seq_len": None, "framework": None}
 """Column -> the part of a run that has it; None is the run itself."""
+_DERIVED: Mapping[str, Callable[[Any], Any]] = {
+    "parameters": parameters,
+    "layer_parameters": layer_parameters,
+    "embedding_parameters": embedding_parameters,
+    "query_width": query_width,
+    "kv_width": kv_width,
+}
+"""Columns that are functions of a model."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,7 @@ class Run:
 
 
 class Runs:
-    """Columns of n runs: every field of their models, hardware and layouts, float64 or texts of shape (n,)."""
+    """Columns of n runs: every field and size of their models, hardware and layouts, float64 or texts of shape (n,)."""
 
     shard: Texts
     recompute: Texts
@@ -51,11 +67,14 @@ class Runs:
 
     def __getattr__(self, name: str) -> Numbers:
         """A column, on first use."""
-        if name not in _OWNERS:
+        if name in _DERIVED:
+            column = np.asarray(_DERIVED[name](self))
+        elif name in _OWNERS:
+            owner = _OWNERS[name]
+            values = np.array([getattr(getattr(run, owner) if owner else run, name) for run in self.origin])
+            column = values if values.dtype.kind == "U" else values.astype(np.float64)
+        else:
             raise AttributeError(name)
-        part = _OWNERS[name]
-        values = np.array([getattr(getattr(run, part) if part else run, name) for run in self.origin])
-        column = values if values.dtype.kind == "U" else values.astype(np.float64)
         self.__dict__[name] = column
         return column
 
@@ -105,19 +124,3 @@ class Runs:
     def sequence_share(self) -> Numbers:
         """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1 without."""
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
-
-    @cached_property
-    def layer_parameters(self) -> Numbers:
-        return np.asarray(layer_parameters(self))
-
-    @cached_property
-    def embedding_parameters(self) -> Numbers:
-        return np.asarray(embedding_parameters(self))
-
-    @cached_property
-    def query_width(self) -> Numbers:
-        return np.asarray(query_width(self))
-
-    @cached_property
-    def kv_width(self) -> Numbers:
-        return np.asarray(kv_width(self))

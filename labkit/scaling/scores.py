@@ -81,12 +81,12 @@ def training(
 def exposed_by_ratio() -> pd.DataFrame:
     """The exposed share of a published step in percent against compute over communication, by kind of parallelism."""
     published = load_published()
-    runs, found = published.runs, predict_runs(published.runs)
+    runs, predictions = published.runs, predict_runs(published.runs)
     ratios = compute_comm_ratio(runs, load_constants().rows(runs))
     tables = []
     for kind in KINDS:
         rows = np.flatnonzero(published.is_timed & np.isfinite(ratios[kind.name]))
-        exposed = 100 * found.parts_s[kind.part][rows] / found.step_s[rows]
+        exposed = 100 * predictions.parts_s[kind.part][rows] / predictions.step_s[rows]
         tables.append(pd.DataFrame({"kind": kind.name, "ratio": ratios[kind.name][rows], "exposed_percent": exposed}))
     return pd.concat(tables, ignore_index=True)
 

@@ -13,6 +13,7 @@ from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
 from labkit.scaling.model import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
+from labkit.scaling.published import arrangement
 from labkit.scaling.runs import Run, Runs
 
 MAX_MICRO_BATCH = 64
@@ -58,14 +59,7 @@ class Request:
         return Run(self.model, self.usable, layout, self.seq_len, self.framework)
 
     def predict(self, layout: Layout) -> Prediction:
-        return predict(
-            self.model,
-            self.usable,
-            layout,
-            seq_len=self.seq_len,
-            framework=self.framework,
-            constants=self.constants,
-        )
+        return predict(self.run(layout), self.constants)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,23 +67,18 @@ class Ranking:
     """Every layout that was tried, as columns."""
 
     layouts: list[Layout]
-    found: Predictions
+    predictions: Predictions
     order: list[int]
     """Rows of the layouts expected to fit, the best first."""
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """The best layout of each of the first `count` arrangements of the ranks."""
         rows = distinct(self.order, lambda row: arrangement(self.layouts[row]), count)
-        return [self.found.prediction(row) for row in rows]
+        return [self.predictions.prediction(row) for row in rows]
 
     def first(self) -> Prediction:
         """The best layout; if none fits, the one that needs the least memory."""
-        return self.found.prediction(self.order[0] if self.order else int(np.argmin(self.found.peak_gib)))
-
-
-def arrangement(layout: Layout) -> tuple[object, ...]:
-    """Degrees and sharding, by which two proposals differ; batch, chunks and recomputation are settings of them."""
-    return layout.tp, layout.pp, layout.cp, layout.shard
+        return self.predictions.prediction(self.order[0] if self.order else int(np.argmin(self.predictions.peak_gib)))
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
@@ -114,20 +103,22 @@ def rank(request: Request) -> Ranking:
     ]
     if not layouts:
         raise ValueError(_no_layout_reason(request))
-    found = predict_runs(Runs([request.run(layout) for layout in layouts]), request.constants)
-    nearest = int(found.distance.argmin())
-    if reason := found.refusal_reason(nearest):
+    predictions = predict_runs(Runs([request.run(layout) for layout in layouts]), request.constants)
+    away = predictions.distance
+    nearest = int(away.argmin())
+    if reason := predictions.refusal_reason(nearest):
         raise ValueError(reason)
-    preference = preference_s(found) * (1 + CAUTION * (found.distance - found.distance[nearest]))
-    is_candidate = found.fits & (found.distance <= MAX_DISTANCE)
-    return Ranking(layouts, found, [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]])
+    preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
+    is_candidate = predictions.fits & (away <= MAX_DISTANCE)
+    order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
+    return Ranking(layouts, predictions, order)
 
 
-def preference_s(found: Predictions) -> Numbers:
+def preference_s(predictions: Predictions) -> Numbers:
     """Seconds to rank by: more with the chance of running out of memory, far more if unstable or too large."""
-    risk = 1 / (1 - np.minimum(found.out_of_memory, 0.99))
-    slow = np.where(found.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
-    return found.step_s * risk * slow * np.where(found.fits, 1.0, 1e3)
+    risk = 1 / (1 - np.minimum(predictions.out_of_memory, 0.99))
+    slow = np.where(predictions.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
+    return predictions.step_s * risk * slow * np.where(predictions.fits, 1.0, 1e3)
 
 
 def _layouts(request: Request) -> Iterator[Layout]:

@@ -103,11 +103,11 @@ def explain(
     measured = expected.mfu * expected.step_s / step_s
     conventions = list(_conventions(request, expected.layout, measured))
     reported = mfu if tokens_per_s else None
-    found = Diagnosis(request, expected, step_s, measured, conventions, reported, (), unspecified)
+    diagnosis = Diagnosis(request, expected, step_s, measured, conventions, reported, (), unspecified)
     if measured >= expected.mfu:
-        return found
+        return diagnosis
     causes = [cause for cause in _causes(request, expected, unspecified) if cause.mfu < MATTERS * expected.mfu]
-    return replace(found, causes=sorted(causes, key=lambda cause: -found.share(cause)))
+    return replace(diagnosis, causes=sorted(causes, key=lambda cause: -diagnosis.share(cause)))
 
 
 def _conventions(request: Request, layout: Layout, measured: float) -> Iterator[Convention]:

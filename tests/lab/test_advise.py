@@ -170,21 +170,21 @@ def test_advice_adds_up(changes):
     assert not {one.layout for one in advice.best} & {one.prediction.layout for one in advice.runners_up}
     assert {one.cause for one in advice.runners_up} <= {*PARTS, "memory", "unstable"}
     assert bool(advice.remedies) != has_room(advice.first)
-    made = layouts.make_report(question, advice, nearest(question.request.run(advice.first.layout)))
-    assert [section.mark for section in made.sections].count("published") == 1
-    assert "nearest published" in made.notes[-1] + made.notes[0] + made.notes[1]
-    for step, one in zip(made.sections[1].steps or made.sections[2].steps, advice.best, strict=True):
+    report = layouts.make_report(question, advice, nearest(question.request.run(advice.first.layout)))
+    assert [section.mark for section in report.sections].count("published") == 1
+    assert "nearest published" in report.notes[-1] + report.notes[0] + report.notes[1]
+    for step, one in zip(report.sections[1].steps or report.sections[2].steps, advice.best, strict=True):
         assert sum(seconds for _, seconds in step.parts_s) == pytest.approx(one.step_s)
 
 
 def test_a_reserve_is_kept_free():
-    free, kept = (
+    free, reserved = (
         advise(ask(**{"model": "llama-3-70b", "gpus": "32", "memory_reserve": reserve}).request)
         for reserve in (None, "16GiB")
     )
-    assert kept.first.peak_gib < 80 - 16 - 1
-    assert kept.request.usable.memory_gib == free.request.usable.memory_gib - 16
-    assert kept.first.step_s >= free.first.step_s
+    assert reserved.first.peak_gib < 80 - 16 - 1
+    assert reserved.request.usable.memory_gib == free.request.usable.memory_gib - 16
+    assert reserved.first.step_s >= free.first.step_s
 
 
 def test_a_faster_network_and_more_gpus_never_hurt():
@@ -219,17 +219,17 @@ def test_calibration_narrows_the_intervals(tmp_path):
 def _explain(**options):
     read = read_options(USUAL | {"shard": "zero3", "tp": "1", "pp": "1", "cp": "1"} | options)
     question, mfu = make_request(read), None if read.mfu is None else read.mfu / 100
-    found = explain(question.request, tokens_per_s=read.tokens_per_second, mfu=mfu, unspecified=question.unspecified)
-    return found, "\n".join(diagnosis.make_report(question, found, nearest(question.request.run(Layout()))).lines())
+    result = explain(question.request, tokens_per_s=read.tokens_per_second, mfu=mfu, unspecified=question.unspecified)
+    return result, "\n".join(diagnosis.make_report(question, result, nearest(question.request.run(Layout()))).lines())
 
 
 def test_a_fault_that_was_put_in_explains_all_of_the_gap():
     """The MFU under each cause, given as measured, is explained by that cause."""
-    found, text = _explain(mfu="3")
-    assert len(found.causes) == 6
+    result, text = _explain(mfu="3")
+    assert len(result.causes) == 6
     assert max(map(len, text.splitlines())) <= 160
-    for cause in found.causes:
-        if 0 < cause.mfu < 0.9 * found.expected.mfu:
+    for cause in result.causes:
+        if 0 < cause.mfu < 0.9 * result.expected.mfu:
             again, text = _explain(mfu=str(99.99 * cause.mfu))
             (same,) = (one for one in again.causes if one.name == cause.name)
             assert again.share(same) == pytest.approx(1, abs=0.01)
@@ -255,8 +255,8 @@ def test_a_named_option_is_no_cause():
     ],
 )
 def test_the_verdict_on_a_measured_speed(speed, mfu, verdict):
-    found, _ = _explain(mfu="30")
-    tokens_per_s = str(speed * found.request.tokens / found.expected.step_s)
-    options = {} if mfu is None else {"mfu": str(100 * mfu * found.expected.mfu)}
+    result, _ = _explain(mfu="30")
+    tokens_per_s = str(speed * result.request.tokens / result.expected.step_s)
+    options = {} if mfu is None else {"mfu": str(100 * mfu * result.expected.mfu)}
     _, text = _explain(tokens_per_second=tokens_per_s, **options)
     assert text.startswith(verdict)

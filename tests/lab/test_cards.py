@@ -84,12 +84,12 @@ def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
 
 def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):
     old = {"kind": "resumed", "command": "labkit measure fake --resume a", "at": "2030-01-02T03:04:05+00:00"}
-    known = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
+    at_commit = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
     outside = {"kind": "resumed", "git": None}
     with RunWriter.create(tmp_path, header()) as writer:
         assert "Resumed at" not in provenance_rows(FAKE, Run.load(writer.path))
     with writer.path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in (old, known, outside))
+        file.writelines(json.dumps(record) + "\n" for record in (old, at_commit, outside))
     rows = provenance_rows(FAKE, Run.load(writer.path))
     assert rows["Resumed at"].split("; ") == [
         "2030-01-02 03:04:05 UTC, commit not recorded, by labkit measure fake --resume a",
@@ -145,9 +145,9 @@ def test_headings_name_medians_next_to_means_and_the_share_of_an_interval():
 
 def test_a_console_that_shows_no_html_gets_text():
     answer = Answer("yes", "Ring.", advice="Use `ring`.")
-    made = cards.answer(Question(id="which", text="Which?"), answer)
-    assert repr(made) == "Which? [yes]\nRing.\nUse `ring`."
-    assert "Use <code>ring</code>." in made.data
+    answered = cards.answer(Question(id="which", text="Which?"), answer)
+    assert repr(answered) == "Which? [yes]\nRing.\nUse `ring`."
+    assert "Use <code>ring</code>." in answered.data
     frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
     assert repr(cards.table(frame, "Times.")) == "Times.\nname  time\nb  2 ms\nlonger  1.5 s"
     machine = describe_machine()

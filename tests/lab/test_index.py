@@ -130,13 +130,13 @@ def test_the_index_of_all_labs_stays_short(tmp_path):
     assert len(text.split()) <= MAX_WORDS
 
 
-def write_page(folder, *, shown=None, **changes):
+def write_page(folder, *, piece=None, **changes):
     """A page of a notebook that left its record."""
     cell = nbformat.v4.new_code_cell("1")
     data = {PAGE_MIME: run_record(BETTER, **changes).model_dump(mode="json"), "text/html": ""}
     cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
-    if shown is not None:
-        pieces = shown._repr_mimebundle_() | {"text/html": shown.data}
+    if piece is not None:
+        pieces = piece._repr_mimebundle_() | {"text/html": piece.data}
         cell.outputs.append(nbformat.v4.new_output("display_data", data=pieces))
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "fake.ipynb")
     export_page(folder / "fake.ipynb", folder / "fake.html", FAKE)
@@ -164,7 +164,7 @@ UNCUT = """() => [...document.querySelectorAll(".labkit-scroll")].map((box) =>
 
 def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path):
     frame = pd.DataFrame({f"name of column {at}": [f"value {at} {row}" for row in range(60)] for at in range(14)})
-    page_file = write_page(tmp_path, shown=cards.table(frame))
+    page_file = write_page(tmp_path, piece=cards.table(frame))
     with opened_browser() as visit:
         page, _, _ = visit(page_file, width=794)  # a sheet of A4
         page.emulate_media(media="print")

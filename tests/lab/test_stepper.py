@@ -12,8 +12,8 @@ from tests.browser import opened_browser
 
 
 def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_ranks():
-    shown = stepper(dict(ALGORITHMS) | {"my_own": ALGORITHMS["ring"]}, world_sizes=[2, 3])
-    page = shown.on_page
+    steps = stepper(dict(ALGORITHMS) | {"my_own": ALGORITHMS["ring"]}, world_sizes=[2, 3])
+    page = steps.on_page
     schedules = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
     assert list(schedules) == [*ALGORITHMS, "my_own"]
     assert {*schedules["ring"]} == {"2", "3"}
@@ -23,10 +23,10 @@ def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_r
 
 @pytest.mark.parametrize("is_page", [True, False])
 def test_it_is_used_by_keyboard_alone(is_page, tmp_path):
-    shown = stepper(world_sizes=[3, 4])
-    html = f"<!DOCTYPE html><title>stepper</title>{shown.data}"  # a notebook, which has nothing of a page
+    steps = stepper(world_sizes=[3, 4])
+    html = f"<!DOCTYPE html><title>stepper</title>{steps.data}"  # a notebook, which has nothing of a page
     if is_page:
-        piece = shown.on_page
+        piece = steps.on_page
         head = f"{render('head.html.j2')}<title>stepper</title><style>{style_sheet()}</style>"
         html = f"<!DOCTYPE html><html><head>{head}</head><body>{piece}<script>{script()}</script></body></html>"
     (tmp_path / "page.html").write_text(html)

@@ -84,10 +84,10 @@ SPREADSHEETS = {
 @pytest.mark.parametrize("case", SPREADSHEETS)
 def test_tables_as_spreadsheets_write_them(case, tmp_path):
     (expected,) = predict_rows(read_rows(_table(tmp_path, PLAIN)))
-    (found,) = predict_rows(read_rows(_table(tmp_path, SPREADSHEETS[case])))
+    (predicted,) = predict_rows(read_rows(_table(tmp_path, SPREADSHEETS[case])))
     if case != "a decimal comma":
-        assert {name: found[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
-    assert float(found["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
+        assert {name: predicted[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
+    assert float(predicted["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
 
 
 REFUSED = {

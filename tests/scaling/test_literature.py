@@ -34,8 +34,8 @@ def test_activations_of_korthikanti_et_al(row):
     layout = {"tp": 8, "pp": pp, "vp": vp, "micro_batch": micro_batch, "global_batch": micro_batch * pp}
     layout |= {"sequence_parallel": small, "recompute": "selective" if small else "none"}
     runs = Runs([run(model, "a100", seq_len=2048, framework="megatron", **layout)])
-    kept, again = memory.layer_activations(runs, np.ones(1), np.zeros(1))
-    first_stage = kept * parallelism.layers_per_stage(runs)[:, 0] * memory.micro_batches_alive(runs)[:, 0]
+    saved, again = memory.layer_activations(runs, np.ones(1), np.zeros(1))
+    first_stage = saved * parallelism.layers_per_stage(runs)[:, 0] * memory.micro_batches_alive(runs)[:, 0]
     assert first_stage[0] / GIB == pytest.approx(float(row["activations_gib"]), rel=1e-4)
     assert again[0] == 0
     matrices = 18 * 12 * model.layers * model.hidden**2 / (8 * pp)
@@ -125,9 +125,9 @@ def test_nccl_in_a_node_of_a100():
 )
 def test_when_parallelism_breaks_even(one, kind, ratio):
     runs = Runs([one])
-    found = compute_comm_ratio(runs, ideal_constants().rows(runs))
-    assert found[kind][0] == pytest.approx(ratio, rel=0.01)
-    assert {name for name, values in found.items() if np.isfinite(values[0])} == {kind}
+    ratios = compute_comm_ratio(runs, ideal_constants().rows(runs))
+    assert ratios[kind][0] == pytest.approx(ratio, rel=0.01)
+    assert {name for name, values in ratios.items() if np.isfinite(values[0])} == {kind}
 
 
 def test_a_head_width_of_its_own():

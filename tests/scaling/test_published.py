@@ -10,7 +10,7 @@ import pytest
 from labkit.scaling import memory
 from labkit.scaling.constants import load_constants, read_constants
 from labkit.scaling.prediction import predict, predict_runs
-from labkit.scaling.published import held_out_s, nearest, nearest_key
+from labkit.scaling.published import held_out_s, nearest, nearest_keys
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
@@ -66,8 +66,7 @@ def test_every_constant_has_a_source():
 
 
 def _predict(gpu="h100", seq_len=8192, framework="nemo", **layout):
-    one = run(LLAMA_8B, gpu, seq_len=seq_len, framework=framework, **layout)
-    return predict(one.model, one.hardware, one.layout, seq_len=seq_len, framework=framework)
+    return predict(run(LLAMA_8B, gpu, seq_len=seq_len, framework=framework, **layout))
 
 
 WIDER = {
@@ -134,6 +133,6 @@ def test_the_nearest_published_runs_are_alike_and_carry_the_error_made_on_them(p
     assert all(row.step_s > 0 and np.isfinite(row.error) for row in rows)
     assert len({(row.group, row.model, row.gpus) for row in rows}) == len(rows) == 5
     layout = {"dp": 8, "shard": "zero3", "global_batch": 64}
-    assert nearest_key(published.runs, 0) == (published.key[0], 0)
-    known, unknown = (nearest(run(LLAMA_8B, framework=name, **layout))[0] for name in ("mosaic", "generic"))
-    assert known.predicted_s != unknown.predicted_s
+    assert nearest_keys(published.runs.take([0])) == [(published.key[0], 0)]
+    named, unknown = (nearest(run(LLAMA_8B, framework=name, **layout))[0] for name in ("mosaic", "generic"))
+    assert named.predicted_s != unknown.predicted_s

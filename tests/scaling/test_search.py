@@ -7,8 +7,10 @@ import pytest
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.layout import impossible_reason
 from labkit.scaling.prediction import predict
+from labkit.scaling.published import arrangement
+from labkit.scaling.runs import Run
 from labkit.scaling.scores import chosen_layouts
-from labkit.scaling.search import Request, arrangement, rank
+from labkit.scaling.search import Request, rank
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B
 
 H100 = find_hardware("h100")
@@ -21,12 +23,12 @@ def request(model=LLAMA_8B, gpus=16, seq_len=4096, global_batch=128, **fixed):
 @pytest.mark.parametrize(("model", "gpus"), [(GPT_1B, 1), (LLAMA_8B, 16), (LLAMA_70B, 64)])
 def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model, gpus):
     ranking = rank(request(model, gpus))
-    found = [ranking.found.prediction(row) for row in ranking.order]
-    assert all(impossible_reason(one.layout, model, 4096) is None for one in found)
-    assert all(one.layout.gpus == gpus and one.fits for one in found)
+    predictions = [ranking.predictions.prediction(row) for row in ranking.order]
+    assert all(impossible_reason(one.layout, model, 4096) is None for one in predictions)
+    assert all(one.layout.gpus == gpus and one.fits for one in predictions)
     best, proposed = ranking.first(), ranking.proposed()
-    assert best.step_s == pytest.approx(predict(model, H100, best.layout, seq_len=4096).step_s)
-    assert best.step_s <= np.median([one.step_s for one in found])
+    assert best.step_s == pytest.approx(predict(Run(model, H100, best.layout, 4096)).step_s)
+    assert best.step_s <= np.median([one.step_s for one in predictions])
     assert proposed[0].layout == best.layout
     assert len({arrangement(one.layout) for one in proposed}) == len(proposed) == min(gpus, 3)
 

@@ -13,7 +13,7 @@ from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.layout import RECOMPUTE, SHARDS, Layout, impossible_reason
 from labkit.scaling.model import Model
 from labkit.scaling.prediction import predict, predict_runs
-from labkit.scaling.runs import Runs
+from labkit.scaling.runs import Run, Runs
 from labkit.scaling.step_time import PARTS, breakdown, predict_step_s
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B, faster, ideal_constants, run
 
@@ -63,17 +63,17 @@ def part(one, name, constants=None):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_every_breakdown_adds_up_and_nothing_is_negative(one):
-    found = predict_runs(Runs([one])).prediction(0)
-    assert set(found.parts_s) == set(PARTS)
-    assert sum(found.parts_s.values()) == pytest.approx(found.step_s, rel=1e-9)
-    assert min(found.parts_s.values()) >= -1e-12 * found.step_s
-    assert len(found.memory_gib) == one.layout.pp
-    assert max(sum(stage.values()) for stage in found.memory_gib) == pytest.approx(found.peak_gib, rel=1e-9)
-    assert all(value >= -1e-9 for stage in found.memory_gib for value in stage.values())
-    low, high = found.interval_90
-    assert 0 < low <= found.step_s <= high < np.inf
-    assert 0 <= found.out_of_memory <= 1
-    assert 0 < found.mfu < 1
+    prediction = predict_runs(Runs([one])).prediction(0)
+    assert set(prediction.parts_s) == set(PARTS)
+    assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_s, rel=1e-9)
+    assert min(prediction.parts_s.values()) >= -1e-12 * prediction.step_s
+    assert len(prediction.memory_gib) == one.layout.pp
+    assert max(sum(stage.values()) for stage in prediction.memory_gib) == pytest.approx(prediction.peak_gib, rel=1e-9)
+    assert all(value >= -1e-9 for stage in prediction.memory_gib for value in stage.values())
+    low, high = prediction.interval_90
+    assert 0 < low <= prediction.step_s <= high < np.inf
+    assert 0 <= prediction.out_of_memory <= 1
+    assert 0 < prediction.mfu < 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbors(one):
 
 
 def test_one_gpu_communicates_nothing():
-    parts = predict(GPT_1B, run().hardware, Layout(), seq_len=4096).parts_s
+    parts = predict(run(GPT_1B)).parts_s
     compute = {"gemm_s", "attention_s", "elementwise_s", "launch_s", "head_s", "optimizer_s"}
     assert {name for name, value in parts.items() if value} <= compute
 
@@ -145,7 +145,7 @@ def test_recomputation_costs_a_forward_pass():
 def test_zero2_reduces_the_gradients_of_every_micro_batch():
     slow = run().hardware.with_network(network_gbps=10)
     sharded, gradients = (
-        predict(LLAMA_8B, slow, Layout(dp=32, global_batch=256, shard=shard), seq_len=4096).parts_s
+        predict(Run(LLAMA_8B, slow, Layout(dp=32, global_batch=256, shard=shard), 4096)).parts_s
         for shard in ("zero1", "zero2")
     )
     assert gradients["data_parallel_s"] > 4 * sharded["data_parallel_s"]
@@ -170,7 +170,7 @@ def test_zero2_reduces_the_gradients_of_every_micro_batch():
 )
 def test_impossible_layouts_are_refused_with_the_reason(layout, reason):
     with pytest.raises(ValueError, match=reason):
-        predict(LLAMA_8B, run().hardware, Layout(**layout), seq_len=4040)
+        predict(run(seq_len=4040, **layout))
 
 
 @pytest.mark.parametrize("wrong", [{"hidden": 100}, {"layers": 0}, {"kv_heads": 5}])

@@ -50,7 +50,7 @@ class Options(BaseModel):
     memory_reserve: Gib | None = Field(None, description="Memory of each GPU to leave free, as 8GiB.")
     tokens: Amount | None = Field(None, description="To train on, as 15T; default 20 per parameter.")
     framework: str | None = Field(None, description="A profile: nanotron, nemo, torchtitan, mosaic, megatron, ...")
-    calibrate: str | None = Field(None, description="A CSV of three own runs or more, with step_s, as for predict.")
+    calibrate: str | None = Field(None, description="A CSV of three or more of your runs, with step_s.")
     tokens_per_second: Amount | None = Field(None, description="With --explain: measured, of all GPUs.")
     mfu: Percent | None = Field(None, description="With --explain: measured, in percent.")
     tp: Whole | None = Field(None, description="Tensor-parallel ranks; what is not named is searched.")

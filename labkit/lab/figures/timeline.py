@@ -54,8 +54,8 @@ class Timeline(Figure):
             axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
             style.format_axis(axis.xaxis, self.duration)
         axes[0].set_ylim(len(lanes) - 0.4, -0.6)
-        # once for all panels: side by side, titles would run into one another
-        figure.supxlabel(column(self.duration).axis, fontsize=style.FONT, color=style.TEXT)
+        title = column(self.duration).axis if has_values else "time since the first event"
+        figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
         style.add_legend(figure, self.color, patches(colors))
         return Plot(figure, data, marks)
 

@@ -59,12 +59,8 @@ def script_hash() -> str:
 def code_style(scope: str = "") -> str:
     """Pygments' colors for light and dark pages; with a scope, for what is inside of it alone."""
     inside = f"{scope} .highlight".strip()
-    light, dark = (_colors(HtmlFormatter(style=style), inside) for style in ("default", "github-dark"))
+    light, dark = (HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark"))
     return f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
-
-
-def _colors(formatter: HtmlFormatter[str], inside: str) -> str:
-    return "\n".join([*formatter.get_background_style_defs(inside), *formatter.get_token_style_defs(inside)])
 
 
 def mark_code(text: str) -> Markup:

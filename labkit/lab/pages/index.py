@@ -30,17 +30,10 @@ class Entry:
     def href(self) -> str:
         return f"{self.lab.page}#answer-{self.answer.id}"
 
-
-@dataclass(frozen=True)
-class Tuned:
-    """What the joined configuration gains over the default, and the configuration as Python."""
-
-    entry: Entry
-    python: str
-
     @property
     def is_better(self) -> bool:
-        return self.entry.answer.verdict in CHANGES
+        """Whether something other than the default is better, at least in some configurations."""
+        return self.answer.verdict in CHANGES
 
 
 def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
@@ -78,27 +71,27 @@ def _entries(records: Iterable[LabRecord]) -> list[Entry]:
     return [Entry(record, answer) for record in records if record.run for answer in record.run.answers]
 
 
-def joined_configuration(records: Iterable[LabRecord]) -> Tuned | None:
-    """What the lab that joins all recommendations measured, if it was run."""
-    for entry in _entries(records):
-        if entry.answer.id == "gain" and entry.lab.run and entry.lab.run.python:
-            return Tuned(entry, entry.lab.run.python)
-    return None
+def joined_configuration(records: Iterable[LabRecord]) -> Entry | None:
+    """The gain of the configuration that joins all recommendations, if it was measured."""
+    gains = (entry for entry in _entries(records) if entry.answer.id == "gain" and entry.lab.python)
+    return next(gains, None)
 
 
-def recommendations(records: Iterable[LabRecord], tuned: Tuned | None) -> dict[str, Entry]:
+def recommendations(records: Iterable[LabRecord], tuned: Entry | None) -> dict[str, Entry]:
     """The title of each topic that has advice, and its strongest answer: one that changes something comes first.
 
     If the joined configuration is not better than the default, nothing recommends a part of it.
     """
-    best: dict[str, Entry] = {}
-    for entry in sorted(_entries(records), key=lambda entry: (entry.answer.verdict in CHANGES, entry.answer.size)):
-        if entry.answer.topic and entry.answer.advice:
+    is_refuted = tuned is not None and not tuned.is_better
+    best: dict[str | None, Entry] = {}
+    for entry in sorted(_entries(records), key=lambda entry: (entry.is_better, entry.answer.size)):
+        if entry.answer.advice:
             best[entry.answer.topic] = entry
-    if tuned is not None and not tuned.is_better:
-        refuted = [topic for topic in JOINED_TOPICS if topic in best and best[topic].answer.verdict in CHANGES]
-        best = {topic: entry for topic, entry in best.items() if topic not in refuted}
-    return {title: best[topic] for topic, title in TOPICS.items() if topic in best}
+    return {
+        title: best[topic]
+        for topic, title in TOPICS.items()
+        if topic in best and not (is_refuted and topic in JOINED_TOPICS and best[topic].is_better)
+    }
 
 
 def largest_findings(records: Iterable[LabRecord]) -> list[Entry]:

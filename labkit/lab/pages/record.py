@@ -116,6 +116,11 @@ class LabRecord(BaseModel, frozen=True):
         return f"{self.lab}.html"
 
     @property
+    def python(self) -> str | None:
+        """The configuration that it measured, as Python to paste."""
+        return self.run.python if self.run else None
+
+    @property
     def is_here(self) -> bool:
         """Whether this machine measured it."""
         return self.run is not None and self.run.identity == list(describe_machine().identity)

@@ -28,6 +28,6 @@ def stepper(
     }
     about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": htmlsafe_json_dumps(schedules)}
     in_notebook = {"style": Markup(piece_style()), "script": Markup(script())}
-    on_page = piece("stepper", **about, own=None)
+    on_page = piece("stepper", **about, inline=None)
     text = f"The messages of {join_words(list(names.values()))}, to be gone through in a notebook or on a page."
-    return Piece(piece("stepper", **about, own=in_notebook), text, on_page=on_page)
+    return Piece(piece("stepper", **about, inline=in_notebook), text, on_page=on_page)
