@@ -1,6 +1,7 @@
 """What is planned on machines that are not here, and the pages of runs that came from there."""
 
 import json
+from itertools import product
 
 import pytest
 
@@ -10,8 +11,10 @@ from labkit.lab.point import planned_s
 from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
+from tests.cases import thinned
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pages import carry_out, recorded
+from tests.rehearsal.test_missing_rows import kind_of_point
 
 # Labs whose points are about the ranks of a CPU wherever they run.
 ON_THE_CPU = {"all_reduce"}
@@ -99,16 +102,25 @@ def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
         assert any(machine.no_gpu_reason in reason for reason in reasons if reason), name
 
 
-@pytest.mark.parametrize("lab", LABS)
-def test_the_page_of_a_run_from_gpus(lab, monkeypatch, tmp_path):
-    """The recorded numbers, on a mock machine with a GPU for each rank."""
+@pytest.mark.parametrize(
+    ("lab", "count", "profile"),
+    thinned(product(LABS, ("one", "eight"), ("quick", "paper")), lambda _, *where: where == ("eight", "quick")),
+)
+def test_the_page_of_a_run_from_gpus(lab, count, profile, monkeypatch, tmp_path):
+    """Every point that is planned there, with recorded rows of its kind; the tuned step as it was recorded."""
     monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
     monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
-    run = recorded(lab)
-    there = {"device": "cuda", "backend": "nccl"}
-    planned = {
-        id: point | {field: value for field, value in there.items() if point.get(field)}
-        for id, point in run.header.planned.items()
-    }
-    header = run.header.model_copy(update={"machine": MACHINES["eight H100"], "planned": planned})
-    carry_out(load_lab(lab), Run(run.path, header, run._rows, run._ends))
+    study, run, machine = load_lab(lab), recorded(lab), MACHINES[f"{count} H100"]
+    points, _ = _plan(study, machine, profile)
+    planned = {point.id: point.describe() for point in points} or run.header.planned
+    kinds = {kind_of_point(point): id for id, point in run.header.planned.items()}
+    sources = {id: kinds[kind] for id, point in planned.items() if (kind := kind_of_point(point)) in kinds}
+    rows = [
+        row.model_copy(update={"point": id})
+        for id, source in sources.items()
+        for row in run._rows
+        if row.point == source
+    ]
+    ends = {id: run._ends[source] for id, source in sources.items()}
+    header = run.header.model_copy(update={"machine": machine, "planned": planned, "profile": profile})
+    carry_out(study, Run(run.path, header, rows, ends))

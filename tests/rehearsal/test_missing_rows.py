@@ -23,13 +23,13 @@ KINDS_OF_ROWS = [
 FAILED = {"check": "failed: RuntimeError: rehearsed"}
 
 
-def _kind_of_point(point):
+def kind_of_point(point):
     return next((point[name] for name in KIND_OF_POINT if name in point), "point")
 
 
 def _kinds_of_points():
     for lab in LABS:
-        yield from dict.fromkeys((lab, _kind_of_point(point)) for point in recorded(lab).header.planned.values())
+        yield from dict.fromkeys((lab, kind_of_point(point)) for point in recorded(lab).header.planned.values())
 
 
 MAIN_KINDS = dict(reversed(list(_kinds_of_points())))  # the first of each lab
@@ -43,7 +43,7 @@ def _nothing_is_shown_or_written(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("lab", "kind"), thinned(_kinds_of_points(), lambda lab, kind: kind == MAIN_KINDS[lab]))
 def test_a_page_whose_points_of_a_kind_failed(lab, kind):
-    run = run_of(recorded(lab), lambda point, row: None if _kind_of_point(point) == kind else row)
+    run = run_of(recorded(lab), lambda point, row: None if kind_of_point(point) == kind else row)
     carry_out(load_lab(lab), run)
 
 

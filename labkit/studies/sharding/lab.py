@@ -110,11 +110,18 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 
 
 def parts(results: Results) -> pd.DataFrame:
-    """Medians of the parts of a step of the largest model, for the figure."""
-    table = PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"])
-    largest = max(table["size"], key=lambda size: n_parameters(SIZES[size]), default="")
-    table = table[table["size"] == largest]
+    """Medians of the parts of a step, for the figure."""
+    table = _of_largest_model(PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"]))
     return table.assign(panel=labels(table, ["optimizer", "transport", "world_size"]))
+
+
+def peaks(results: Results) -> pd.DataFrame:
+    """Peak bytes by implementation, for the figure."""
+    return _of_largest_model(PEAK.largest(results.frame))
+
+
+def _of_largest_model(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["size"] == max(table["size"], key=lambda size: n_parameters(SIZES[size]), default="")]
 
 
 def held(results: Results) -> pd.DataFrame:
@@ -131,6 +138,11 @@ def held(results: Results) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).dropna(subset="formula_bytes")
 
 
+def largest_held(results: Results) -> pd.DataFrame:
+    """The same of the largest model, for the figure."""
+    return _of_largest_model(held(results))
+
+
 def sent(results: Results) -> pd.DataFrame:
     """Bytes that the rank which sends most sends per step, by stage and collective, beside the formula."""
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
@@ -142,8 +154,8 @@ def sent(results: Results) -> pd.DataFrame:
 
 
 def sent_once(results: Results) -> pd.DataFrame:
-    """The same by the first optimizer and transport, for the figure."""
-    return sent(results).drop_duplicates(["size", "world_size", "implementation", "collective"])
+    """The same of the largest model by the first optimizer and transport, for the figure."""
+    return _of_largest_model(sent(results)).drop_duplicates(["world_size", "implementation", "collective"])
 
 
 def largest_models(results: Results) -> pd.DataFrame:
@@ -194,7 +206,7 @@ LAB = Lab(
             baseline=DDP,
             among=STAGES[1:],
             names=NAMES,
-            figure=Bars(source=PEAK.largest_table, x="implementation", y="peak_bytes", panel="world_size"),
+            figure=Bars(source=peaks, x="implementation", y="peak_bytes", panel="world_size"),
         ),
         Check(
             id="held",
@@ -206,7 +218,14 @@ LAB = Lab(
             subject="bytes held",
             reference="those of the formulas",
             configuration=("size", "world_size"),
-            figure=Bars(source=held, x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True),
+            figure=Bars(
+                source=largest_held,
+                x="implementation",
+                y="held_bytes",
+                hue="part",
+                panel="world_size",
+                stacked=True,
+            ),
         ),
         Check(
             id="sent",
