@@ -18,8 +18,8 @@ from labkit.scaling.runs import Flags, Runs
 
 FLOORS: Mapping[str, float] = {
     **dict.fromkeys(("on_nanotron", "on_vtrain", "on_vtrain_node", "on_mosaic", "on_nemo"), 0.1),
-    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "unknown_nodes": 0.08},
-    **{"nodes": 0.0, "pipeline": 0.0, "tensor_over_nodes": 0.0, "unstable": 0.0, "larger": 0.1},
+    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "framework_nodes": 0.04, "kind_nodes": 0.08},
+    **{"tensor_over_nodes": 0.0, "unstable": 0.0, "larger": 0.1},
     **{"gpus": 0.03, "size": 0.02, "length": 0.1, "architecture": 0.1, "kind": 0.04},
 }
 """Features, and the least widening by each in log units, declared since folds are few.
@@ -94,12 +94,10 @@ def _kinds(runs: Runs) -> list[frozenset[str]]:
 def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
     """Columns of `FEATURES`, (n, k), none negative. An error grows with the square root of the doublings of a model."""
     columns = {name: np.zeros(len(runs)) for name in FEATURES}
-    columns["nodes"] = np.log2(runs.nodes)
-    columns["pipeline"] = np.where(runs.nodes > 1, np.log2(runs.pp), 0.0)
     columns["tensor_over_nodes"] = np.maximum(np.log2(runs.tp / np.maximum(runs.gpus_per_node, runs.link_gpus)), 0.0)
     columns["unstable"] = unstable.astype(float)
     sizes, kinds, everything = np.log2(runs.parameters), _kinds(runs), ground.everything
-    is_wide = (runs.pp > 1) & (runs.nodes > 1)  # an unknown engine may do work that none predicts
+    is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)  # an engine may do work per layer that none predicts
     for name in np.unique(runs.framework).tolist():
         rows, limits = runs.framework == name, ground.limits(name)
         columns[f"on_{name}" if f"on_{name}" in FEATURES else "on_others"][rows] = 1.0
@@ -109,7 +107,8 @@ def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
         columns["size"][rows] = np.abs(sizes[rows][:, None] - limits.log_sizes[None, :]).min(axis=1)
         columns["larger"][rows] = np.sqrt(np.maximum(sizes[rows] - limits.log_sizes[-1], 0.0))
         columns["kind"][rows] = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
-    columns["unknown_nodes"] = (columns["framework"] + columns["kind"]) * columns["nodes"]
+    for name in ("framework", "kind"):
+        columns[f"{name}_nodes"] = columns[name] * np.log2(runs.nodes)
     longer = np.maximum(np.log2(runs.seq_len / everything.seq_len), 0.0)
     columns["length"] = longer + np.maximum(np.log2(runs.cp / everything.cp), 0.0)
     columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)

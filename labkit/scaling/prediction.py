@@ -8,6 +8,7 @@ import numpy as np
 from labkit.scaling import memory
 from labkit.scaling.constants import Constants, Rows, load_constants
 from labkit.scaling.intervals import (
+    FEATURES,
     MAX_DISTANCE,
     Ground,
     distance,
@@ -170,7 +171,8 @@ def find_ends(
     """
     fastest = _peak_s(runs) / constants["matmul_ceiling"]
     is_open = has_open_engine(runs, constants)
-    share = np.where(is_open, HALF_SHARE, 1.0)
+    is_measured = columns[:, FEATURES.index("framework")] == 0
+    share = np.where(is_open & is_measured, HALF_SHARE, 1.0)
     low = seconds * np.exp(-share * (columns @ widths["low"]))
     high = seconds * np.exp(share * (columns @ widths["high"]))
     high = high + np.where(is_open, slow_engine_s(runs, constants), 0.0)
