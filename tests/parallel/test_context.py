@@ -236,19 +236,9 @@ def refusal_text(attempt: Callable[[], object]) -> str:
 
 
 def test_what_does_not_fit_is_refused_in_one_line_on_all_ranks() -> None:
-    same, even = "expected the same shapes", "an even number with zigzag"
-    expected = [
-        "a layout among zigzag",
-        same,
-        same,
-        even,
-        even,
-        "",
-        same,
-        "6 parts divide",
-        "3 parts divide",
-        "at most 30",
-    ]
+    same, parts = "expected the same shapes", "6 parts divide"
+    expected = ["a layout among zigzag", same, same, parts, "as many keys as queries", "", same, parts]
+    expected += ["3 parts divide", "at most 30"]
     texts_by_rank = run_ranks(refuse, world_size=3)
     for texts in texts_by_rank:
         for text, part in zip(texts, expected, strict=True):
