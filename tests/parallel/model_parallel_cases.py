@@ -1,0 +1,85 @@
+"""What the tests of tensor, pipeline and context parallelism share: errors, refusals, and messages left out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.launch import run_ranks
+
+EXACT = 1e-10
+TOLERANCES = {torch.float64: EXACT, torch.float32: 128 * torch.finfo(torch.float32).eps}
+
+
+def furthest(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest difference of values from those expected by the same name, relative if these are large."""
+    errors = [
+        (x.double() - expected[name]).abs().max() / (1 + expected[name].abs().max()) for name, x in values.items()
+    ]
+    return float(max(errors))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of all parameters by name, whole if they are in shards."""
+    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+
+
+def assert_refused(attempts: Callable[[], Sequence[Callable[[], object]]], expected: Sequence[str], ranks: int) -> None:
+    """On every rank, each attempt raises one line with the text expected, and leaves no message behind."""
+    for texts in run_ranks(_refusals, attempts, world_size=ranks):
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text
+            assert "\n" not in text
+
+
+def _refusals(attempts: Callable[[], Sequence[Callable[[], object]]]) -> list[str]:
+    texts = []
+    for attempt in attempts():
+        try:
+            attempt()
+            texts.append("accepted\n")
+        except ValueError as error:
+            texts.append(str(error))
+        total = torch.ones(3)
+        all_reduce(total, op="sum")
+        assert total.tolist() == [dist.get_world_size()] * 3
+    return texts
+
+
+@contextmanager
+def left_out(number: int, replaced: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[list[str]]:
+    """Replace one call of these functions, (module or class, name), counted from 0; yield the names of all calls."""
+    names: list[str] = []
+    originals = {place: getattr(*place) for place in replaced}
+
+    def replace(place: tuple[Any, str]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            names.append(place[1])
+            return (replaced if len(names) - 1 == number else originals)[place](*args, **options)
+
+        return call
+
+    for place in replaced:
+        setattr(*place, replace(place))
+    try:
+        yield names
+    finally:
+        for place, original in originals.items():
+            setattr(*place, original)
+
+
+def find_needless(step: Callable[[], float], replaced: Mapping[tuple[Any, str], Callable[..., Any]]) -> list[str]:
+    """Name the calls without which the step's error is none on any rank; last, the number of calls."""
+    needless, number, total = [], 0, 1
+    while number < total:
+        with left_out(number, replaced) as names:
+            error = torch.tensor([step()])
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        needless += [f"{number}: {names[number]}"] if error <= EXACT else []
+        number, total = number + 1, len(names)
+    return [*needless, f"{total} calls"]
