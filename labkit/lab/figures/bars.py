@@ -36,7 +36,7 @@ class Bars(ValueFigure):
             bar = data[twice][keys].iloc[0].to_dict()
             raise ParameterError(f"expected one row per bar, got several for {bar}")
         colors = style.colors(data[self.color])
-        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel, sort=False))
+        panels = style.split_panels(data, self.panel)
         n_places = [max(2, rows[self.x].nunique()) for _, rows in panels]
         width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + style.MARGIN_INCHES))
         figure = Figure(figsize=(width, style.PANEL_HEIGHT))
@@ -96,7 +96,7 @@ class Areas(ValueFigure):
         data = tidy(frame, self.value, self.x, self.panel, hue=self.color)
         if data.empty:
             return plot_nothing(data)
-        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel, sort=False))
+        panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels))
         colors = style.colors([*self.order, *data[self.color]])
         layers = [name for name in colors if (data[self.color] == name).any()]

@@ -63,9 +63,10 @@ class Lines(ValueFigure):
         if names:  # dots of several colors stand side by side
             step = 0.0 if self.color == self.x else SPREAD / len(hues)
             at = at.map(names.index) + step * (rows[self.color].map(hues.index) - (len(hues) - 1) / 2)
-        data = rows.assign(**{AT: at}).sort_values([AT, self.color], kind="stable")
+        rows = rows.assign(**{AT: at})
+        data = rows.sort_values([AT, self.color], kind="stable")
         colors, markers = style.colors(hues), style.markers(hues)
-        panels = list(self._panels(data))
+        panels = list(self._panels(rows))
         figure, axes = style.panel_grid(len(panels))
         marks: list[Mark] = []
         for axis, (value, part) in zip(axes, panels, strict=True):
@@ -85,17 +86,16 @@ class Lines(ValueFigure):
 
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
         """The rows of each facet, or several parts of them if they are too many lines."""
-        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel))
-        for value, rows in sorted(panels, key=lambda panel: panel[0] != FIRST):
+        for value, rows in sorted(style.split_panels(data, self.panel), key=lambda panel: panel[0] != FIRST):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
-                yield value, rows[rows[self.color].isin(names[start : start + size])]
+                yield value, rows[rows[self.color].isin(names[start : start + size])].sort_values([AT, self.color])
 
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
     ) -> list[Mark]:
-        is_line = _has_numbers(rows[self.x]) and not rows.duplicated([self.x, self.color, "source"]).any()
+        is_line = self._has_lines(rows)
         for source, group in rows.groupby("source", sort=False):
             is_here = source == MEASURED
             before = len(axis.lines)
@@ -117,6 +117,11 @@ class Lines(ValueFigure):
             for row in rows.to_dict("records")
         ]
 
+    def _has_lines(self, rows: pd.DataFrame) -> bool:
+        """Whether each color of a panel has one point at each number of the x axis."""
+        keys = [name for name in (self.panel, self.x, self.color, "source") if name]
+        return _has_numbers(rows[self.x]) and not rows.duplicated(keys).any()
+
     def _text(self, row: Mapping[str, Any]) -> str:
         source = row["source"] if row["source"] != MEASURED else ""
         names = label(self.color, row[self.color]), source, label(self.x, row[self.x])
@@ -136,7 +141,7 @@ class Lines(ValueFigure):
         ends = (here if len(here) else data).groupby(self.color, sort=False)[self.value].last()
         ends = ends.sort_values(ascending=False, kind="stable")
         names = dict.fromkeys([*ends.index, *data[self.color]])
-        line: dict[str, Any] = {"linestyle": "-" if _has_numbers(data[self.x]) else "none", "markersize": 5}
+        line: dict[str, Any] = {"linestyle": "-" if self._has_lines(data) else "none", "markersize": 5}
         handles = {
             str(name) or MEASURED: Line2D([], [], color=colors[name], marker=markers[name], **line) for name in names
         }

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
 from matplotlib.ticker import NullLocator as NoTicks
+from pandas.api.types import is_numeric_dtype
 
 from labkit.lab.columns import better, column, label
 
@@ -28,6 +29,7 @@ LONGEST_LINE = 34  # characters next to a panel
 LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters make a legend stand below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
 LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
+STEEP_INCHES = 0.5  # names that are nearer to one another are slanted more
 MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
 MIN_TICKS, MAX_TICKS = 3, 10  # on a logarithmic axis: fewer do not show its scale, more have no room
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
@@ -95,9 +97,18 @@ def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
     longest = max(map(len, names))
     is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
     is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
-    slant: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
+    slant: dict[str, Any] = {"ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
+    if is_slanted:
+        slant["rotation"] = 25 if inches / (2 * half) > STEEP_INCHES else 50
     axis.set_xticks(range(len(names)), names, **slant)
     axis.set_xlim(middle - half, middle + half)
+
+
+def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[Any, pd.DataFrame]]:
+    """Value and rows of each panel: numbers in their order, names in that of the rows; (None, all) for one panel."""
+    if panel is None:
+        return [(None, data)]
+    return list(data.groupby(panel, sort=is_numeric_dtype(data[panel])))
 
 
 def panel_title(panel: str | None, value: Any) -> str | None:

@@ -36,7 +36,7 @@ class Timeline(Figure):
             return plot_nothing(data)
         data = data.assign(**{self.start: data[self.start] - data[self.start].min()})
         lanes, colors = list(dict.fromkeys(data[self.lane])), style.colors(data[self.color])
-        panels = [(None, data)] if self.panel is None else list(data.groupby(self.panel, sort=False))
+        panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels), LANE_INCHES * len(lanes) + SPARE_INCHES)
         figure.set_figwidth(style.WIDE)
         has_values = not data.duplicated([name for name in (self.panel, self.lane) if name]).any()

@@ -114,7 +114,8 @@ def by_context(results: Results) -> pd.DataFrame:
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
     table = table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=labels(table, ["phase", "precision"]))
-    return table.reset_index(drop=True)
+    places = {size: place for place, size in enumerate(SIZES)}
+    return table.sort_values("size", key=lambda sizes: sizes.map(places), kind="stable", ignore_index=True)
 
 
 def full_steps(results: Results) -> pd.DataFrame:
