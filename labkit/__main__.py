@@ -193,11 +193,11 @@ def report(
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
-    if (given := resume if run is None else run) is not None and not labs:
+    if (name := resume if run is None else run) is not None and not labs:
         folders = [recorded_directory(), runs_directory()] if resume is None else [runs_directory()]
-        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], given)).header.lab]
+        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], name)).header.lab]
     studies = [load_lab(lab) for lab in (labs or LABS)]
-    if given is not None and len(studies) != 1:
+    if name is not None and len(studies) != 1:
         raise ParameterError(f"--run and --resume belong to one lab, got {len(studies)}: {', '.join(labs or ())}")
     if resume is not None and (settings or profile is not None or run is not None):
         raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")

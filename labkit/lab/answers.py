@@ -65,10 +65,6 @@ class Answer:
         return values | {"notes": list(self.notes)}
 
 
-def _not_measured(reason: str, notes: tuple[str, ...]) -> Answer:
-    return Answer("not measured", f"Not measured: {reason}", notes=notes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What a lab asks. The id stays the same over versions; the text may change."""

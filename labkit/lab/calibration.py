@@ -37,11 +37,11 @@ CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep"
 NEW, COPY = "new", "copy"  # operations of the sweep "memory"
 
 
-def calibration_of(run: Run) -> Calibration | None:
-    """What a limits run says of its machine; None if it lacks what every prediction needs."""
+def calibrate_machine(run: Run) -> Calibration | None:
+    """The calibration that a limits run gives its machine; None if it lacks what every prediction needs."""
     frame = run.frame()
     rates = tuple(_rates(frame))
-    if not any(of_one.ranks == 1 for of_one in rates):
+    if not any(rate.ranks == 1 for rate in rates):
         return None
     threads = THREADS.select(frame)["threads"].max()
     return Calibration(
@@ -74,28 +74,28 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
             break
         if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run, machine):
             continue
-        found = calibration_of(run)
-        if found is None or not found.knows(machine.device("auto")):
+        calibration = calibrate_machine(run)
+        if calibration is None or not calibration.knows(machine.device("auto")):
             continue
         if not run.busy:
-            return found
-        disturbed = disturbed or (run.header.started, replace(found, is_disturbed=True))
+            return calibration
+        disturbed = disturbed or (run.header.started, replace(calibration, is_disturbed=True))
     return disturbed[1] if disturbed else None
 
 
-def calibration_told(run: Run) -> str:
-    """What the predictions of a run are made of, and what a reader should know of its age and source."""
+def describe_calibration(run: Run) -> str:
+    """Name the calibration behind a run's predictions, with doubts about its age, source and quiet."""
     calibration = run.header.calibration
     if calibration is None:
         return "nothing: the machine was not calibrated (labkit measure limits)"
-    told = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
+    text = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
     if run.header.started - calibration.measured > FRESH:
-        told += ", more than a day before this run"
+        text += ", more than a day before this run"
     if calibration.is_disturbed:
-        told += ", while the machine was slower or busy for a part: predictions may be too long"
+        text += ", while the machine was slower or busy for a part: predictions may be too long"
     if calibration.source and calibration.source != str(run.header.machine.source):
-        told += f", by another source ({calibration.source})"
-    return told
+        text += f", by another source ({calibration.source})"
+    return text
 
 
 def _is_enough(run: Run, machine: Machine) -> bool:
@@ -128,7 +128,7 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
         here = memory[(memory["world_size"] == ranks) & (memory["device"] == device)]
         additions, copies = (_curve(here[here["operation"] == name], "bytes") for name in (NEW, COPY))
         if additions and copies:
-            curves = {str(dtype): _faster_with_size(of_one) for dtype, of_one in some.groupby("dtype")}
+            curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
             yield Rates(
                 device=str(device),
                 ranks=int(ranks),

@@ -41,7 +41,7 @@ def _flops_per_s(value: float) -> str:
     return f"{format_flops(value)}/s"
 
 
-# Endings that say a unit; what the heading keeps of them (the cells carry the others), and the form of the values.
+# Endings that say a unit; what a heading has in its place (cells carry the others), and the form of the values.
 _ENDINGS: tuple[tuple[str, str, Form], ...] = (
     ("_flops_per_s", "", _flops_per_s),
     ("_gb_per_s", " (GB/s)", format_number),
@@ -53,7 +53,7 @@ _ENDINGS: tuple[tuple[str, str, Form], ...] = (
     ("_percent", " (%)", format_number),
     ("_ns_per_byte", " (ns/byte)", format_number),
 )
-_KNOWN = {
+_COLUMNS = {
     "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
     "bytes": Column("bytes", "memory", format_bytes, "{value}"),
     "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
@@ -78,7 +78,6 @@ _KNOWN = {
     "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
     "keep_trace": Column("with a trace", "with a trace", format_number),
     "detail": Column("in detail", "in detail", format_number),
-    "fresh_ranks": Column("fresh ranks", "fresh ranks", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
     "tflop_per_s": Column("TFLOP/s", "TFLOP/s", format_number),
     "gflop": Column("GFLOP", "GFLOP", format_number),
@@ -102,12 +101,12 @@ def better(name: str) -> str | None:
 
 
 def column(name: str) -> Column:
-    """The column by that name, known or read from its name."""
-    if name in _KNOWN:
-        return _KNOWN[name]
-    for ending, kept, form in _ENDINGS:
+    """The column by that name, listed or read from its name."""
+    if name in _COLUMNS:
+        return _COLUMNS[name]
+    for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
-            title = name.removesuffix(ending).replace("_", " ") + kept
+            title = name.removesuffix(ending).replace("_", " ") + unit
             return Column(title, title, form, "{value}" if ending == "_bytes" else "{title} {value}")
     words = name.replace("_", " ")
     return Column(words, words, format_number)
@@ -117,13 +116,13 @@ def label(name: str, value: Any) -> str:
     """A value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8", "compiled"."""
     if isinstance(value, str):
         return value.replace("_", " ")
-    found = column(name)
+    about = column(name)
     if isinstance(value, bool | np.bool_):
-        return found.title if value else f"not {found.title}"
+        return about.title if value else f"not {about.title}"
     if not isinstance(value, Real):
-        return f"{found.title} {value}"
-    text = found.label.format(title=found.title, value=found.form(float(value)))
-    return text.removesuffix("s") if value == 1 and found.label.startswith("{value} ") else text  # "1 rank"
+        return f"{about.title} {value}"
+    text = about.label.format(title=about.title, value=about.form(float(value)))
+    return text.removesuffix("s") if value == 1 and about.label.startswith("{value} ") else text  # "1 rank"
 
 
 def format_value(name: str, value: Any) -> str:
@@ -136,9 +135,9 @@ def label_of_several(name: str, values: Sequence[float]) -> str:
     """Numbers from small to large as one label: "2 and 4 ranks", "4 KiB to 10 MiB", "batch 8"."""
     if len(values) == 1 or not all(isinstance(value, Real) for value in values):
         return join_words([label(name, value) for value in values])
-    found = column(name)
-    text = (" and " if len(values) == 2 else " to ").join(found.form(float(end)) for end in (values[0], values[-1]))
-    return found.label.format(title=found.title, value=text)
+    about = column(name)
+    text = (" and " if len(values) == 2 else " to ").join(about.form(float(end)) for end in (values[0], values[-1]))
+    return about.label.format(title=about.title, value=text)
 
 
 def labels(table: pd.DataFrame, columns: Sequence[str]) -> list[str]:

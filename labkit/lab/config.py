@@ -33,9 +33,9 @@ def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
     """A word among `names()`, which are asked for when a value is checked: a registry may have grown since."""
 
     def check(value: str) -> str:
-        known = list(names())
-        if value not in known:
-            raise ValueError(f"expected one of {', '.join(known)}{nearest(value, known)}")
+        valid = list(names())
+        if value not in valid:
+            raise ValueError(f"expected one of {', '.join(valid)}{nearest(value, valid)}")
         return value
 
     return AfterValidator(check)
@@ -104,11 +104,18 @@ def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     return values
 
 
-def with_overrides(lab: str, base: LabConfig, profile: str, overrides: Mapping[str, Any]) -> LabConfig:
-    """The parameters of a profile with others in their place; None leaves the profile's value.
+def resolve_config(
+    lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
+) -> LabConfig:
+    """The profile's parameters with `overrides` in their place; None leaves the profile's value.
 
-    ParameterError for an unknown name (with the nearest valid one), a wrong type or value.
+    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
     """
+    if not isinstance(profile, str) or profile not in profiles:
+        raise ParameterError(
+            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
+        )
+    base = profiles[profile]
     names = type(base).model_fields
     for name in overrides:
         if name not in names:
@@ -120,17 +127,6 @@ def with_overrides(lab: str, base: LabConfig, profile: str, overrides: Mapping[s
         return type(base).model_validate(base.model_dump() | changed)
     except ValidationError as error:
         raise ParameterError(f"{lab}: {_describe(error, profile, base)}") from None
-
-
-def resolve_config(
-    lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
-) -> LabConfig:
-    """The profile's parameters with `overrides` in their place. ParameterError for a wrong profile, name or value."""
-    if not isinstance(profile, str) or profile not in profiles:
-        raise ParameterError(
-            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
-        )
-    return with_overrides(lab, profiles[profile], profile, overrides)
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -160,14 +156,14 @@ def _parse_value(text: str) -> Any:
 
 
 def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
-    """Pydantic's findings as one line: which parameter, what is wrong, what was given, what the profile has."""
-    findings = []
-    for finding in error.errors(include_url=False):
-        name, *inside = [str(part) for part in finding["loc"]] or ["parameters"]
+    """Pydantic's errors as one line: parameter, what was expected, the value, the profile's value."""
+    texts = []
+    for problem in error.errors(include_url=False):
+        name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
         place = f" (item {inside[0]})" if inside else ""
-        message = finding["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
         message, hints, hint = message.partition("; did you mean")
-        text = f"parameter {name!r}{place} {message}, got {finding['input']!r:.300}{hints}{hint}"
-        known = json.dumps(base.model_dump(mode="json").get(name))
-        findings.append(text if known == "null" else f"{text}; {profile} has {name}={known.replace(', ', ',')}")
-    return "; ".join(findings)
+        text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
+        value = json.dumps(base.model_dump(mode="json").get(name))
+        texts.append(text if value == "null" else f"{text}; {profile} has {name}={value.replace(', ', ',')}")
+    return "; ".join(texts)

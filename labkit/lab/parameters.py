@@ -68,27 +68,28 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     names of parameters. A script has no cells, and only names of parameters count. ParameterError if nothing sets
     `profile`, or if the parameters cell came after papermill's and has set its values back.
     """
-    known = parameter_names(study)
+    parameters = parameter_names(study)
     own: list[str] = []
     more: list[str] = []
     is_own_marked = is_above = False
     for source in namespace.get("In", []):
-        names = list(_assigned_names(source))
+        assigned = list(_assigned_names(source))
         is_marked = source.lstrip().splitlines()[:1] == [PAPERMILL_MARK]
         if is_marked and own and not is_own_marked:
-            more = names
-        elif "profile" in names:
+            more = assigned
+        elif "profile" in assigned:
             if is_above and not is_marked:
                 raise ParameterError(
                     f"{study.name}: this cell sets back what papermill has passed: tag it `parameters`, and start again"
                 )
-            own, more, is_own_marked = names, [], is_marked
+            own, more, is_own_marked = assigned, [], is_marked
         else:
-            more += [name for name in names if name in known]
+            more += [name for name in assigned if name in parameters]
         is_above |= is_marked and (is_own_marked or not own)
     if not own and "profile" not in namespace:
         raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    return {name: namespace[name] for name in dict.fromkeys([*own, *more] if own else known) if name in namespace}
+    names = dict.fromkeys([*own, *more] if own else parameters)
+    return {name: namespace[name] for name in names if name in namespace}
 
 
 def _assigned_names(source: str) -> Iterator[str]:

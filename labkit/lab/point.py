@@ -23,7 +23,7 @@ START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What every point says, whatever it measures. A study adds its own fields; all must be JSON-able.
+    """The fields of every point. A study adds others; all must be JSON-able.
 
     Lists are tuples here (a point is hashable) and come back from a run's file as lists.
     """
@@ -41,13 +41,11 @@ class Point:
     """Whether new processes measure it: for what happens once in the life of a process."""
 
     @classmethod
-    def of(cls, config: Any, **given: Any) -> Self:
+    def of(cls, config: Any, **values: Any) -> Self:
         """The point with these fields, and all others that `config` has under the same name; lists become tuples."""
         shared = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in (shared | given).items()
-        }
-        return cls(**values)
+        lists = {name: tuple(value) for name, value in (shared | values).items() if isinstance(value, list)}
+        return cls(**shared | values | lists)
 
     @cached_property
     def id(self) -> str:
@@ -57,8 +55,8 @@ class Point:
 
     def describe(self) -> dict[str, Any]:
         """The point as JSON has it: fields by name, tuples as lists."""
-        fields: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return fields
+        description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return description
 
     @property
     def of_ranks(self) -> tuple[Any, ...]:
@@ -116,12 +114,12 @@ class TimedPoint(Point):
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """What `time_parts_interleaved` is told of them: how many, until when, and the seed of their order."""
+        """Options of `time_parts_interleaved`: how many rounds, until when, and the seed of their order."""
         ends = {"ratio_within": self.ratio_within, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
     def seed_of(self, rank: int) -> int:
-        """Of a rank's own batch."""
+        """The seed of a rank's batch."""
         return (1000 * self.seed + rank) % 2**63
 
 

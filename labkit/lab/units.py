@@ -1,7 +1,6 @@
 """Numbers as people read them: times, sizes and rates with a unit and three digits."""
 
 import math
-from collections.abc import Callable, Iterable
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -78,10 +77,3 @@ def join_words(words: list[str]) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def span(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
-    """From the smallest to the largest, "0.74 to 0.91"; one number where they read the same, nothing of none."""
-    if not (numbers := list(values)):
-        return ""
-    return " to ".join(dict.fromkeys(form(pick(numbers)) for pick in (min, max)))

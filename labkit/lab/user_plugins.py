@@ -39,15 +39,17 @@ def registered(register: Register, plugins: Plugins) -> Iterator[None]:
 
 def check_plugins(study: Lab, plugins: Plugins) -> None:
     """Refuse, with a ParameterError, alternatives or models that the lab has no place for, bad names and bad values."""
-    for kind, given, has_place in (
+    for kind, plugged, has_place in (
         ("alternatives", plugins.alternatives, study.plugin_parameter is not None),
         ("models", plugins.models, study.takes_models),
     ):
-        if not isinstance(given, Mapping):
-            raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {given!r:.80}")
-        if given and not has_place:
-            raise ParameterError(f"{study.name}: has no place for {kind} of your own, got {', '.join(map(str, given))}")
-        for name in given:
+        if not isinstance(plugged, Mapping):
+            raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {plugged!r:.80}")
+        if plugged and not has_place:
+            raise ParameterError(
+                f"{study.name}: has no place for {kind} of your own, got {', '.join(map(str, plugged))}"
+            )
+        for name in plugged:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")
     for name, alternative in plugins.alternatives.items():
@@ -64,7 +66,7 @@ def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins) -> LabCon
     """The config with these names in its lists of alternatives and of models; empty lists of models stay empty."""
     places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}
     places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
-    return config.model_copy(update={place: [*getattr(config, place), *given] for place, given in places.items()})
+    return config.model_copy(update={place: [*getattr(config, place), *names] for place, names in places.items()})
 
 
 def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:

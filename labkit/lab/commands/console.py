@@ -32,8 +32,8 @@ def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
         with terminal_line(err, lab) as show:
             yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        kept = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
-        err.print(f"interrupted{kept if run else ''}", soft_wrap=True)
+        way_on = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        err.print(f"interrupted{way_on if run else ''}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
 from labkit.lab.advise.local import write_code
 from labkit.lab.answers import Answer, Verdict
-from labkit.lab.calibration import LIMITS, calibration_told
+from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import Piece, machine_rows, missing_points
@@ -178,7 +178,7 @@ def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
         "Draw again": f"labkit report {lab.name} --run {shlex.quote(path)}",
         "Measure again": _command_again(lab, run.header),
         "Ranks": _describe_ranks(run),
-        **({"Predicted from": calibration_told(run)} if lab.name != LIMITS else {}),
+        **({"Predicted from": describe_calibration(run)} if lab.name != LIMITS else {}),
         **({"Load": _describe_load(run)} if run.header.load else {}),
     }
     if run.header.ranks_by_host is not None:

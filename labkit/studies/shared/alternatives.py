@@ -96,7 +96,7 @@ def reason_of(error: Exception, device: str, where: str = "") -> str:
     For a user's own also where: "..., line 3 of the cell".
 
     Raises the error again if the device can do nothing any more, as after an illegal memory access: CUDA then gives
-    the same error to everything that follows, and it would be told of alternatives that are innocent.
+    the same error to everything that follows, and innocent alternatives would be blamed.
     """
     if torch.device(device).type == "cuda":
         try:
