@@ -188,7 +188,14 @@ def report(
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.index import write_index
     from labkit.lab.pages.report import check_report, report_lab
-    from labkit.lab.project import path_from_here, recorded_directory, reports_directory, runs_directory
+    from labkit.lab.project import (
+        committed_notebook,
+        notebook_path,
+        path_from_here,
+        recorded_directory,
+        reports_directory,
+        runs_directory,
+    )
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
@@ -205,6 +212,10 @@ def report(
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or reports_directory()
     check_report(studies, parameters, output)
+    for study in studies:
+        if committed_notebook(study.name)[1]:
+            edited = plain(path_from_here(notebook_path(study.name)))
+            err.print(f"{edited}: edited; the report runs the committed notebook", soft_wrap=True)
     if run is None:
         require_device(parameters.get("device"))
         tell_of_load()

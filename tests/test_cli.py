@@ -15,9 +15,10 @@ import pytest
 
 from labkit import __main__ as program
 from labkit import __version__
+from labkit.lab import project
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
-from labkit.lab.project import path_from_here, recorded_directory
+from labkit.lab.project import committed_notebook, notebook_path, path_from_here, recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.source import describe_source
@@ -172,6 +173,25 @@ WRITING = [
     ["report", "attention", "--run", RECORDED.stem],
     ["compare", RECORDED.stem, "copy.jsonl"],
 ]
+
+
+def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_file(tmp_path, monkeypatch):
+    path = tmp_path / notebook_path("limits").name
+    shutil.copy(notebook_path("limits"), path)
+    monkeypatch.setattr(project, "notebooks_directory", lambda: tmp_path)
+    original = path.read_text()
+    assert committed_notebook("limits") == (original, False)  # no repository
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    notebook = json.loads(original)
+    notebook["cells"][0]["metadata"]["collapsed"] = True  # as JupyterLab saves it
+    path.write_text(json.dumps(notebook))
+    assert committed_notebook("limits") == (path.read_text(), False)
+    notebook["cells"][-1]["source"] = "1 / 0"
+    for edited in (json.dumps(notebook), "<<<<<<< HEAD"):
+        path.write_text(edited)
+        assert committed_notebook("limits") == (original, True)
 
 
 def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):

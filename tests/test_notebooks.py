@@ -95,7 +95,7 @@ def page_visit(report):
 @pytest.mark.parametrize("lab", LABS)
 def test_a_parameters_cell_has_a_few_with_a_comment_and_a_place_for_all_others(lab):
     study, path = load_lab(lab), notebook_path(lab)
-    profile, run, *own, config = notebook_parameters(path)
+    profile, run, *own, config = notebook_parameters(path.read_text(), path.name)
     assert (profile, run, config) == COMMON_PARAMETERS
     assert len(own) <= 4
     assert set(own) <= set(type(study.profiles["quick"]).model_fields)

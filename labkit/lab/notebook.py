@@ -5,6 +5,7 @@ exported page; nothing fetched.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from labkit.lab.pages.record import record_card, run_record
 from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
 from labkit.lab.progress_lines import MeasuringInterrupted, notebook_line
 from labkit.lab.project import check_writable, figures_directory, relative_to_project
+from labkit.lab.runs.calibrate import calibrate, needs_calibration
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.progress import terminal_line
 from labkit.lab.runs.store import Run
@@ -79,6 +81,7 @@ class OpenLab:
         *,
         models: Mapping[str, Any] | None = None,
         guess: Mapping[str, float] | None = None,
+        only: bool = False,
     ) -> pd.DataFrame:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
@@ -87,6 +90,7 @@ class OpenLab:
                 like these. The docstring of the lab's `register` says what they must do.
             models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
             guess: your numbers by the names of rows; the answers of predictions show them next to the measured ones.
+            only: whether yours alone are measured, with the baseline, and not labkit's.
 
         Returns:
             One row per (point, rank, repeat), units in the column names.
@@ -102,7 +106,7 @@ class OpenLab:
             display(cards.coverage(self.run))
         else:
             self._plugins = {"alternatives": alternatives, "models": models}
-            begin = partial(measure, self.study, self.config, profile=self.parameters.profile)
+            begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
         self._answers = {}
         return self.run.frame()
@@ -117,12 +121,12 @@ class OpenLab:
     def resume(self) -> pd.DataFrame:
         """Measure what an interrupted `measure()` has left, with the same alternatives; return the whole frame.
 
-        ValueError if nothing was interrupted since this lab was opened.
+        After a complete run there is nothing to do. ValueError before anything is measured.
         """
-        if self._interrupted is None:
+        if self._interrupted is not None:
+            self._run, self._answers = self._measure(partial(resume, self.study, self._interrupted)), {}
+        elif self._run is None:
             raise ParameterError("nothing was interrupted here: call lab.measure()")
-        self._run = self._measure(partial(resume, self.study, self._interrupted))
-        self._answers = {}
         return self.run.frame()
 
     def source(self, *studied: Any) -> None:
@@ -186,6 +190,8 @@ class OpenLab:
         line = notebook_line()
         try:
             with line or terminal_line(Console(stderr=True), "measuring") as show:
+                if needs_calibration([self.study], self.parameters.profile):
+                    calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
                 run = measure_all(**self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
             raise MeasuringInterrupted(f"interrupted{self._way_on()}") from None

@@ -7,7 +7,7 @@ record and the run cannot differ. Imports nothing heavy: every rank loads this m
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -83,6 +83,11 @@ class Point:
     def planned_s(self) -> float:
         """The seconds it takes by the plan: nothing is measured."""
         return POINT_S
+
+    def mentions(self, names: Set[str]) -> bool:
+        """Whether a field is one of these names, or a list that has one."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return any(not names.isdisjoint(value if isinstance(value, tuple) else (value,)) for value in values)
 
     def title(self) -> str:
         """A few words for a progress line."""

@@ -1,6 +1,8 @@
 """Where things are: what comes with labkit, found from the package, and the folder that a user's results go to."""
 
+import json
 import os
+import subprocess
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Literal
@@ -90,6 +92,31 @@ def notebook_path(lab: str) -> Path:
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
     return matches[0]
+
+
+def committed_notebook(lab: str) -> tuple[str, bool]:
+    """The notebook of a lab as text, for a report, and whether its file is an edited one, which a reader explores with.
+
+    Of an edited notebook git's last commit is taken; without git the file.
+    """
+    path = notebook_path(lab)
+    text = path.read_text(encoding="utf-8")
+    command = ["git", "-c", "safe.directory=*", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
+    try:
+        committed = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout.decode()
+    except (OSError, subprocess.SubprocessError):
+        return text, False
+    is_edited = _code_cells(text) != _code_cells(committed)
+    return committed if is_edited else text, is_edited
+
+
+def _code_cells(text: str) -> list[str] | None:
+    """The source of each code cell; None for what is no notebook, as after a failed merge."""
+    try:
+        cells = json.loads(text)["cells"]
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def relative_to_project(path: Path) -> str:

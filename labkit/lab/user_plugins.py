@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from labkit.costs.transformer import SIZES, TransformerShape
+from labkit.lab.answers import Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, Register
 from labkit.lab.user_models import EXPECTED, MODEL_FIELDS, describe_model, errors_with_line, registered_models
@@ -62,11 +63,21 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
             raise ParameterError(f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}")
 
 
-def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins) -> LabConfig:
-    """The config with these names in its lists of alternatives and of models; empty lists of models stay empty."""
+def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False) -> LabConfig:
+    """The config with these names in its lists of alternatives and of models; empty lists of models stay empty.
+
+    `only`: in place of labkit's. ParameterError if there are none then.
+    """
+    if only and not plugins.alternatives and not plugins.models:
+        raise ParameterError(f"{study.name}: only=True measures alternatives or models of yours: pass some")
     places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}
     places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
-    return config.model_copy(update={place: [*getattr(config, place), *names] for place, names in places.items()})
+    baselines = {question.baseline for question in study.questions if isinstance(question, Compare)}
+    lists = {
+        place: [*(name for name in getattr(config, place) if not only or name in baselines), *names]
+        for place, names in places.items()
+    }
+    return config.model_copy(update=lists)
 
 
 def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:

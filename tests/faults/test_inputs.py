@@ -235,7 +235,7 @@ def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source
     path = tmp_path / "odd.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
     with pytest.raises(ParameterError, match=r"odd\.ipynb"):
-        notebook_parameters(path)
+        notebook_parameters(path.read_text(), path.name)
 
 
 def test_nothing_is_unpickled_that_a_reader_could_have_been_handed():

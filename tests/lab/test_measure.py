@@ -5,14 +5,17 @@ import threading
 from contextvars import ContextVar
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from labkit.lab import notebook, progress_lines
+from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import OpenLab, Parameters
 from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import executor
 from labkit.lab.runs import measure as measuring
+from labkit.lab.runs.calibrate import needs_calibration
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
@@ -321,8 +324,7 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
     assert set(frame["size"]) == {1, 2, 3}
     assert not lab.run.pending
     assert len(list(tmp_path.glob("data/runs/fake/*.jsonl"))) == 1
-    with pytest.raises(ValueError, match="nothing was interrupted"):
-        lab.resume()
+    assert len(lab.resume()) == len(frame)  # a cell that was left over does not stop "Run All"
 
 
 def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, tmp_path):
@@ -352,3 +354,32 @@ def test_what_was_interrupted_with_alternatives_of_ones_own_goes_on_in_its_noteb
     monkeypatch.undo()
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     assert set(lab.resume()["action"]) == {"fine", "mine"}
+
+
+def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
+    lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
+    with pytest.raises(ParameterError, match="only=True"):
+        lab.measure(only=True)
+    assert set(lab.measure({"mine": print}, only=True)["action"]) == {"mine"}
+    monkeypatch.setattr(notebook, "notebook_line", _InterruptedLine)
+    with pytest.raises(KeyboardInterrupt):
+        lab.measure({"mine": print, "other": print}, only=True)
+    monkeypatch.undo()
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    assert set(lab.resume()["action"]) == {"mine", "other"}
+
+
+def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    check = Check(id="c", text="", table=lambda results: pd.DataFrame(), measured="a", predicted="b")
+    study = replace(FAKE, questions=[replace(check, needs_calibration=True)])
+    assert not needs_calibration([study], "smoke")
+    assert not needs_calibration([FAKE, replace(FAKE, questions=[check])], "quick")
+    assert needs_calibration([study], "quick")
+    begun = []
+    monkeypatch.setattr(notebook, "calibrate", lambda *_: begun.append("limits"))
+    lab = OpenLab(study, Parameters("quick", None, FAKE.profiles["smoke"]))
+    lab.measure()
+    assert begun == ["limits"]

@@ -128,27 +128,27 @@ class _LabEngine(Engine):
 
 def execute_notebook(
     study: Lab,
-    source: Path,
+    notebook: str,
     target: Path,
     parameters: Mapping[str, Any],
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Run a lab's notebook with `parameters` and save it, outputs included, as `target`.
+    """Run a lab's notebook, given as text, with `parameters`, and save it, outputs included, as `target`.
 
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
         KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
     """
-    in_cell = notebook_parameters(source)
+    in_cell = notebook_parameters(notebook, target.name)
     values = _as_in_cell(in_cell, parameters)
     check_parameters(study, in_cell | values)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    write_file(target, notebook)
     papermill_engines.register(ENGINE, _LabEngine)
     try:
         papermill.execute_notebook(
-            source,
+            target,
             None,
             parameters=values,
             engine_name=ENGINE,
@@ -177,13 +177,13 @@ def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
     return values
 
 
-def notebook_parameters(path: Path) -> dict[str, Any]:
+def notebook_parameters(text: str, name: str) -> dict[str, Any]:
     """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell, or none of literals."""
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in nbformat.reads(text, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:
                 if values := literal_assignments(cell.source):
                     return values
             except (ValueError, SyntaxError) as error:
-                raise ParameterError(f"{path.name}: the parameters cell cannot be read: {error}") from None
-    raise ParameterError(f"{path.name}: no cell is tagged `parameters` and sets some")
+                raise ParameterError(f"{name}: the parameters cell cannot be read: {error}") from None
+    raise ParameterError(f"{name}: no cell is tagged `parameters` and sets some")

@@ -23,7 +23,7 @@ from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, with_nonbreaking_units
 from labkit.lab.pages.record import RULE, LabRecord, read_notebook_record
 from labkit.lab.parameters import check_parameters
-from labkit.lab.project import check_writable, figures_directory, notebook_path, runs_directory, write_file
+from labkit.lab.project import check_writable, committed_notebook, figures_directory, runs_directory, write_file
 from labkit.lab.runs.progress import Progress
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
@@ -44,7 +44,8 @@ def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: 
     """ParameterError before the first lab runs: parameters that a lab does not take, folders that take no files."""
     folders = [output / "notebooks"]
     for study in studies:
-        checked = check_parameters(study, notebook_parameters(notebook_path(study.name)) | dict(parameters))
+        text, _ = committed_notebook(study.name)
+        checked = check_parameters(study, notebook_parameters(text, study.name) | dict(parameters))
         folders += [figures_directory() / study.name, *([] if checked.run else [runs_directory() / study.name])]
     check_writable(*folders)
 
@@ -62,8 +63,8 @@ def report_lab(
     notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
     error = None
     try:
-        source = notebook_path(study.name)
-        execute_notebook(study, source, notebook, parameters, on_progress=on_progress)
+        text, _ = committed_notebook(study.name)
+        execute_notebook(study, text, notebook, parameters, on_progress=on_progress)
     except NotebookFailed as failure:
         error = str(failure)
     export_page(notebook, page, study, error=error)

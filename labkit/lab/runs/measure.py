@@ -30,6 +30,7 @@ def measure(
     profile: str,
     alternatives: Mapping[str, Any] | None = None,
     models: Mapping[str, Any] | None = None,
+    only_plugins: bool = False,
     directory: Path | None = None,
     on_progress: ShowProgress = lambda progress: None,
     on_start: Callable[[Path], None] = lambda path: None,
@@ -39,16 +40,19 @@ def measure(
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
     run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
-    `alternatives` and `models` are the caller's, by name: measured with the study's, and registered only meanwhile.
+    `alternatives` and `models` are the caller's, by name: measured with the study's (or with baselines alone, if
+    `only_plugins`), and registered only meanwhile.
     """
     plugins = Plugins(alternatives or {}, models or {})
     check_plugins(study, plugins)
     with registered(study.register, plugins):
-        config = with_plugin_names(study, config, plugins)
+        config = with_plugin_names(study, config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
         _check_inputs(study, config, on_progress)
         points = study.plan(config, describe_machine())
+        if only_plugins:
+            points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points)
         if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
@@ -184,9 +188,11 @@ def _configure_again(study: Lab, run: Run) -> LabConfig:
 
 def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
     """The points of a run, planned again from its config. RunFileError if they are not the ones in its header."""
-    points, then = study.plan(config, run.header.machine), run.header.planned
-    now = {point.id: point.describe() for point in points}
-    if now == then:
+    then = run.header.planned
+    every = {point.id: point for point in study.plan(config, run.header.machine)}
+    points = [every[identifier] for identifier in then if identifier in every]  # `only_plugins` leaves others out
+    now = {point.id: point.describe() for point in every.values()}
+    if {point.id: point.describe() for point in points} == then:
         return points
     difference = f"{len(now)} points, and {len(then)} in the run"
     for before, after in zip(then.values(), now.values(), strict=False):
