@@ -43,13 +43,16 @@ def print_output(line: str) -> None:
 
 
 def tell_of_load(run: Path | None = None) -> None:
-    """Why this machine's GPUs are not used, and what else keeps it busy; the page says so, too."""
+    """Say why GPUs or shared memory are not used, and what else keeps the machine busy; the page says so, too."""
     from labkit.machine import describe_machine
     from labkit.machine.load import disturbances, load_before_measuring
+    from labkit.parallel.transport.build import prepare
 
     machine = describe_machine()
     if machine.no_gpu_reason:
         err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
+    if (status := prepare()) != "compiled":
+        err.print(plain(f"no shared memory between ranks, which send point to point: {status}"), soft_wrap=True)
     for disturbance in disturbances(load_before_measuring(), machine.cores):
         err.print(plain(disturbance), soft_wrap=True)
 
