@@ -56,6 +56,7 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
+    os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for a name that it does not have
     # jsonschema, which checks notebooks, would take a second to make a parser of addresses that no notebook has.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     try:

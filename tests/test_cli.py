@@ -159,7 +159,8 @@ def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, com
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES_OF_A_PROGRAM)
-def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words):
+def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
     result = labkit(*arguments)
     assert result.returncode == 2
     _assert_one_message(result.stderr, words)

@@ -14,7 +14,7 @@ import pandas as pd
 from IPython.display import display
 from rich.console import Console
 
-from labkit.lab.answers import Answer, Check
+from labkit.lab.answers import Answer, Check, Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Figure, Plot
@@ -108,6 +108,8 @@ class OpenLab:
             self._plugins = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
+            for note in self._plugin_failures():
+                display(cards.note(note))
         self._answers = {}
         return self.run.frame()
 
@@ -173,6 +175,12 @@ class OpenLab:
         png = plot.save(stem, title)
         file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
         return cards.figure(plot, png, caption or title or name, file, caption, saved)
+
+    def _plugin_failures(self) -> dict[str, None]:
+        """Which of the reader's alternatives are wrong or failed, and where, each said once."""
+        names, frame = list(self._plugins["alternatives"] or ()), self.run.frame()
+        metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
+        return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))
 
     def _is_of_another_machine(self) -> bool:
         return self.machine.identity != describe_machine().identity

@@ -21,7 +21,9 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
+from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakeConfig
+from tests.rehearsal.pages import recorded, run_of
 
 
 def _measure(tmp_path, *actions, world_size=2, **options):
@@ -383,3 +385,15 @@ def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, tmp_path)
     lab = OpenLab(study, Parameters("quick", None, FAKE.profiles["smoke"]))
     lab.measure()
     assert begun == ["limits"]
+
+
+def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys):
+    def rename(_, row):
+        is_ring = row["values"].get("algorithm") == "ring"
+        return row | {"values": row["values"] | ({"algorithm": "mine", "check": "wrong: here"} if is_ring else {})}
+
+    run = run_of(recorded("all_reduce"), rename)
+    monkeypatch.setattr(notebook, "measure", lambda *_, **__: run)
+    study = load_lab("all_reduce")
+    OpenLab(study, Parameters("smoke", None, study.profiles["smoke"])).measure({"mine": print})
+    assert capsys.readouterr().out.count("mine (wrong: here)") == 1

@@ -52,7 +52,7 @@ def tell_of_load(run: Path | None = None) -> None:
     if machine.no_gpu_reason:
         err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
     if (status := prepare()) != "compiled":
-        err.print(plain(f"no shared memory between ranks, which send point to point: {status}"), soft_wrap=True)
+        err.print(plain(f"shared memory {status}: CPU ranks send point to point"), soft_wrap=True)
     for disturbance in disturbances(load_before_measuring(), machine.cores):
         err.print(plain(disturbance), soft_wrap=True)
 
