@@ -197,9 +197,9 @@ def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_f
 
 def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):
     def fill(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("labkit.lab.pages.compare.write_file", fill)
+    monkeypatch.setattr("labkit.lab.project.Path.write_bytes", fill)
     header, rest = RECORDED.read_text().split("\n", 1)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(json.loads(header) | {"started": "2030-01-01T00:00:00Z"}) + "\n" + rest)

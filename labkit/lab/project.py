@@ -76,12 +76,17 @@ def check_writable(*folders: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: under a temporary name next to it, then renamed. OSError if that fails."""
+    """Write a file whole or not at all: under a temporary name next to it, then renamed.
+
+    OSError, with the name of the file, if that fails.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
