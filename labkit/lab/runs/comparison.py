@@ -112,8 +112,10 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """A name per run, as short as tells the runs of each lab apart: machine, then its host, source or start, too."""
-    for level in ("label", "label host", "label source", "label host source", "label start"):
-        names = {run.path: ", ".join(_describe(run)[part] for part in level.split()) for run in runs}
+    facts = {run.path: _describe(run) for run in runs}
+    names: dict[Path, str] = {}
+    for parts in ((), ("host",), ("source",), ("host", "source"), ("start",)):
+        names = {path: ", ".join(fact[part] for part in ("label", *parts)) for path, fact in facts.items()}
         if len({(run.header.lab, names[run.path]) for run in runs}) == len(runs):
             break
     return names
@@ -121,49 +123,42 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 def _describe(run: Run) -> dict[str, str]:
     machine = run.header.machine
-    sources = " then ".join(str(source or "source not recorded") for source in run.sources)
-    source = sources.replace("commit ", "").replace(" with local changes", "+")
-    return {
-        "label": machine.label,
-        "host": machine.host,
-        "source": source,
-        "start": f"{run.header.started:%Y-%m-%d %H:%M:%S}",
-    }
+    source = " then ".join(str(source or "source not recorded") for source in run.sources)
+    source = source.replace("commit ", "").replace(" with local changes", "+")
+    return {"label": machine.label, "host": machine.host, "source": source, "start": f"{run.header.started:%F %T}"}
 
 
 def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
     for left_out in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
         keys = [_point_keys(run, left_out) for run in (first, other)]
-        every = [set(of_run.values()) for of_run in keys]
-        if shared := every[0] & every[1]:
+        shared = set(keys[0].values()) & set(keys[1].values())
+        if shared:
             break
-    answers = [_answers(lab, run, of_run, shared) for run, of_run in zip((first, other), keys, strict=True)]
-    both = {question: (answers[0][question], answers[1][question]) for question in answers[0]}
-    parameters = _different_parameters(first, other)
-    return Pair(name, other, parameters, len(shared), len(every[0] ^ every[1]), both, _ratios(lab, both))
+    one, two = (_answers(lab, run, ids, shared) for run, ids in zip((first, other), keys, strict=True))
+    answers = {question: (one[question], two[question]) for question in one}
+    n_others = len(set(keys[0].values()) ^ set(keys[1].values()))
+    return Pair(name, other, _different_parameters(first, other), len(shared), n_others, answers, _ratios(lab, answers))
 
 
 def _point_keys(run: Run, left_out: set[str]) -> dict[str, str]:
     """What each point measures, by its id: its fields but for lists and those left out."""
+    planned = run.header.planned
+    names = {id: sorted(name for name in fields if name not in left_out) for id, fields in planned.items()}
     return {
-        point: json.dumps(
-            {name: fields[name] for name in sorted(fields) if not (name in left_out or isinstance(fields[name], list))}
-        )
-        for point, fields in run.header.planned.items()
+        id: json.dumps({name: fields[name] for name in names[id] if not isinstance(fields[name], list)})
+        for id, fields in planned.items()
     }
 
 
 def _answers(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]) -> dict[str, Answer]:
     results, points = run.results(), [point for point, key in keys.items() if key in shared]
-    return lab.answers(
-        replace(results, frame=results.frame[results.frame.reindex(columns=["point"])["point"].isin(points)])
-    )
+    is_shared = results.frame.reindex(columns=["point"])["point"].isin(points)
+    return lab.answers(replace(results, frame=results.frame[is_shared]))
 
 
 def _different_parameters(first: Run, other: Run) -> dict[str, tuple[Any, Any]]:
-    configs = first.header.config, other.header.config
-    names = dict.fromkeys(name for config in configs for name in config if name not in REPEATING)
-    values = {name: (configs[0].get(name), configs[1].get(name)) for name in names}
+    one, two = first.header.config, other.header.config
+    values = {name: (one.get(name), two.get(name)) for name in one | two if name not in REPEATING}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
@@ -180,17 +175,16 @@ def _unshared_reason(pair: Pair) -> str:
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
     """The ratios of each `Compare` side by side."""
     columns = ["question", "configuration", "first ratio", "low", "high", "ratio", "low", "high", "difference"]
+    ends = ["ratio_first", "low_first", "high_first", "ratio", "low", "high"]
     rows: list[list[Any]] = []
     for name, (first, other) in answers.items():
         question = lab.question(name)
-        if not isinstance(question, Compare) or first.table is None or other.table is None:
-            continue
-        tables = first.table, other.table
-        keys = [key for key in question.metric.columns if key not in PLACES or tables[0][key].nunique() > 1]
-        both = tables[0].merge(tables[1], on=keys, suffixes=("_first", ""))
-        for text, row in zip(labels(both, keys), both.to_dict("records"), strict=True):
-            ends = [row[end] for end in ("ratio_first", "low_first", "high_first", "ratio", "low", "high")]
-            rows.append([name, text, *ends, _difference(*ends)])
+        if isinstance(question, Compare) and first.table is not None and other.table is not None:
+            table = first.table
+            keys = [key for key in question.metric.columns if key not in PLACES or table[key].nunique() > 1]
+            both = table.merge(other.table, on=keys, suffixes=("_first", ""))
+            for text, *values in zip(labels(both, keys), *(both[end] for end in ends), strict=True):
+                rows.append([name, text, *values, _difference(*values)])
     return pd.DataFrame(rows, columns=columns)
 
 
