@@ -32,4 +32,6 @@ def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
 def calibrate(on_progress: ShowProgress, on_output: OnOutput) -> None:
     """Measure a short run of the lab `limits`."""
     limits: Lab = import_module(f"labkit.studies.{LIMITS}.lab").LAB  # by name: labs import this package
-    measure(limits, limits.configure("quick", SHORT_LIMITS), profile="quick", on_progress=on_progress, on_output=on_output)
+    measure(
+        limits, limits.configure("quick", SHORT_LIMITS), profile="quick", on_progress=on_progress, on_output=on_output
+    )
