@@ -14,8 +14,8 @@ from rich.table import Table
 
 from labkit.check.commands import check, hand_in, notebook
 from labkit.lab.advise.command import advise
-from labkit.lab.commands.calibrate import calibrate_first
 from labkit.lab.commands.console import (
+    calibrate_first,
     err,
     out,
     plain,
@@ -151,7 +151,7 @@ def measure(
     config = study.configure(profile, parse_assignments(settings or []))
     if resume is None:
         require_device(getattr(config, "device", None))
-        calibrate_first([study], profile, load_lab)
+        calibrate_first([study], profile)
     with progress("measure", lab) as show:
         if resume is None:
             run = measuring.measure(
@@ -221,7 +221,7 @@ def report(
         require_device(parameters.get("device"))
         tell_of_load()
     if run is None and resume is None:
-        calibrate_first(studies, profile or "quick", load_lab)
+        calibrate_first(studies, profile or "quick")
     results = []
     say = err if as_json else out
     for study in studies:

@@ -1,7 +1,7 @@
 """What a command says in a terminal: results on stdout; how far it is, and what else there is to tell, on stderr."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from labkit.lab.declaration import Lab
     from labkit.lab.runs.progress import Progress
 
 out = Console(highlight=False)
@@ -40,6 +41,17 @@ def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
 def print_output(line: str) -> None:
     """What the ranks print, above the progress line."""
     err.print(plain(line), soft_wrap=True)
+
+
+def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
+    """Measure this machine's limits if one of these labs predicts, and there are none of this source and day."""
+    from labkit.lab.calibration import LIMITS
+    from labkit.lab.runs.calibrate import CALIBRATING, calibrate, needs_calibration
+
+    if studies[0].name != LIMITS and needs_calibration(studies, profile):
+        err.print(CALIBRATING)
+        with progress("measure", LIMITS) as show:
+            calibrate(on_progress=show, on_output=print_output)
 
 
 def tell_of_load(run: Path | None = None) -> None:
