@@ -1,13 +1,6 @@
-"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, a training taken apart, and break-even points.
-
-When each kind of parallelism breaks even: seconds of compute over seconds of its communication, as formulas.
-Legend: C FLOP/s that matmuls reach on a GPU, B bytes/s around the ring of a group, T tokens per replica and step,
-t per micro-batch and rank; P parameters of a layer, h hidden, q query width, k key width, S sequence; m micro-batches.
-Constants that hide communication or slow down a call are left out: these are limits, and `predict` has the rest.
-"""
+"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, a training taken apart, and break-even points."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -25,23 +18,14 @@ from labkit.scaling.published import load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.search import Request, rank
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of parallelism: its name, the part of a step that it costs, and the formula of its ratio."""
-
-    name: str
-    part: str
-    formula: str
-
-
-KINDS = (
-    Kind("data", "data_parallel_s", "3 T B / (2 C), gradients of 2 bytes; half of it for 4 bytes"),
-    Kind("sharding", "gather_s", "t B / C: every micro-batch gathers all parameters"),
-    Kind("tensor", "tensor_parallel_s", "3 P B / (8 h C) over the other ranks, tp - 1"),
-    Kind("context", "context_parallel_s", "7 S q B / (12 k C) over the other ranks, cp - 1"),
-    Kind("pipeline", "bubble_s", "m vp over the other stages, pp - 1"),
-)
+PARTS = {
+    "data": "data_parallel_s",
+    "sharding": "gather_s",
+    "tensor": "tensor_parallel_s",
+    "context": "context_parallel_s",
+    "pipeline": "bubble_s",
+}
+"""Kind of parallelism -> the part of a step that it costs."""
 
 
 def held_out() -> pd.DataFrame:
@@ -84,21 +68,25 @@ def exposed_by_ratio() -> pd.DataFrame:
     runs, predictions = published.runs, predict_runs(published.runs)
     ratios = compute_comm_ratio(runs, load_constants().rows(runs))
     tables = []
-    for kind in KINDS:
-        rows = np.flatnonzero(published.is_timed & np.isfinite(ratios[kind.name]))
-        exposed = 100 * predictions.parts_s[kind.part][rows] / predictions.step_s[rows]
-        tables.append(pd.DataFrame({"kind": kind.name, "ratio": ratios[kind.name][rows], "exposed_percent": exposed}))
+    for kind, part in PARTS.items():
+        rows = np.flatnonzero(published.is_timed & np.isfinite(ratios[kind]))
+        exposed = 100 * predictions.parts_s[part][rows] / predictions.step_s[rows]
+        tables.append(pd.DataFrame({"kind": kind, "ratio": ratios[kind][rows], "exposed_percent": exposed}))
     return pd.concat(tables, ignore_index=True)
 
 
 def compute_comm_ratio(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Compute over communication (pipeline: busy over idle) by kind, (n,); nan in runs that do not use the kind.
 
-    Below 1 a step is mostly communication, however well it overlaps. Data: 6 FLOPs and 2 g (n-1)/n bytes per
-    parameter, once a step (the scaling book, "Training"). Sharding: three half rings of 2 bytes per micro-batch
-    (arXiv:1910.02054). Tensor: four all-reduces of 2 h bytes per token and layer (arXiv:1909.08053). Context: keys and
-    values twice and their gradients around the ring, behind attention (arXiv:2310.01889). Pipeline: (pp - 1) / (m vp)
-    of the time (arXiv:2104.04473).
+    Below 1 a step is mostly communication, however well it overlaps; what hides communication or slows down a call is
+    left out. Data: 3 T B / (g C) (the scaling book, "Training"). Sharding: t B / C, three half rings of 2 bytes per
+    micro-batch (arXiv:1910.02054). Tensor: 3 P B / (8 h C) over tp - 1, four all-reduces of 2 h bytes per token
+    (arXiv:1909.08053). Context: 7 S q B / (12 k C) over cp - 1, keys and values twice and their gradients, behind
+    attention (arXiv:2310.01889). Pipeline: m vp over pp - 1 (arXiv:2104.04473).
+
+    Legend: C FLOP/s that matmuls reach, B bytes/s around a group's ring, T tokens per replica and step, t per
+    micro-batch and rank; P parameters of a layer, h hidden, q query width, k key width, S sequence, m micro-batches,
+    g bytes per gradient.
     """
     n, fp8 = runs.dp * runs.cp, np.where(runs.precision == "fp8", runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
     peak = runs.peak_tflops * 1e12 * runs.clock_share

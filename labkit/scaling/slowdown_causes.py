@@ -1,6 +1,6 @@
 """Why a training is slower than predicted: MFU conventions, and the six causes that public threads name most."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +22,6 @@ MATTERS = 0.97
 
 
 @dataclass(frozen=True)
-class Convention:
-    """A way to count MFU, and this throughput by it, 0 to 1."""
-
-    name: str
-    mfu: float
-
-
-@dataclass(frozen=True)
 class Cause:
     """A possible cause, how to check it, and the MFU that it leaves at its worst, 0 to 1."""
 
@@ -47,7 +39,8 @@ class Diagnosis:
     step_s: float
     mfu: float
     """Measured, by labkit's convention."""
-    conventions: Sequence[Convention]
+    conventions: Mapping[str, float]
+    """Ways to count MFU, labkit's first, and this throughput by each."""
     reported_mfu: float | None
     causes: Sequence[Cause] = ()
     """Causes that could explain everything first, then by the share that they explain."""
@@ -62,13 +55,11 @@ class Diagnosis:
         return flops / high_s, flops / low_s
 
     @property
-    def convention(self) -> Convention | None:
+    def convention(self) -> str | None:
         """The convention that gives the reported MFU; None if none does or none was reported."""
         reported = self.reported_mfu
-        if not reported:
-            return None
-        near = min(self.conventions, key=lambda one: abs(one.mfu / reported - 1))
-        return near if abs(near.mfu / reported - 1) <= SAME else None
+        errors = {name: abs(mfu / reported - 1) for name, mfu in self.conventions.items()} if reported else {}
+        return min((name for name in errors if errors[name] <= SAME), key=errors.__getitem__, default=None)
 
     @property
     def implied_parameters(self) -> float | None:
@@ -101,7 +92,7 @@ def explain(
     expected = rank(request).first()
     step_s = request.tokens / tokens_per_s if tokens_per_s else expected.step_s * expected.mfu / (mfu or 1.0)
     measured = expected.mfu * expected.step_s / step_s
-    conventions = list(_conventions(request, expected.layout, measured))
+    conventions = _conventions(request, expected.layout, measured)
     reported = mfu if tokens_per_s else None
     diagnosis = Diagnosis(request, expected, step_s, measured, conventions, reported, (), unspecified)
     if measured >= expected.mfu:
@@ -110,16 +101,19 @@ def explain(
     return replace(diagnosis, causes=sorted(causes, key=lambda cause: -diagnosis.share(cause)))
 
 
-def _conventions(request: Request, layout: Layout, measured: float) -> Iterator[Convention]:
+def _conventions(request: Request, layout: Layout, measured: float) -> dict[str, float]:
+    """MFU from 0 to 1 by each way to count it."""
     model, seq_len = request.model, request.seq_len
     whole, causal = (step_flops(model, seq_len=seq_len, sequences=1, causal=half) / seq_len for half in (False, True))
-    yield Convention("6 FLOPs per parameter and all attention scores, dense peak", measured)
-    yield Convention("only the causal half of the scores", measured * causal / whole)
-    yield Convention("6 FLOPs per parameter, no attention", measured * 6 * parameters(model) / whole)
-    if layout.recompute == "full":
-        again = 2 * model.layers * (layer_parameters(model) + 2 * model.hidden * seq_len)
-        yield Convention("recomputation counted (hardware FLOPs)", measured * (whole + again) / whole)
-    yield Convention("over the peak with sparsity, twice the dense one", measured / 2)
+    again = 2 * model.layers * (layer_parameters(model) + 2 * model.hidden * seq_len)
+    shares = {
+        "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
+        "only the causal half of the scores": causal / whole,
+        "6 FLOPs per parameter, no attention": 6 * parameters(model) / whole,
+        **({"recomputation counted (hardware FLOPs)": 1 + again / whole} if layout.recompute == "full" else {}),
+        "over the peak with sparsity, twice the dense one": 0.5,
+    }
+    return {name: float(measured * share) for name, share in shares.items()}
 
 
 def _causes(request: Request, expected: Prediction, unspecified: Collection[str]) -> Iterator[Cause]:

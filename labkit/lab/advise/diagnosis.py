@@ -62,8 +62,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
         return f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
     if diagnosis.step_s < low:
         return f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
-    if diagnosis.convention is not None and diagnosis.convention != diagnosis.conventions[0]:
-        return f"Only the convention differs: {diagnosis.convention.name}."
+    if diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
+        return f"Only the convention differs: {diagnosis.convention}."
     return "As predicted: nothing unusual in this step."
 
 
@@ -95,7 +95,7 @@ def _sections(diagnosis: Diagnosis, rows: Sequence[PublishedRow]) -> Iterator[Se
         f"The same throughput by every convention; the dense peak is {hardware.peak_tflops:g} TFLOP/s",
         YOURS,
         ("counted as", "MFU"),
-        [(one.name, f"{100 * one.mfu:.1f}%") for one in diagnosis.conventions],
+        [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()],
         note=f"The dense peak is for 16-bit matmuls: {hardware.source}.",
     )
     yield _parts(diagnosis)
