@@ -14,10 +14,10 @@ from labkit.scaling.published import held_out_s, nearest, nearest_keys
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
-# by fold: largest median error in percent over all rows, and the share of rows that intervals must hold
+# by fold: largest median error in percent over all rows, and the least and largest share of rows inside the intervals
 BOUNDS = {
-    **{"beyond 64 GPUs": (9, 0.9), "beyond 32 GPUs": (10, 0.9), "without the framework": (20, 0.9)},
-    "without the model": (7, 0.85),
+    **{"beyond 64 GPUs": (9, 0.9, 0.97), "beyond 32 GPUs": (10, 0.9, 0.97)},
+    **{"without the framework": (20, 0.9, 0.97), "without the model": (7, 0.85, 0.95)},
 }
 MIN_ROWS = 30
 
@@ -29,15 +29,13 @@ def predictions(published):
 
 @pytest.mark.parametrize("fold", BOUNDS)
 def test_runs_that_a_fit_had_left_out_are_predicted_and_covered(fold):
-    rows, (median, covered) = held_out().query("fold == @fold"), BOUNDS[fold]
+    rows, (median, least, most) = held_out().query("fold == @fold"), BOUNDS[fold]
     assert rows["error_percent"].median() <= median
-    assert rows["is_covered"].mean() >= covered
+    assert least <= rows["is_covered"].mean() <= most
     assert rows[rows["gpus"] >= 1000]["is_covered"].mean() >= 0.8
     by_gpus = rows.groupby(["table", "gpus"])["is_covered"].agg(["size", "mean"])
     assert (by_gpus[by_gpus["size"] >= MIN_ROWS]["mean"] >= 0.82).all()
-    if fold == "without the model":
-        assert rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
-        assert rows["is_covered"].mean() <= 0.95
+    assert fold != "without the model" or rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
 
 
 def test_nothing_is_predicted_to_be_faster_than_published_matmuls(published, predictions):
