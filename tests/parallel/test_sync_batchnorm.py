@@ -73,49 +73,6 @@ def test_a_sum_of_squares_would_lose_the_variance_at_mean_1e4():
     assert float((naive - x.double().var(0, correction=0)).abs().max()) > 0.5
 
 
-def _gradients_and_differences():
-    """Of the sum over ranks of weighted outputs, by every input of every rank and by weight and bias."""
-    rank, rows = dist.get_rank(), (3, 2, 0)
-    generator = torch.Generator().manual_seed(rank)
-    x, weights = torch.randn(2, rows[rank], 2, 2, generator=generator, dtype=torch.float64)
-    layer = SyncBatchNorm(2, dtype=torch.float64)
-    layer.load_state_dict(layer.state_dict() | {"weight": torch.tensor([0.7, -1.3]), "bias": torch.tensor([0.2, 0.1])})
-
-    def total():
-        loss = (layer(x) * weights).sum().detach().clone()
-        dist.all_reduce(loss)
-        return float(loss)
-
-    def difference(values, index, owner, step=1e-5):
-        found = []
-        for sign in (1, -1):
-            if rank == owner or owner is None:
-                values.view(-1)[index] += sign * step
-            found.append(total())
-            if rank == owner or owner is None:
-                values.view(-1)[index] -= sign * step
-        return (found[0] - found[1]) / (2 * step)
-
-    x.requires_grad_()
-    (layer(x) * weights).sum().backward()
-    gradients = [x.grad.flatten().tolist()]
-    for parameter in layer.parameters():
-        dist.all_reduce(parameter.grad)
-        gradients.append(parameter.grad.tolist())
-    with torch.no_grad():
-        by_input = [[difference(x, index, owner) for index in range(4 * n)] for owner, n in enumerate(rows)]
-        by_parameter = [[difference(p, index, None) for index in range(2)] for p in (layer.weight, layer.bias)]
-    return gradients, [by_input[rank], *by_parameter]
-
-
-def test_gradients_are_those_of_finite_differences():
-    ranks = run_ranks(_gradients_and_differences, world_size=3, timeout_s=60)
-    assert [len(gradients[0]) for gradients, _ in ranks] == [12, 8, 0]
-    for gradients, differences in ranks:
-        for got, expected in zip(gradients, differences, strict=True):
-            assert got == pytest.approx(expected, rel=1e-6, abs=1e-8)
-
-
 def _collectives():
     x = torch.randn(4, 3, requires_grad=dist.get_rank() < 9)
     layer = SyncBatchNorm(3)
