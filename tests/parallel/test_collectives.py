@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 SHORT = (0, 1, 3, 1000)
 LENGTHS = (*SHORT, 2**20 + 1)
 CPU = torch.device("cpu")
-TRANSPORTS = (POINT_TO_POINT, SHARED) if build.prepare() == "compiled" else (POINT_TO_POINT,)
+TRANSPORTS = (POINT_TO_POINT, SHARED) if build.unavailable_reason() is None else (POINT_TO_POINT,)
 # Largest whole number that 8 ranks can add without rounding, over 8.
 EXACT_BELOW = {torch.float64: 2**49, torch.float32: 2**21, torch.float16: 2**8, torch.bfloat16: 2**5}
 

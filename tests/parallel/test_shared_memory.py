@@ -26,7 +26,7 @@ from tests.cases import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
-    pytest.mark.skipif(build.prepare() != "compiled", reason=build.prepare()),
+    pytest.mark.skipif(build.unavailable_reason() is not None, reason=str(build.unavailable_reason())),
 ]
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from labkit.lab.point import planned_s
 from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import Machine, available_memory_bytes, describe_machine
-from labkit.parallel.transport.build import prepare
+from labkit.parallel.transport.build import unavailable_reason
 
 
 def machine_rows() -> list[tuple[str, str]]:
@@ -45,8 +45,8 @@ def machine_rows() -> list[tuple[str, str]]:
 
 def shared_memory_status() -> str:
     """Whether ranks of this machine can share memory, and why not; compiles what is needed at its first call."""
-    status = prepare()
-    return status if status == "compiled" else f"{status}: CPU ranks send point to point, which takes longer"
+    reason = unavailable_reason()
+    return f"not available ({reason}): CPU ranks send point to point, which takes longer" if reason else "compiled"
 
 
 def _no_gpu(machine: Machine) -> str:

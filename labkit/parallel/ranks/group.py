@@ -102,7 +102,9 @@ class RankGroup:
         `payload` is the worker and the points, as `pickle.loads` takes them.
         """
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
-            self.facts["shared_memory"] = build.prepare()
+            reason = build.unavailable_reason()
+            self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
+            self._environment = {**self._environment, **({build.FAILURE: reason} if reason else {})}
         begun = time.monotonic()
         try:
             self._fork_ranks(payload)

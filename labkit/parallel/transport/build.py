@@ -2,7 +2,7 @@
 
 The library is built for this Python and this processor, in about two seconds, and kept in `$XDG_CACHE_HOME/labkit` or
 `~/.cache/labkit`, else in a folder of the user's among the temporary files. The launcher builds it before it starts
-ranks (`prepare`), so that no rank waits for it.
+ranks (`unavailable_reason`), so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -27,9 +26,9 @@ from labkit.parallel.transport.base import SharedMemoryUnavailable
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
 BUILD_S = 120.0
-_SOURCE_ERROR = re.compile(r"\.(cpp|h|hpp):\d+:\d+: (fatal )?error: ")
-_PASSING = re.compile(r"no space left|cannot allocate|virtual memory|internal compiler error|killed", re.IGNORECASE)
-_libraries: list[ctypes.PyDLL | str] = []  # the first result in this process
+FAILURE = "LABKIT_SHARED_MEMORY_FAILURE"
+"""Variable by which a launcher tells its ranks why there is no library, so that not each of them tries again."""
+_libraries: list[ctypes.PyDLL] = []  # of this process
 
 
 def load(patience_s: float = BUILD_S) -> ctypes.PyDLL:
@@ -38,27 +37,26 @@ def load(patience_s: float = BUILD_S) -> ctypes.PyDLL:
     Raises SharedMemoryUnavailable with one line that says why, and what to install.
     """
     if not _libraries:
+        if reason := os.environ.get(FAILURE):
+            raise SharedMemoryUnavailable(reason)
         try:
             _libraries.append(ctypes.PyDLL(str(_find_or_build(patience_s))))
-        except (OSError, SharedMemoryUnavailable) as error:
-            _libraries.append(str(error))
-    library = _libraries[0]
-    if isinstance(library, str):
-        raise SharedMemoryUnavailable(library)
-    return library
+        except OSError as error:
+            raise SharedMemoryUnavailable(str(error)) from error
+    return _libraries[0]
 
 
-def prepare() -> str:
-    """Build the library if needed; return "compiled", or "not available" with the reason."""
+def unavailable_reason() -> str | None:
+    """Build the library if needed; return why there is none, or None."""
     try:
-        ctypes.PyDLL(str(_find_or_build(BUILD_S)))
-    except (OSError, SharedMemoryUnavailable) as error:
-        return f"not available ({error})"
-    return "compiled"
+        load()
+    except SharedMemoryUnavailable as error:
+        return str(error)
+    return None
 
 
 def _find_or_build(patience_s: float) -> Path:
-    start_s, deadline = time.time(), time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
     folder = _cache_folder() / f"shared-memory-{_build_key()}"
     library = folder / "library.so"
     if not library.exists():
@@ -67,7 +65,6 @@ def _find_or_build(patience_s: float) -> Path:
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, which gives up in time
             if not library.exists():
-                _raise_earlier_failure(folder / "failure.txt", start_s)
                 _compile(compiler, folder, deadline)
     return library
 
@@ -88,20 +85,8 @@ def _compile(compiler: str, folder: Path, deadline: float) -> None:
         if result.returncode != 0:
             lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
             reason = next((line for line in lines if "error" in line.lower()), lines[-1])
-            is_final = _SOURCE_ERROR.search(result.stderr) and not _PASSING.search(result.stderr)
-            message = Path(scratch) / "failure.txt"
-            message.write_text(f"{'final' if is_final else 'passing'}\n{compiler} failed: {reason}")
-            message.replace(folder / "failure.txt")
             raise SharedMemoryUnavailable(f"{compiler} failed: {reason}")
         output.replace(folder / "library.so")
-
-
-def _raise_earlier_failure(path: Path, start_s: float) -> None:
-    """Raise a failure that would come again, or that another process met while this one waited."""
-    if path.exists():
-        kind, _, reason = path.read_text().partition("\n")
-        if kind == "final" or path.stat().st_mtime > start_s:
-            raise SharedMemoryUnavailable(reason)
 
 
 def _find_compiler() -> str:
