@@ -58,13 +58,13 @@ def tell_of_load(run: Path | None = None) -> None:
     """Say why GPUs or shared memory are not used, and what else keeps the machine busy; the page says so, too."""
     from labkit.machine import describe_machine
     from labkit.machine.load import disturbances, load_before_measuring
-    from labkit.parallel.transport.build import prepare
+    from labkit.parallel.transport.build import unavailable_reason
 
     machine = describe_machine()
     if machine.no_gpu_reason:
         err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
-    if (status := prepare()) != "compiled":
-        err.print(plain(f"shared memory {status}: CPU ranks send point to point"), soft_wrap=True)
+    if reason := unavailable_reason():
+        err.print(plain(f"shared memory not available ({reason}): CPU ranks send point to point"), soft_wrap=True)
     for disturbance in disturbances(load_before_measuring(), machine.cores):
         err.print(plain(disturbance), soft_wrap=True)
 
