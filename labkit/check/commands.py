@@ -37,11 +37,11 @@ def check(
         raise ParameterError("--save keeps a new baseline, and --against compares with one: expected one of them")
     if bundle is not None:
         check_writable(bundle.parent)
-    baseline = load_baseline(against)
+    baseline = None if save else load_baseline(against)
     tell_of_load()
     try:
         with terminal_line(err, "check") as show:
-            result = check_machine(None if save else baseline, show, print_output, tolerance=tolerance)
+            result = check_machine(baseline, show, print_output, tolerance=tolerance)
     except KeyboardInterrupt:
         err.print("interrupted: nothing was compared or saved")
         raise typer.Exit(130) from None

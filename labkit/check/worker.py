@@ -45,6 +45,25 @@ class CheckPoint(SessionPoint):
         return f"{super().title()}, {self.device}, session {self.session}"
 
 
+class Sizes(NamedTuple):
+    """What is large enough on a device to measure it and not its calls."""
+
+    product: int
+    n_bytes: int
+    attention: str
+    heads: int
+    sequence: int
+    model: str
+    batch: int
+    context: int
+
+
+SIZES_ON = {
+    "cpu": Sizes(512, 64_000_000, "tiled", 4, 512, "nano", 2, 32),
+    "cuda": Sizes(8192, 2**30, "flash", 32, 4096, "small", 8, 512),
+}
+
+
 class Quantity(NamedTuple):
     """What is called, how often for one sample, and the work of one sample."""
 
@@ -91,23 +110,21 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
 
 def _alone(device: str) -> Mapping[str, Quantity]:
     """Quantities of one process: products by dtype, a copy, the cost of a call, attention, a training step."""
-    is_gpu = device != "cpu"
-    size, heads, sequence = (8192, 32, 4096) if is_gpu else (512, 4, 512)
-    n_bytes = 2**30 if is_gpu else 64_000_000
-    source, target = (torch.ones(n_bytes // 4, device=device) for _ in range(2))
+    sizes = SIZES_ON[torch.device(device).type]
+    source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
     one = torch.ones(1, device=device)
-    problem = AttentionProblem((heads, sequence, 64), torch.bfloat16 if is_gpu else torch.float32, device, causal=True)
-    passes = problem.passes(attention_named("flash" if is_gpu else "tiled").attend)
-    shape = SIZES["small" if is_gpu else "nano"]
-    step = TrainingStep(shape, batch=8 if is_gpu else 2, context_length=512 if is_gpu else 32, device=device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    problem = AttentionProblem((sizes.heads, sizes.sequence, 64), dtype, device, causal=True)
+    passes = problem.passes(attention_named(sizes.attention).attend)
+    step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
 
     def attend() -> None:
         passes.forward()
         passes.backward()
 
     return {
-        **{f"matmul {dtype}": _product(device, dtype, size) for dtype in ("float32", "bfloat16")},
-        "copy": Quantity(partial(target.copy_, source), work=2.0 * n_bytes, unit=BYTES),
+        **{f"matmul {dtype}": _product(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")},
+        "copy": Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES),
         "call": Quantity(partial(torch.add, one, 1), CALLS),
         "attention": Quantity(attend),
         "training step": Quantity(step.run),

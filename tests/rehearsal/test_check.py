@@ -1,0 +1,65 @@
+"""`labkit check` on machines that are not here: what is planned, compared, named and bundled."""
+
+import zipfile
+
+import pytest
+import torch
+
+from labkit.check import worker
+from labkit.check.bundle import write_bundle
+from labkit.check.checking import CheckResult
+from labkit.check.commands import _share_of_peak, describe
+from labkit.check.comparison import Change, compare
+from labkit.check.declaration import CHECK
+from labkit.check.worker import CheckPoint, Sizes
+from tests.check.made_up import made_run
+from tests.rehearsal.machines import MACHINES
+from tests.rehearsal.pretended_cuda import pretended_gpu
+
+of_every_machine = pytest.mark.parametrize("name", MACHINES)
+
+
+@of_every_machine
+def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
+    machine = MACHINES[name]
+    points = list(CHECK.points(CHECK.configure("quick", {"sessions": 3}), machine))
+    places = {(point.device, point.world_size, point.backend) for point in points}
+    expected = {("cpu", 1, None), ("cpu", 2, "gloo")}
+    expected |= {("cuda", 1, None)} if machine.gpus else set()
+    expected |= {("cuda", len(machine.gpus), "nccl")} if len(machine.gpus) > 1 else set()
+    assert places == expected
+    assert len(points) == 3 * len(places)
+
+
+@of_every_machine
+def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_path):
+    machine = MACHINES[name]
+    now = made_run(2, tmp_path / "check.jsonl", machine=machine, slower={"matmul bfloat16": 1.3})
+    changes = compare(made_run(1, machine=machine), now)
+    assert [one.quantity for one in changes if one.verdict == "slower"] == ["matmul bfloat16"]
+    result = CheckResult(now, None, [], changes)
+    assert result.status == 3 or result.slower
+    write_bundle(tmp_path / "bundle.zip", result, describe(result))
+    with zipfile.ZipFile(tmp_path / "bundle.zip") as archive:
+        run = archive.read("check.jsonl").decode()
+    assert machine.host not in run
+    assert all(gpu.name in run for gpu in machine.gpus)
+    assert machine.no_gpu_reason is None or machine.no_gpu_reason in run
+
+
+def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
+    change = Change("cuda", 1, "matmul bfloat16", "no change shown", 0.001, 7e14, "FLOP/s")
+    assert _share_of_peak(change, MACHINES["one H100"]) == ", 71% of the peak (published: up to 83%)"
+    assert _share_of_peak(change, MACHINES["laptop"]) == ""
+    assert _share_of_peak(change, MACHINES["V100"]) == ""
+
+
+def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
+    monkeypatch.setitem(worker.SIZES_ON, "cuda", Sizes(32, 2**16, "tiled", 2, 64, "nano", 1, 16))
+    monkeypatch.setattr(worker, "kernel_rows", lambda: iter([{"kernel": "forward", "registers": 200, "spills": 0}]))
+    point = CheckPoint(device="cuda", repeats=1, warmup=0)
+    with pretended_gpu():
+        rows = list(worker.measure(point))
+    assert {row.get("quantity") for row in rows} >= {"matmul float32", "matmul bfloat16", "attention", "training step"}
+    assert rows[-1]["kernel"] == "forward"
+    assert not torch.cuda.is_available()
