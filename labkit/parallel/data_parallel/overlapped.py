@@ -50,7 +50,10 @@ class BucketedDDP(DataParallel):
         self._schedule = schedule
         super().__init__(module, device_ids, **options)
         parameters = self._parameters_in_order
-        self._buckets = [Bucket({index: parameters[index] for index in indices}) for indices in self._assigned]
+        self._buckets = [
+            Bucket({index: parameters[index] for index in indices}, number, number == len(self._assigned) - 1)
+            for number, indices in enumerate(self._assigned)
+        ]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.parameters}
         self._waits: list[Wait] = []
         self._hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
@@ -70,7 +73,7 @@ class BucketedDDP(DataParallel):
         return [bucket.memory.nbytes for bucket in self._buckets]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average buckets: one of torch's that use `bucket.buffer()` only."""
+        """Let `hook(state, bucket)` average buckets, as torch's hooks do."""
         self._hook, self._divisor = partial(hook, state), 1
 
     @property
@@ -149,8 +152,8 @@ class OverlappedDDP(BucketedDDP):
 class Bucket:
     """Parameters of one dtype and device, by index, and one piece of memory with a view for the gradient of each."""
 
-    def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: dict[int, nn.Parameter], number: int, is_last: bool) -> None:
+        self.parameters, self._number, self._is_last = parameters, number, is_last
         self.missing = len(parameters)
         """Gradients of this pass that have not come yet."""
         self.allocate()
@@ -178,9 +181,23 @@ class Bucket:
         gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
         return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
 
+    # For communication hooks, by torch's names
+
     def buffer(self) -> Tensor:
-        """Return the memory, (n,); for communication hooks."""
+        """Return the memory, (n,)."""
         return self.memory
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the memory."""
+        return list(self.views.values())
+
+    def index(self) -> int:
+        """Return the number of the bucket, from 0 up."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last one of a pass."""
+        return self._is_last
 
     def take(self, average: torch.futures.Future[Any]) -> None:
         """Wait for the result of a communication hook, and keep it."""
