@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from labkit.parallel.background_comm import Wait
 from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.layout import count_references, gradient_to_write, strides_like
+from labkit.parallel.data_parallel.reducer import LabkitReducer
 
 Schedule = Callable[[dict[str, Tensor]], Sequence[Iterable[str]]]
 """From trained parameters by name, as backward makes their gradients, to the names in each bucket, in order."""
@@ -57,7 +58,8 @@ class BucketedDDP(DataParallel):
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.parameters}
         self._waits: list[Wait] = []
         self._hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
-        self._divisor = self.world_size
+        self._divides = isinstance(self._reducer, LabkitReducer)  # else each gradient is, while it is in the cache
+        self._divisor = 1 if self._divides else self.world_size
 
     def _settings(self) -> dict[str, object]:
         parameters = dict(zip(self._names, self._parameters_in_order, strict=True))
@@ -107,7 +109,8 @@ class BucketedDDP(DataParallel):
         view, gradient = bucket.views[index], parameter.grad
         bucket.missing -= 1
         if gradient is not None and bucket.holds(index, gradient):
-            view.div_(self._divisor)
+            if self._divisor > 1:
+                view.div_(self._divisor)
             return
         if gradient is None:
             view.zero_()
@@ -123,7 +126,7 @@ class BucketedDDP(DataParallel):
         while (next_one := len(self._waits)) < len(self._buckets) and self._buckets[next_one].missing == 0:
             bucket = self._buckets[next_one]
             if self._hook is None:
-                self._waits.append(self._reducer.start(bucket.memory, "sum"))
+                self._waits.append(self._reducer.start(bucket.memory, "mean" if self._divides else "sum"))
             else:
                 self._waits.append(partial(bucket.take, self._hook(bucket)))
 
