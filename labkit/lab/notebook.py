@@ -29,6 +29,7 @@ from labkit.lab.runs.calibrate import calibrate, needs_calibration
 from labkit.lab.runs.measure import measure, resume
 from labkit.lab.runs.progress import terminal_line
 from labkit.lab.runs.store import Run
+from labkit.lab.user_plugins import Plugins, check_plugins
 from labkit.machine import Machine, describe_machine
 
 
@@ -105,6 +106,7 @@ class OpenLab:
             self._read_run()
             display(cards.coverage(self.run))
         else:
+            check_plugins(self.study, Plugins(alternatives or {}, models or {}))
             self._plugins = {"alternatives": alternatives, "models": models}
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
@@ -200,6 +202,8 @@ class OpenLab:
             with line or terminal_line(Console(stderr=True), "measuring") as show:
                 if needs_calibration([self.study], self.parameters.profile):
                     calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
+                if self._interrupted is None:
+                    self._refuse_hanging()
                 run = measure_all(**self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
             raise MeasuringInterrupted(f"interrupted{self._way_on()}") from None
@@ -209,6 +213,13 @@ class OpenLab:
         else:
             line.finish(run)
         return run
+
+    def _refuse_hanging(self) -> None:
+        """ParameterError for an alternative that hangs, within seconds: every point of the lab would wait for it."""
+        for name, alternative in (self._plugins["alternatives"] or {}).items():
+            result = check_own(self.study, alternative)
+            if result.verdict == "hangs":
+                raise ParameterError(f"{self.study.name}: nothing was measured: {name} hangs: {result.details}")
 
     def _way_on(self) -> str:
         """How the interrupted run goes on; in a terminal, too, unless only this notebook has its alternatives."""

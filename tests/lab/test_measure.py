@@ -12,6 +12,7 @@ from labkit.lab import notebook, progress_lines
 from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import OpenLab, Parameters
+from labkit.lab.own_check import OwnCheck
 from labkit.lab.progress_lines import NotebookLine
 from labkit.lab.runs import executor
 from labkit.lab.runs import measure as measuring
@@ -397,3 +398,13 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
     study = load_lab("all_reduce")
     OpenLab(study, Parameters("smoke", None, study.profiles["smoke"])).measure({"mine": print})
     assert capsys.readouterr().out.count("mine (wrong: here)") == 1
+
+
+def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
+    monkeypatch.setattr(notebook, "check_own", lambda *_: OwnCheck("hangs", "rank 1 waits, on 2 ranks"))
+    lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"]))
+    with pytest.raises(ParameterError, match="mine hangs: rank 1 waits"):
+        lab.measure({"mine": print})
+    assert list(tmp_path.glob("data/runs/*/*")) == []

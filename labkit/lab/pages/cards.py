@@ -8,6 +8,7 @@ import base64
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 from textwrap import dedent
@@ -138,16 +139,22 @@ def coverage(run: Run) -> Piece:
     return Piece(piece("coverage", line=line, notes=notes, reasons=missing_points(run)))
 
 
-def missing_points(run: Run) -> list[dict[str, Any]]:
-    """How many points did not end `ok`, by `status` and `reason`, the most frequent first."""
+@dataclass(frozen=True)
+class MissingPoints:
+    """How many points ended in a status other than `ok`, and why."""
+
+    status: str
+    reason: str
+    count: int
+
+
+def missing_points(run: Run) -> list[MissingPoints]:
+    """The points that did not end `ok`, by status and reason, the most frequent first."""
     table = run.coverage()
     others = table[table["status"] != "ok"]
     others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
     reasons = others.groupby(["status", "reason"], dropna=False).size().sort_values(ascending=False)
-    return [
-        {"status": str(status), "reason": str(reason), "count": int(count)}
-        for (status, reason), count in reasons.items()
-    ]
+    return [MissingPoints(str(status), str(reason), int(count)) for (status, reason), count in reasons.items()]
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Piece:

@@ -18,7 +18,7 @@ from labkit.lab.answers import Answer, Verdict
 from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.pages.cards import Piece, machine_rows, missing_points
+from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, missing_points
 from labkit.lab.pages.html import piece
 from labkit.lab.project import relative_to_project
 from labkit.lab.recommended import Configuration
@@ -61,14 +61,6 @@ class AnswerRecord(BaseModel, frozen=True):
     def size(self) -> float:
         """How large the effect is: 0 for none, the same for half and twice."""
         return abs(math.log(self.effect)) if self.effect > 0 else 0.0
-
-
-class MissingPoints(BaseModel, frozen=True):
-    """How many points ended in a status other than `ok`, and why."""
-
-    status: str
-    reason: str
-    count: int
 
 
 class RunRecord(BaseModel, frozen=True):
@@ -145,7 +137,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
         machine_rows=list(machine_rows(machine, elsewhere=elsewhere).items()),
         provenance=list(provenance_rows(lab, run).items()),
         coverage=coverage["status"].value_counts().to_dict(),
-        missing=[MissingPoints(**one) for one in missing_points(run)],
+        missing=missing_points(run),
         is_busy=busy_s > 0 and busy_s >= BUSY_SHARE * duration_s,
         python=_joined_code(run),
         answers=[

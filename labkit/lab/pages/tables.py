@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -16,13 +16,11 @@ SEPARATED_FROM = 100_000
 """From here up a whole number has separators."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """The text of a cell and the number it is sorted by."""
 
     text: str
     sort: str | None = None
-    number: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,24 @@ class TableColumn:
 
 
 def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
-    """What a reader sees of a frame, column by column.
+    """The columns of a frame as a reader sees them.
 
     `low` and `high` next to one another are one interval of the column before them. Internal columns are left out.
     """
-    names = [str(name) for name in frame.columns]
-    places = [place for place, name in enumerate(names) if not column(name).is_internal]
-    for before, place, after in zip([None, *places], places, [*places[1:], None], strict=False):
-        values = frame.iloc[:, place]
-        if before is not None and after is not None and (names[place], names[after]) == ("low", "high"):
-            heading = f"{frame.attrs.get(INTERVAL, '95%')} interval"
-            yield TableColumn(heading, True, _intervals(names[before], values, frame.iloc[:, after]))
-        elif not (before is not None and (names[before], names[place]) == ("low", "high")):
+    visible = frame.loc[:, [not column(str(name)).is_internal for name in frame.columns]]
+    names = [str(name) for name in visible.columns]
+    for place, name in enumerate(names):
+        values = list(visible.iloc[:, place])
+        if place and names[place : place + 2] == ["low", "high"]:
+            ends = zip(values, visible.iloc[:, place + 1], strict=True)
+            cells = [_interval(names[place - 1], low, high) for low, high in ends]
+            yield TableColumn(f"{frame.attrs.get(INTERVAL, '95%')} interval", True, cells)
+        elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
             # next to a mean, a time that is a median says so
-            heading = "median" if names[place] == "seconds" and "mean_s" in names else column(names[place]).title
-            is_number = _has_numbers(values)
-            yield TableColumn(heading, is_number, [_cell(names[place], value, is_number) for value in values])
+            heading = "median" if name == "seconds" and "mean_s" in names else column(name).title
+            present = [value for value in values if not _is_missing(value)]
+            is_number = bool(present) and all(map(_is_number, present))
+            yield TableColumn(heading, is_number, [_cell(name, value) for value in values])
 
 
 def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
@@ -62,20 +62,15 @@ def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
     return [one for one in columns if one.text not in same], f"The same in all rows: {others}." if others else ""
 
 
-def _intervals(name: str, lows: pd.Series, highs: pd.Series) -> list[Cell]:
-    """Intervals of the column before them, sorted by their lower ends."""
-    return [
-        Cell("–", None, True)
-        if _is_missing(low)
-        else Cell(_interval(_text(name, low), _text(name, high)), f"{low:.12g}", True)
-        for low, high in zip(lows, highs, strict=True)
-    ]
-
-
-def _interval(low: str, high: str) -> str:
-    """ "[48.4, 62.8] ms", and "[0.9 ms, 1.1 s]" if the units differ."""
-    (_, _, unit), (number, _, other) = low.partition(" "), high.partition(" ")
-    return f"[{low.removesuffix(f' {unit}')}, {number}] {unit}" if unit and unit == other else f"[{low}, {high}]"
+def _interval(name: str, low: float, high: float) -> Cell:
+    """ "[48.4, 62.8] ms", and "[0.9 ms, 1.1 s]" if the units differ; sorted by the lower end."""
+    if _is_missing(low):
+        return Cell("–")
+    start, end = _text(name, low), _text(name, high)
+    (_, _, unit), (number, _, other) = start.partition(" "), end.partition(" ")
+    is_same = unit and unit == other
+    text = f"[{start.removesuffix(f' {unit}')}, {number}] {unit}" if is_same else f"[{start}, {end}]"
+    return Cell(text, f"{low:.12g}")
 
 
 def _is_missing(value: Any) -> bool:
@@ -86,14 +81,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _has_numbers(values: pd.Series) -> bool:
-    present = [value for value in values if not _is_missing(value)]
-    return bool(present) and all(map(_is_number, present))
-
-
-def _cell(name: str, value: Any, is_number: bool) -> Cell:
-    has_value = _is_number(value) and not _is_missing(value)
-    return Cell(_text(name, value), f"{value:.12g}" if has_value else None, is_number)
+def _cell(name: str, value: Any) -> Cell:
+    has_number = _is_number(value) and not _is_missing(value)
+    return Cell(_text(name, value), f"{value:.12g}" if has_number else None)
 
 
 def _text(name: str, value: Any) -> str:

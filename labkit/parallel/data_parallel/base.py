@@ -215,10 +215,10 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _mark_ready(self, index: int, gradient: Tensor | None) -> None:
         """Note a gradient, and average it now if that is what this wrapper does. The hook of each parameter."""
-        if not self._pass.is_running and not self._is_armed:
-            return
         with self._lock:
             if not self._pass.is_running:
+                if not self._is_armed:
+                    return
                 self._begin_pass()
             self._check_gradient(index, gradient)
             is_second, self._ready[index] = self._ready[index], True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from labkit.parallel.background_comm import Wait
 from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.layout import count_references, gradient_to_write, strides_like
+from labkit.parallel.data_parallel.reducer import LabkitReducer
 
 Schedule = Callable[[dict[str, Tensor]], Sequence[Iterable[str]]]
 """From trained parameters by name, as backward makes their gradients, to the names in each bucket, in order."""
@@ -50,11 +51,15 @@ class BucketedDDP(DataParallel):
         self._schedule = schedule
         super().__init__(module, device_ids, **options)
         parameters = self._parameters_in_order
-        self._buckets = [Bucket({index: parameters[index] for index in indices}) for indices in self._assigned]
+        self._buckets = [
+            Bucket({index: parameters[index] for index in indices}, number, number == len(self._assigned) - 1)
+            for number, indices in enumerate(self._assigned)
+        ]
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.parameters}
         self._waits: list[Wait] = []
         self._hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
-        self._divisor = self.world_size
+        self._divides = isinstance(self._reducer, LabkitReducer)  # else each gradient is, while it is in the cache
+        self._divisor = 1 if self._divides else self.world_size
 
     def _settings(self) -> dict[str, object]:
         parameters = dict(zip(self._names, self._parameters_in_order, strict=True))
@@ -70,7 +75,7 @@ class BucketedDDP(DataParallel):
         return [bucket.memory.nbytes for bucket in self._buckets]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` average buckets: one of torch's that use `bucket.buffer()` only."""
+        """Let `hook(state, bucket)` average buckets, as torch's hooks do."""
         self._hook, self._divisor = partial(hook, state), 1
 
     @property
@@ -104,7 +109,8 @@ class BucketedDDP(DataParallel):
         view, gradient = bucket.views[index], parameter.grad
         bucket.missing -= 1
         if gradient is not None and bucket.holds(index, gradient):
-            view.div_(self._divisor)
+            if self._divisor > 1:
+                view.div_(self._divisor)
             return
         if gradient is None:
             view.zero_()
@@ -120,7 +126,7 @@ class BucketedDDP(DataParallel):
         while (next_one := len(self._waits)) < len(self._buckets) and self._buckets[next_one].missing == 0:
             bucket = self._buckets[next_one]
             if self._hook is None:
-                self._waits.append(self._reducer.start(bucket.memory, "sum"))
+                self._waits.append(self._reducer.start(bucket.memory, "mean" if self._divides else "sum"))
             else:
                 self._waits.append(partial(bucket.take, self._hook(bucket)))
 
@@ -149,8 +155,8 @@ class OverlappedDDP(BucketedDDP):
 class Bucket:
     """Parameters of one dtype and device, by index, and one piece of memory with a view for the gradient of each."""
 
-    def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: dict[int, nn.Parameter], number: int, is_last: bool) -> None:
+        self.parameters, self._number, self._is_last = parameters, number, is_last
         self.missing = len(parameters)
         """Gradients of this pass that have not come yet."""
         self.allocate()
@@ -178,9 +184,23 @@ class Bucket:
         gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
         return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
 
+    # For communication hooks, by torch's names
+
     def buffer(self) -> Tensor:
-        """Return the memory, (n,); for communication hooks."""
+        """Return the memory, (n,)."""
         return self.memory
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the memory."""
+        return list(self.views.values())
+
+    def index(self) -> int:
+        """Return the number of the bucket, from 0 up."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last one of a pass."""
+        return self._is_last
 
     def take(self, average: torch.futures.Future[Any]) -> None:
         """Wait for the result of a communication hook, and keep it."""
