@@ -18,7 +18,7 @@ from labkit.scaling.runs import Flags, Runs
 
 FLOORS: Mapping[str, float] = {
     **dict.fromkeys(("on_nanotron", "on_vtrain", "on_vtrain_node", "on_mosaic", "on_nemo"), 0.1),
-    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "framework_nodes": 0.04, "kind_nodes": 0.08},
+    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "unknown_nodes": 0.04},
     **{"tensor_over_nodes": 0.0, "unstable": 0.0, "larger": 0.1},
     **{"gpus": 0.03, "size": 0.02, "length": 0.1, "architecture": 0.1, "kind": 0.04},
 }
@@ -107,8 +107,7 @@ def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
         columns["size"][rows] = np.abs(sizes[rows][:, None] - limits.log_sizes[None, :]).min(axis=1)
         columns["larger"][rows] = np.sqrt(np.maximum(sizes[rows] - limits.log_sizes[-1], 0.0))
         columns["kind"][rows] = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
-    for name in ("framework", "kind"):
-        columns[f"{name}_nodes"] = columns[name] * np.log2(runs.nodes)
+    columns["unknown_nodes"] = (columns["framework"] + columns["kind"]) * np.log2(runs.nodes)
     longer = np.maximum(np.log2(runs.seq_len / everything.seq_len), 0.0)
     columns["length"] = longer + np.maximum(np.log2(runs.cp / everything.cp), 0.0)
     columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)
