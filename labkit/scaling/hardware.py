@@ -93,7 +93,8 @@ def find_hardware(name: str) -> Hardware:
     if not family:
         declared = {one.lower(): one for one in HARDWARE}
         near = [declared[one] for one in difflib.get_close_matches(words, declared, n=3, cutoff=0.4)]
-        raise ValueError(f"unknown GPU {name[:60]!r}; the nearest declared are {', '.join(near or HARDWARE)}")
+        names = f"the nearest declared are {', '.join(near)}" if near else f"declared are {', '.join(HARDWARE)}"
+        raise ValueError(f"unknown GPU {name[:60]!r}; {names}")
     if memory is None:
         return family[-1] if stem in ("a100-sxm", "v100-sxm") else family[0]
     size = float(memory[1])

@@ -21,7 +21,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")] = False,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
-    from labkit.scaling.predicted_table import predict_rows, write_rows
+    from labkit.scaling.prediction import predict_rows, write_rows
     from labkit.scaling.table import read_rows
 
     try:
