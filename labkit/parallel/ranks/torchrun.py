@@ -46,9 +46,28 @@ def job_world_size() -> int:
     return _read_variable("WORLD_SIZE")
 
 
+@cache
 def job_store() -> Any:
-    """The job's store, a `torch.distributed.TCPStore`: opened once, and kept until this process ends."""
-    return _open_store(*(os.environ[name] for name in VARIABLES))
+    """The job's store, a `torch.distributed.TCPStore`: opened once, and kept until this process ends.
+
+    Every rank notes at once which host it is on. ValueError that names the job's variables, if the other ranks are not
+    found in time.
+    """
+    waiting = f"labkit waits for the other ranks of the job; {describe_job()}"
+    note = threading.Timer(NOTE_AFTER_S, lambda: print(waiting, file=sys.stderr))
+    note.daemon = True
+    note.start()
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the other ranks of the job were not found ({reason}); {describe_job()}") from error
+    finally:
+        note.cancel()
+    store.set(f"labkit/host of rank {job_rank()}", json.dumps([platform.node(), host_identity()]))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        atexit.register(_leave_job, store, job_rank(), job_world_size())
+    return store
 
 
 def wait_for(keys: Sequence[str], patience: timedelta = PATIENCE) -> None:
@@ -79,7 +98,11 @@ def ranks_by_host() -> dict[str, list[int]] | None:
     A host is named by its host name; hosts of one name get a few hex digits to tell them apart. Waits until every
     rank has opened the job's store; needs no process group.
     """
-    return _find_hosts(*(os.environ[name] for name in VARIABLES)) if is_job_rank() else None
+    if not is_job_rank():
+        return None
+    keys = [f"labkit/host of rank {rank}" for rank in range(job_world_size())]
+    wait_for(keys)
+    return label_hosts([tuple(json.loads(job_store().get(key))) for key in keys])
 
 
 def ranks_here(world_size: int) -> int:
@@ -110,39 +133,6 @@ def describe_job() -> str:
     """The variables that make this process a rank of a job, for messages."""
     variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
     return f"{variables} describe a job: unset them if there is none"
-
-
-@cache
-def _open_store(*job: str) -> Any:
-    """The store of a job, given by its four variables. Every rank notes at once which host it is on."""
-    rank, world_size = job_rank(), job_world_size()
-    note = threading.Timer(NOTE_AFTER_S, _note_waiting)
-    note.daemon = True
-    note.start()
-    try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the other ranks of the job were not found ({reason}); {describe_job()}") from error
-    finally:
-        note.cancel()
-    store.set(f"labkit/host of rank {rank}", json.dumps([platform.node(), host_identity()]))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        atexit.register(_leave_job, store, rank, world_size)
-    return store
-
-
-def _note_waiting() -> None:
-    print(f"labkit waits for the other ranks of the job; {describe_job()}", file=sys.stderr)
-
-
-@cache
-def _find_hosts(*job: str) -> dict[str, list[int]]:
-    store = _open_store(*job)
-    keys = [f"labkit/host of rank {rank}" for rank in range(job_world_size())]
-    wait_for(keys)
-    hosts = [json.loads(store.get(key)) for key in keys]
-    return label_hosts([(str(name), str(identity)) for name, identity in hosts])
 
 
 def _leave_job(store: Any, rank: int, world_size: int) -> None:
