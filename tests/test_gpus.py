@@ -11,7 +11,7 @@ from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.machine import description, gpus
-from labkit.machine.load import Load, busy_points, disturbances
+from labkit.machine.load import Load, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -160,8 +160,8 @@ def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
     assert description.describe_machine().gpus
     state = gpus.gpu_load({77})
     assert state == (1, "heat", 0.71, 91, 650.0)
-    load = Load(average=0.1, other_measurements=0, gpu=state)
-    assert "another program used a GPU" in disturbances(load, 64)[0]
+    load = Load(gpu=state)
+    assert "another program used a GPU" in busy_reason(load, 64)
     assert Load.model_validate_json(load.model_dump_json()) == load
     hot = load.model_copy(update={"gpu": gpus.gpu_load({77, 123})})
     assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": hot}, 64)["a"]

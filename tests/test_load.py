@@ -12,13 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from labkit.bench.probe import PROBE, probe, probed
-from labkit.lab.commands.console import tell_of_load
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.machine.cgroups import quota_cores, throttled_periods
-from labkit.machine.load import Load, LoadMeter, announced, busy_points, disturbances, other_measurements
+from labkit.machine.load import Load, LoadMeter, announced, busy_points, busy_reason, other_measurements
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
 
@@ -47,10 +46,8 @@ def other(name_of_these_tests):
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_another_measurement_counts_as_long_as_it_lasts(other, killed, capsys):
+def test_another_measurement_counts_as_long_as_it_lasts(other, killed):
     assert other_measurements() == 1
-    tell_of_load()
-    assert "another labkit measurement" in capsys.readouterr().err
     if killed:
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -67,24 +64,22 @@ def test_a_measurement_does_not_count_itself_and_leaves_nothing_behind(name_of_t
 
 
 def _load(**fields):
-    return Load(average=0.1, other_measurements=0).model_copy(update=fields)
+    return Load().model_copy(update=fields)
 
 
 @pytest.mark.parametrize(
     ("cores", "is_busy", "fields"),
     [
-        (2, False, {"busy_cores": 0.3, "waiting_share": 0.1, "throttled_share": 0.01}),
+        (2, False, {"busy_cores": 0.3, "throttled_share": 0.01}),
         (2, True, {"busy_cores": 0.6}),
         (2, True, {"stolen_cores": 0.7}),
         (64, False, {"busy_cores": 2.0}),
         (64, True, {"busy_cores": 12.0}),
-        (2, True, {"waiting_share": 0.8}),
         (2, True, {"throttled_share": 0.9}),
-        (2, True, {"other_measurements": 1}),
     ],
 )
 def test_what_takes_cores_makes_a_point_busy(cores, is_busy, fields):
-    assert bool(disturbances(_load(**fields), cores)) == is_busy
+    assert bool(busy_reason(_load(**fields), cores)) == is_busy
     assert (busy_points({"a": _load(**fields)}, cores).keys() == {"a"}) == is_busy
 
 
@@ -143,17 +138,18 @@ def test_a_point_that_starts_its_processes_itself_is_not_probed():
 
 
 def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.machine.load.other_measurements", lambda: 1)
+    monkeypatch.setattr("labkit.machine.load.throttled_periods", lambda: next(periods))
+    periods = ((10 * n, 10 * n) for n in range(1000))
     config = FakeConfig(actions=["fine", "raise"], world_size=1)
     run = measure(FAKE, config, profile="smoke", directory=tmp_path / "runs")
-    assert run.header.load.other_measurements == 1
+    assert run.header.load.throttled_share == 1
     assert run.busy.keys() == set(run.header.planned)
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
     loads = [line["load"] for line in lines if line["kind"] == "end"]
     assert all(load["copy_s"] > 0 and "ping_s" not in load for load in loads)
     assert not any(PROBE in row for row in run.frame())
-    assert "during 2 of 2 points: another labkit measurement" in cards.coverage(run).data
-    assert "load average" in provenance_rows(FAKE, run)["Load"]
+    assert "during 2 of 2 points: a CPU quota" in cards.coverage(run).data
+    assert "other programs" in provenance_rows(FAKE, run)["Load"]
     for line in lines:  # as older runs are
         line.pop("load", None)
         line |= {"beats": [[[1, 0, 0.001]]]} if line["kind"] == "end" else {}

@@ -57,7 +57,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
 def tell_of_load(run: Path | None = None) -> None:
     """Say why GPUs or shared memory are not used, and what else keeps the machine busy; the page says so, too."""
     from labkit.machine import describe_machine
-    from labkit.machine.load import disturbances, load_before_measuring
+    from labkit.machine.load import busy_reason, load_before_measuring
     from labkit.parallel.transport.build import unavailable_reason
 
     machine = describe_machine()
@@ -65,8 +65,8 @@ def tell_of_load(run: Path | None = None) -> None:
         err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
     if reason := unavailable_reason():
         err.print(plain(f"shared memory not available ({reason}): CPU ranks send point to point"), soft_wrap=True)
-    for disturbance in disturbances(load_before_measuring(), machine.cores):
-        err.print(plain(disturbance), soft_wrap=True)
+    if reason := busy_reason(load_before_measuring(), machine.cores):
+        err.print(plain(f"Busy machine: {reason}; times may be too long."), soft_wrap=True)
 
 
 def require_device(device: object) -> None:

@@ -30,7 +30,7 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
-from labkit.machine.load import disturbances
+from labkit.machine.load import busy_reason
 from labkit.parallel.ranks.hosts import describe_hosts
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page in the place of a notebook's output
@@ -129,8 +129,8 @@ def coverage(run: Run) -> Piece:
     line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
     line += f"; measuring took {format_seconds(points['elapsed_s'].sum())}."  # without the start of ranks
-    notes = disturbances(load, run.header.machine.cores) if load else []
-    notes = [f"At the start: {text[:1].lower()}{text[1:]}" for text in notes]
+    reason = busy_reason(load, run.header.machine.cores) if load else ""
+    notes = [f"At the start: busy machine: {reason}; times may be too long."] if reason else []
     if run.busy:
         reasons = list(dict.fromkeys(run.busy.values()))
         more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""

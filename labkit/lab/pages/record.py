@@ -189,10 +189,10 @@ def _describe_resumption(resumption: Resumption) -> str:
 def _describe_load(run: Run) -> str:
     load, cores = run.header.load, run.header.machine.cores
     assert load is not None, "asked for only if it was recorded"
-    busy = "" if load.busy_cores is None else f", {load.busy_cores:.1f} of {cores} cores busy"
+    busy = "unknown" if load.busy_cores is None else f"{load.busy_cores:.1f} of {cores} cores"
     gpu = load.gpu
     gpus = f"; GPUs at up to {gpu.temperature} °C, power limit {gpu.power_limit_w:.0f} W" if gpu else ""
-    return f"at the start a load average of {load.average:.1f}{busy}{gpus}"
+    return f"other programs at the start: {busy}{gpus}"
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
