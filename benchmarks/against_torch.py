@@ -3,11 +3,11 @@
     python benchmarks/against_torch.py                                    # all that run on a CPU: some ten minutes
     python benchmarks/against_torch.py --only all_reduce --worlds 2 4 8 --sizes 4096 1048576 --algorithms auto ring
     python benchmarks/against_torch.py --only data_parallel sharding --rounds 30
-    python benchmarks/against_torch.py --only flash                       # needs a CUDA GPU
 
 Alternatives take turns on ranks under SCHED_BATCH, one thread each, shuffled every round; ranks begin a turn at one
-moment and the slowest counts. A ratio is labkit's time over torch's: below 1 labkit is faster. Bounds are for two quiet
-cores, or an H100 (flash). Each line begins with the bandwidth of a copy of 64 MB by all ranks: memory has slow phases.
+moment and the slowest counts. A ratio is labkit's time over torch's: below 1 labkit is faster. Bounds are for two
+quiet cores. Attention's kernels are compared by the lab `attention`. Each line begins with the bandwidth of a copy of
+64 MB by all ranks: memory has slow phases.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from labkit.bench.clock import start_together, time_interleaved
-from labkit.bench.memory import peak_memory_growth
 from labkit.bench.statistics import compare
 from labkit.costs.transformer import TransformerShape
-from labkit.nn.attention import naive_attention
-from labkit.nn.attention_implementations import attention_named
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 from labkit.parallel.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
@@ -47,9 +44,6 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 10 << 20, 100 << 20)
 BUCKETS_MB = (None, 5.0, 25.0, 100.0)
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 TOKENS = 64
-FLASH_TOKENS, FLASH_FEATURES = 16384, 2048  # as in the FlashAttention-2 paper
-ATTENTIONS = ("flash", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa")
-MAX_RELATIVE_ERROR = 2**-7  # of bf16 results as root mean squares: three roundings to 8 bits, with room
 
 Action = Callable[[], Any]
 Collective = Callable[[Tensor], Any]
@@ -66,8 +60,6 @@ class Contest:
     bounds: Mapping[str, float]
     prepare: Callable[[str], Any] = lambda name: None
     derived: dict[str, Callable[[Times], list[float]]] = field(default_factory=dict)  # from the times of others
-    device: str = "cpu"
-    calls: int = 1
 
 
 def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
@@ -200,87 +192,18 @@ def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
     )
 
 
-def flash(_: argparse.Namespace) -> Iterator[Contest]:
-    """labkit's Triton kernels over torch's SDPA, each backend forced; bf16, causal and not."""
-    for head_dim, causal in ((64, False), (64, True), (128, False), (128, True)):
-        names = [name for name in ATTENTIONS if _is_supported(name, head_dim, causal)]
-        for sequence in (4096, 8192, 16384):
-            shape = (FLASH_TOKENS // sequence, FLASH_FEATURES // head_dim, sequence, head_dim)
-            title = f"d{head_dim} {sequence} {'causal' if causal else 'full'}"
-            for what in ("forward", "backward"):
-                yield _attention(f"{what}, {title}", what, names, shape, causal, _flash_bound(what, head_dim, causal))
-    shape = (1, 1, 65536, 128)
-    bound = {"flash / explicit": 1 / 3.5}
-    contest = _attention("both, d128 65536 causal", "both", ["flash", "explicit"], shape, True, bound)
-    contest.alternatives["flash"]()  # autotuning has buffers
-    with peak_memory_growth("cuda") as memory:
-        contest.alternatives["flash"]()
-    print(f"extra memory of flash at 65536 tokens: {(memory.growth_bytes or 0) / 1e9:.2f} GB (at most 1)")
-    yield contest
-
-
-def _flash_bound(what: str, head_dim: int, causal: bool) -> dict[str, float]:
-    if what == "forward":
-        cudnn = 1 / (0.95 if head_dim == 64 else 0.75)
-        return {"flash / sdpa_flash": 1 / (1.1 if causal else 1.15), "flash / sdpa_cudnn": cudnn}
-    return {"flash / sdpa_flash": 1.0 if head_dim == 64 else 1 / 0.9}
-
-
-def _attention_tensors(shape: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    make = partial(torch.randn, shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-    return [*(make().requires_grad_() for _ in range(3)), make()]
-
-
-def _is_supported(name: str, head_dim: int, causal: bool) -> bool:
-    """Compare values and gradients with float64 on a small problem with ragged blocks; an error ends the benchmark."""
-    *inputs, grad = _attention_tensors((2, 2, 1000, head_dim))
-    double_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    try:
-        output = attention_named(name).attend(inputs[0], inputs[1], inputs[2], causal)
-        found = [output, *torch.autograd.grad(output, inputs, grad)]
-    except RuntimeError as error:
-        print(f"{name} d{head_dim}: unsupported: {str(error).splitlines()[0]}")
-        return False
-    exact = naive_attention(double_inputs[0], double_inputs[1], double_inputs[2], causal)
-    expected = [exact, *torch.autograd.grad(exact, double_inputs, grad.double())]
-    errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
-    assert all(error <= MAX_RELATIVE_ERROR for error in errors), f"{name} d{head_dim}: output, dQ, dK, dV off: {errors}"
-    return True
-
-
-def _attention(
-    title: str, what: str, names: list[str], shape: tuple[int, ...], causal: bool, bounds: dict[str, float]
-) -> Contest:
-    q, k, v, grad = _attention_tensors(shape)
-
-    def step(name: str) -> Action:
-        attend = attention_named(name).attend
-        if what == "forward":
-            return torch.no_grad()(partial(attend, q, k, v, causal))
-        if what == "both":
-            return lambda: torch.autograd.grad(attend(q, k, v, causal), (q, k, v), grad)
-        output = attend(q, k, v, causal)
-        return partial(torch.autograd.grad, output, (q, k, v), grad, retain_graph=True)
-
-    pairs = [("flash", name) for name in names if name != "flash"]
-    alternatives = {name: step(name) for name in names}
-    return Contest(title, alternatives, pairs, bounds, device="cuda", calls=1 if shape[2] > FLASH_TOKENS else 10)
-
-
 KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
     "all_reduce": all_reduces,
     "phases": phases,
     "data_parallel": data_parallel,
     "sharding": sharding,
     "sync_batchnorm": sync_batchnorm,
-    "flash": flash,
 }
 
 
 def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """Time every contest of a kind on these ranks: a line and whether it misses its bound, per pair."""
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    torch.manual_seed(dist.get_rank())
     lines = []
     for contest in KINDS[kind](options):
         bandwidth = _copy_bandwidth()
@@ -289,10 +212,8 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
             warmup=3,
             repeats=options.rounds,
             prepare=contest.prepare,
-            before=start_together if dist.is_initialized() else None,
+            before=start_together,
             rounds_s=options.seconds * len(contest.alternatives),
-            device=contest.device,
-            calls=contest.calls,
         )
         times = {name: _slowest(samples_s) for name, samples_s in samples.items()}
         times |= {name: derive(times) for name, derive in contest.derived.items()}
@@ -313,34 +234,30 @@ def _line(contest: Contest, pair: tuple[str, str], times: dict[str, list[float]]
 
 def _slowest(samples_s: list[float]) -> list[float]:
     slowest = torch.tensor(samples_s, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 def _copy_bandwidth() -> float:
     source, target = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
-    together = start_together if dist.is_initialized() else None
     copy = {"copy": partial(target.copy_, source)}
-    return COPY_BYTES / median(_slowest(time_interleaved(copy, warmup=1, repeats=5, before=together)["copy"]))
+    return COPY_BYTES / median(_slowest(time_interleaved(copy, warmup=1, repeats=5, before=start_together)["copy"]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=[kind for kind in KINDS if kind != "flash"])
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--worlds", nargs="+", type=int, default=[2], help="numbers of ranks")
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes of collectives")
     parser.add_argument("--algorithms", nargs="+", choices=["auto", *ALGORITHMS], default=["auto"])
     parser.add_argument("--rounds", type=int, default=200, help="at most")
     parser.add_argument("--seconds", type=float, default=2.0, help="per alternative, at most")
     options = parser.parse_args()
-    if "flash" in options.only and not torch.cuda.is_available():
-        parser.error("flash needs a CUDA GPU")
     has_missed = False
     for kind, world_size in product(options.only, options.worlds):
-        print(f"{kind}, {world_size} ranks" if kind != "flash" else kind, flush=True)
+        print(f"{kind}, {world_size} ranks", flush=True)
         ranks = {"world_size": world_size, "threads": 1, "timeout_s": 3600}
-        lines = run(kind, options) if kind == "flash" else run_ranks(run, kind, options, **ranks)[0]
+        lines = run_ranks(run, kind, options, **ranks)[0]
         print("\n".join(line for line, _ in lines), flush=True)
         has_missed |= any(missed for _, missed in lines)
     return int(has_missed)
