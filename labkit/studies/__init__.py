@@ -22,6 +22,7 @@ LABS = (
     "all_reduce",
     "data_parallel",
     "sharding",
+    "model_parallel",
     "sync_batchnorm",
     "cifar100",
     "tuned_step",

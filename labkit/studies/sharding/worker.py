@@ -35,8 +35,8 @@ from labkit.parallel.sharding.implementations import (
 )
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.sharding.correctness import STEPS, train_in_one_process
 from labkit.studies.shared.alternatives import Failed, row_of, run_guarded, timed_phases
+from labkit.studies.shared.training_check import STEPS, train_in_one_process
 
 if TYPE_CHECKING:
     from labkit.machine import Machine

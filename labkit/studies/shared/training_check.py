@@ -1,4 +1,4 @@
-"""The check of sharding: parameters after two steps are those of one process with the batches of all ranks.
+"""The check of a training over ranks: parameters after two steps are those of one process with all batches.
 
 What is wrong after the first step has spread by the second.
 """

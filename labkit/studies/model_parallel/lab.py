@@ -1,0 +1,200 @@
+"""Model parallelism: what cutting a model by tensor or by pipeline costs and saves, and which axis is best here."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.costs.transformer import SIZES
+from labkit.lab.answers import Check, Compare
+from labkit.lab.columns import labels
+from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.declaration import Lab
+from labkit.lab.figures import Bars, Lines
+from labkit.lab.metric import Metric, Results
+from labkit.machine import Machine
+from labkit.parallel.pipeline_schedule import SCHEDULES
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.transport import SHARED
+from labkit.studies.model_parallel.worker import (
+    AXES,
+    AXIS,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    TORCH,
+    WAYS,
+    WHOLE,
+    ModelParallelPoint,
+    has_cores,
+    measure,
+)
+
+
+class ModelParallelConfig(TimedConfig):
+    """The parameters of this lab."""
+
+    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
+    widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512, 1024]
+    """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
+    layers: Count = 4
+    batch: Count = 2
+    context_length: Count = 64
+    schedules: Some[Annotated[str, one_of(lambda: SCHEDULES)]] = list(SCHEDULES)
+    micro_batches: Some[Count] = [2, 8]
+    """In a step of a pipeline, one sequence each."""
+    model: Annotated[str, one_of(lambda: SIZES)] = "mini"
+    """The model that is trained along each axis."""
+    model_batch: Count = 8
+    """Its sequences, of all ranks together."""
+    axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
+    device: Device = "auto"
+    rounds_s: float | None = 2.0
+
+
+TENSOR_KEYS = ("world_size", "device", "width")
+TENSOR_TIME = Metric("seconds", "way", TENSOR_KEYS, where={"sweep": TENSOR})
+AXIS_KEYS = ("model", "world_size", "device", "batch", "context_length")
+AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": AXIS})
+AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": AXIS}, exact=True)
+PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "n_micro_batches", "rank")
+NAMES = {
+    WHOLE: "the whole model on one rank",
+    TORCH: "the same with torch's collectives",
+    SHARED: "tensor parallelism through shared memory",
+    SHARED + SEQUENCE: "the same with sequence parallelism",
+    "data": "data parallelism",
+    "sharded": "FSDP",
+    "tensor": "tensor parallelism",
+    "pipeline": "a pipeline",
+    "context": "context parallelism",
+}
+
+
+def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParallelPoint]:
+    """By number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
+    device, widths = machine.device(config.device), tuple(sorted(config.widths))
+    for world_size in config.world_sizes:
+        backend = machine.backend(device, ranks_here(world_size))
+        point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
+        ways = WAYS if has_cores(machine, device, world_size) else WAYS[1:]
+        for width in widths:
+            yield point(sweep=TENSOR, alternatives=ways, widths=(width,), model="", micro_batches=())
+        layers = max(config.layers, 2 * world_size)  # for two stages per rank
+        yield point(sweep=PIPELINE, alternatives=tuple(config.schedules), widths=widths, model="", layers=layers)
+        yield point(sweep=AXIS, alternatives=tuple(config.axes), widths=(), batch=config.model_batch)
+
+
+def per_layer(results: Results) -> pd.DataFrame:
+    """Medians of forward and backward of a layer by way."""
+    table = TENSOR_TIME.medians(results.frame)
+    return table.assign(layer_s=table["seconds"] / results.frame["layers"].max() if len(table) else None)
+
+
+def sent(results: Results) -> pd.DataFrame:
+    """Bytes that the rank which sends most sends per step with tensor parallelism, beside the formula."""
+    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_bytes"]
+    rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
+    return rows.groupby(keys, sort=False)[values].max().reset_index()
+
+
+def pipelines(results: Results) -> pd.DataFrame:
+    """By rank, the share of a step that it works, the micro-batches it holds at most, and both by the formulas."""
+    values = ["seconds", "idle_s", "held", "formula_busy", "formula_held"]
+    rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
+    rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"])
+    table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
+    return table.assign(kind=labels(table, ["schedule", "n_micro_batches"]))
+
+
+def axes(results: Results) -> pd.DataFrame:
+    """Time and peak memory of a rank by axis, in one table."""
+    seconds = AXIS_TIME.medians(results.frame)
+    return seconds.merge(AXIS_PEAK.largest(results.frame), on=AXIS_TIME.columns, how="outer")
+
+
+LAB = Lab(
+    name="model_parallel",
+    title="Model parallelism",
+    summary="What cutting a model by tensor or by pipeline costs and saves, and which axis is best here.",
+    config=ModelParallelConfig,
+    smoke={"model": "nano", "model_batch": 4, "layers": 2},
+    paper={
+        "world_sizes": [2, 4, 8],
+        "widths": [1024, 2048, 4096, 8192],
+        "context_length": 1024,
+        "micro_batches": [2, 8, 32],
+        "model": "xl",
+        "model_batch": 32,
+    },
+    on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "large"},
+    worker=measure,
+    points=points,
+    questions=[
+        Compare(
+            id="width",
+            text="From which width on is a model faster cut over ranks than whole on one?",
+            metric=TENSOR_TIME,
+            baseline=WHOLE,
+            among=(SHARED,),
+            names=NAMES,
+            advice="Cut layers over ranks that share memory{where}.",
+            keep="Cut layers only to save memory.",
+            figure=Lines(source=per_layer, x="width", y="layer_s", hue="way", panel="world_size"),
+        ),
+        *(
+            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=(way,), names=NAMES)
+            for name, text, baseline, way in (
+                ("transport", "Is it faster through shared memory than by torch's collectives?", TORCH, SHARED),
+                ("sequence", "Is it as fast with sequence parallelism, in less memory?", SHARED, SHARED + SEQUENCE),
+            )
+        ),
+        Check(
+            id="sent",
+            text="Does a rank send the bytes that the formula says?",
+            table=sent,
+            measured="sent_bytes",
+            predicted="formula_bytes",
+            within=1.01,
+            subject="bytes sent",
+            reference="those of the formula",
+            configuration=TENSOR_KEYS,
+        ),
+        *(
+            Check(
+                id=name,
+                text=f"{text} by its schedule?",
+                table=pipelines,
+                measured=name,
+                predicted=f"formula_{name}",
+                within=within,
+                subject=subject,
+                reference="those of the formula",
+                configuration=PIPELINE_KEYS[:-1],
+                figure=Bars(source=pipelines, x="kind", y=name, hue="rank", panel="world_size"),
+            )
+            for name, text, within, subject in (
+                ("busy", "Does a rank of a pipeline work for the share of a step that it should", 1.15, "shares"),
+                ("held", "Does it hold as many micro-batches at once as it should", 1.01, "counts"),
+            )
+        ),
+        Compare(
+            id="axis",
+            text="Which axis trains a model fastest on these ranks?",
+            metric=AXIS_TIME,
+            baseline="data",
+            names=NAMES,
+            figure=Bars(source=AXIS_TIME, x="axis", y="seconds", panel="world_size"),
+        ),
+        Compare(
+            id="axis_memory",
+            text="Which axis needs the least memory on a rank?",
+            metric=AXIS_PEAK,
+            baseline="data",
+            names=NAMES,
+            figure=Bars(source=AXIS_PEAK.largest_table, x="axis", y="peak_bytes", panel="world_size"),
+        ),
+    ],
+)

@@ -1,0 +1,305 @@
+"""What every rank runs for a point of the lab on model parallelism: check each training, then time it.
+
+``tensor``    a model on one rank, and cut over the ranks by each way to send: forward and backward in turns
+``pipeline``  schedules and numbers of micro-batches in turns: seconds of a step, and what of it a rank idles
+``axes``      a model and batch trained along each axis in turns: seconds and peak memory of a step
+
+Every training is compared with one process on the whole batch first, by its parameters after two steps.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from labkit.bench.check import max_over_ranks
+from labkit.bench.clock import timed_once
+from labkit.costs.communication import butterfly, pipeline_idle_share, sent_bytes, tensor_parallel_calls
+from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
+from labkit.lab.capacity import skip_reason
+from labkit.lab.point import TimedPoint
+from labkit.nn.training import random_tokens
+from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.nn.workloads import Workload
+from labkit.parallel.collectives import ALGORITHMS
+from labkit.parallel.context import context_parallel, split_sequence
+from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline_schedule import peak_activations
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
+from labkit.parallel.sharding.implementations import shard, whole_parameters
+from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.traffic import recorded_traffic
+from labkit.parallel.transport import AUTO, SHARED, transport_in_use
+from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.peaks import peak_of_second
+from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+TENSOR, PIPELINE, AXIS = "tensor", "pipeline", "axes"
+WHOLE, TORCH, SEQUENCE = "one rank", "torch", ", sequence parallel"
+WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
+"""The whole model on one rank, and tensor parallelism by what sends; with sequence parallelism, too."""
+HEADS, VOCABULARY = 4, 128
+SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}  # of AdamW; `eps` is above the rounding of a gradient
+LEAST_TASK_S = 0.005  # of a forward pass through a stage, so that messages hide no bubble
+RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
+COPIES = 5  # of the parameters per alternative: parameters, gradients, two states, messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelPoint(TimedPoint):
+    """A model, a batch, and what is compared on them."""
+
+    sweep: str
+    """ "tensor", "pipeline" or "axes"."""
+    alternatives: tuple[str, ...]
+    """Ways to send, schedules, or axes."""
+    widths: tuple[int, ...] = ()
+    """Width of the model; of a pipeline the first is taken whose stages take long enough."""
+    layers: int = 2
+    model: str = ""
+    """A named size, instead of widths and layers."""
+    batch: int = 2
+    context_length: int = 64
+    micro_batches: tuple[int, ...] = ()
+    device: str = "cpu"
+
+    @property
+    def shape(self) -> TransformerShape:
+        """The widest; without a name, a Transformer of few tokens, in which layers cost most."""
+        if self.model:
+            return SIZES[self.model]
+        d = self.widths[-1]
+        return TransformerShape(d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY)
+
+    @property
+    def series(self) -> tuple[Hashable, float]:
+        return (self.sweep, self.world_size), n_parameters(self.shape)
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        if self.shape.n_heads % self.world_size and self.sweep == TENSOR:
+            return f"{self.world_size} ranks do not divide {self.shape.n_heads} heads"
+        if self.sweep == PIPELINE and not has_cores(machine, self.device, self.world_size):
+            return "more ranks than cores: their time slices would be measured"
+        ranks, models = ranks_here(self.world_size), len(self.alternatives) * max(1, len(self.micro_batches)) + 1
+        needed = ranks * (RANK_BYTES + models * COPIES * 4 * n_parameters(self.shape))
+        return skip_reason(machine, self.device, needed, ranks=ranks)
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.sweep}, {self.model or f'width {self.widths[-1]}'}"
+
+
+def has_cores(machine: "Machine", device: str, ranks: int) -> bool:
+    """Whether every rank of this host has a core, or a GPU: else ranks are compared with one another only."""
+    return ranks_here(ranks) <= (machine.cores if device == "cpu" else len(machine.gpus))
+
+
+@dataclass
+class Trainer:
+    """A training along one axis. `passes` are forward and backward; `gather` returns whole parameters by name."""
+
+    optimizer: Optimizer
+    passes: Callable[[], Any]
+    gather: Callable[[], Mapping[str, Tensor]]
+    pipeline: Any = None
+    idle_s: list[float] = field(default_factory=list)
+    """What a pipeline idles in each step: all but its tasks."""
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.passes()
+        self.optimizer.step()
+
+
+class Problem:
+    """A model and the whole batch, tokens (B, S), the same on every rank."""
+
+    def __init__(self, point: ModelParallelPoint, device: str) -> None:
+        self.point, self.device = point, device
+        generator = torch.Generator().manual_seed(point.seed)
+        tokens = random_tokens(point.shape, point.batch, point.context_length, generator)
+        self.inputs, self.targets = (each.to(device) for each in tokens)
+        self.reference: Reference = train_in_one_process([Workload(self.build, self.loss)], AdamW, SETTINGS)
+
+    def build(self) -> Transformer:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return Transformer(self.point.shape, context_length=self.point.context_length)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        return language_model_loss(model(self.inputs), self.targets)
+
+    def check(self, make: Callable[["Problem"], Trainer], trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
+        """Train for some steps, compare with one process, and add the trainer to the others if it is right."""
+        trainer = make(self)
+        for _ in range(STEPS):
+            trainer.step()
+        error, verdict = self.reference.check({name: value.detach() for name, value in trainer.gather().items()})
+        trainers |= {name: trainer} if verdict == "ok" else {}
+        return {"error": error, "check": verdict}
+
+
+def train_whole(problem: Problem) -> Trainer:
+    """The model on the first rank; the others do nothing."""
+    model = problem.build()
+    passes = (lambda: problem.loss(model).backward()) if dist.get_rank() == 0 else int
+    return Trainer(AdamW(model.parameters(), **SETTINGS), passes, dict)
+
+
+def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = False) -> Trainer:
+    """Tensor parallelism, with sequence parallelism or without."""
+    model = tensor_parallel(problem.build(), sequence_parallel=is_sequence, transport=transport)
+    optimizer = AdamW(model.parameters(), **SETTINGS)
+    return Trainer(optimizer, lambda: model(problem.inputs, problem.targets).backward(), model.gather_state_dict)
+
+
+def train_replicas(problem: Problem, implementation: str = "ddp", *, is_context: bool = False) -> Trainer:
+    """Data parallelism in whole copies ("ddp") or in shards ("zero3"): each rank on its rows, or on its positions."""
+    bare, p = problem.build(), dist.get_world_size()
+    model, optimizer = shard(implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS)
+    split = partial(split_sequence, dim=1) if is_context else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
+    inputs, targets = split(problem.inputs), split(problem.targets)
+    finish = getattr(model, "finish_gradient_synchronization", lambda: None)
+
+    def passes() -> None:
+        language_model_loss(model(inputs), targets).backward()
+        finish()
+
+    return Trainer(optimizer, passes, lambda: whole_parameters(model))
+
+
+def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
+    """Stages are balanced by parameters, but for the embedding's, which are looked up."""
+    model = problem.build()
+    layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
+    costs = [0, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers[1:])]
+    pipeline = Pipeline(layers, schedule=schedule, micro_batches=micro_batches, costs=costs)
+
+    idle_s: list[float] = []
+
+    def passes() -> None:
+        start = time.perf_counter()
+        pipeline.step(problem.inputs, problem.targets, language_model_loss)
+        idle_s.append(time.perf_counter() - start - sum(task.end_s - task.start_s for task in pipeline.times))
+
+    def gather() -> dict[str, Tensor]:
+        for stage, numbers in enumerate(pipeline.stages):
+            for parameter in (each for number in numbers for each in layers[number].parameters()):
+                dist.broadcast(parameter.data, src=stage % pipeline.ranks)
+        return dict(model.named_parameters())
+
+    return Trainer(AdamW(pipeline.parameters(), **SETTINGS), passes, gather, pipeline, idle_s)
+
+
+AXES: dict[str, Callable[[Problem], Trainer]] = {
+    "data": train_replicas,
+    "sharded": partial(train_replicas, implementation="zero3"),
+    "tensor": train_cut,
+    "pipeline": lambda problem: train_pipeline(problem, "1f1b", problem.point.micro_batches[-1]),
+    "context": partial(train_replicas, is_context=True),
+}
+
+
+def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
+    """Rows of the sweep that the point belongs to."""
+    sweeps = {TENSOR: _measure_tensor, PIPELINE: _measure_pipelines, AXIS: _measure_axes}
+    yield from sweeps[point.sweep](point, use_device(point.device))
+
+
+def _clock(point: ModelParallelPoint, trainers: Mapping[str, Trainer], device: str) -> dict[str, Any]:
+    clear = {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
+    return point.rounds | clear | {"device": device, "before": dist.barrier}
+
+
+def _measure_tensor(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Seconds of forward and backward by way, and the bytes of one step beside the formula."""
+    problem, rows, trainers = Problem(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
+    transport_here, why = transport_in_use(device=torch.device(device))
+    for way in point.alternatives:
+        row, transport, is_sequence = {"way": way}, way.removesuffix(SEQUENCE), way.endswith(SEQUENCE)
+        make = partial(train_cut, transport=transport, is_sequence=is_sequence)
+        if way == WHOLE:
+            trainers[way], rows[way] = train_whole(problem), row
+        elif transport == SHARED != transport_here:
+            yield row | {"not_measured": why}
+        else:
+            rows[way] = row | row_of(way, partial(problem.check, make, trainers, way), device=device)
+        if transport == SHARED and way in trainers:
+            rows[way] |= _count_traffic(point, trainers[way], is_sequence)
+    turns = {way: trainer.passes for way, trainer in trainers.items()}
+    for row in timed_rows(rows, turns, **_clock(point, trainers, device)):
+        if row["way"] != WHOLE or dist.get_rank() == 0:
+            yield row
+
+
+def _count_traffic(point: ModelParallelPoint, trainer: Trainer, is_sequence: bool) -> dict[str, Any]:
+    """Bytes that this rank sends in one step, beside the formula; notes by which ranks agree are left out."""
+    with recorded_traffic() as traffic:
+        trainer.passes()
+    calls = [call for call in traffic if call.dtype == "float32"]
+    cost = next((ALGORITHMS[call.algorithm].cost for call in calls if call.collective == "all_reduce"), None)
+    size, p = (point.shape, point.batch, point.context_length), dist.get_world_size()
+    expected = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
+    formula = sent_bytes(expected, p, all_reduce=cost or butterfly)
+    return {"sent_bytes": sum(call.sent_bytes for call in calls), "formula_bytes": formula}
+
+
+def _measure_pipelines(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Seconds of a step and of what each rank idles, by schedule and micro-batches of one sequence each."""
+    width, rows, trainers = _choose_width(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
+    for micro_batches in point.micro_batches:
+        problem = Problem(replace(point, widths=(width,), batch=micro_batches), device)
+        for schedule in point.alternatives:
+            name = f"{schedule}, {micro_batches}"
+            make = partial(train_pipeline, schedule=schedule, micro_batches=micro_batches)
+            row = {"schedule": schedule, "n_micro_batches": micro_batches, "width": width}
+            rows[name] = row | row_of(name, partial(problem.check, make, trainers, name), device=device)
+            if name in trainers:
+                pipeline = trainers[name].pipeline
+                share = pipeline_idle_share(pipeline.ranks, micro_batches, chunks=pipeline.chunks)
+                planned = peak_activations(pipeline.schedule[pipeline.rank])
+                rows[name] |= {"held": pipeline.peak_held, "formula_held": planned, "formula_busy": 1 - share}
+    turns = {name: trainer.passes for name, trainer in trainers.items()}
+    for name, row in zip(rows, timed_rows(rows, turns, **_clock(point, trainers, device)), strict=True):
+        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if "seconds" in row else {})
+
+
+def _choose_width(point: ModelParallelPoint, device: str) -> int:
+    """The first width at which a forward pass through a rank's layers takes long enough on every rank, or the last."""
+    for width in point.widths:
+        one = replace(point, widths=(width,), layers=1)
+        with torch.device(device), torch.no_grad():
+            layer = Transformer(one.shape, context_length=point.context_length).layers[0]
+            x = torch.zeros(1, point.context_length, width)
+            seconds = min(timed_once(partial(layer, x), device)[1] for _ in range(3))
+        if max_over_ranks(seconds) * point.layers / point.world_size >= LEAST_TASK_S:
+            return width
+    return point.widths[-1]
+
+
+def _measure_axes(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Seconds of a whole step along each axis, in turns; then the peak of the allocator, one after the other."""
+    problem, rows, trainers = Problem(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
+    for axis in point.alternatives:
+        check = partial(problem.check, AXES[axis], trainers, axis)
+        rows[axis] = {"axis": axis} | row_of(axis, check, device=device)
+    steps = {axis: trainer.step for axis, trainer in trainers.items()}
+    yield from timed_rows(rows, steps, device=device, before=dist.barrier, **point.rounds)
+    for axis in trainers:
+        dist.barrier()
+        yield {"axis": axis} | row_of(axis, partial(_measure_peak, AXES[axis], problem), device=device)
+
+
+def _measure_peak(make: Callable[[Problem], Trainer], problem: Problem) -> dict[str, Any]:
+    """The peak of a trainer that can gather nothing: a pipeline then has only this rank's layers."""
+    peak = peak_of_second(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
+    return {"check": "ok", "peak_bytes": peak}
