@@ -28,7 +28,6 @@ from labkit.studies.model_parallel.worker import (
     WAYS,
     WHOLE,
     ModelParallelPoint,
-    has_cores,
     measure,
 )
 
@@ -42,7 +41,6 @@ class ModelParallelConfig(TimedConfig):
     layers: Count = 4
     batch: Count = 2
     context_length: Count = 64
-    schedules: Some[Annotated[str, one_of(lambda: SCHEDULES)]] = list(SCHEDULES)
     micro_batches: Some[Count] = [2, 8]
     """In a step of a pipeline, one sequence each."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
@@ -59,12 +57,12 @@ TENSOR_TIME = Metric("seconds", "way", TENSOR_KEYS, where={"sweep": TENSOR})
 AXIS_KEYS = ("model", "world_size", "device", "batch", "context_length")
 AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": AXIS})
 AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": AXIS}, exact=True)
-PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "n_micro_batches", "rank")
+PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "micro_batches", "rank")
 NAMES = {
     WHOLE: "the whole model on one rank",
-    TORCH: "the same with torch's collectives",
+    TORCH: "that by torch's collectives",
     SHARED: "tensor parallelism through shared memory",
-    SHARED + SEQUENCE: "the same with sequence parallelism",
+    SHARED + SEQUENCE: "sequence parallelism through shared memory",
     "data": "data parallelism",
     "sharded": "FSDP",
     "tensor": "tensor parallelism",
@@ -79,23 +77,17 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     for world_size in config.world_sizes:
         backend = machine.backend(device, ranks_here(world_size))
         point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
-        ways = WAYS if has_cores(machine, device, world_size) else WAYS[1:]
+        ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
         for width in widths:
             yield point(sweep=TENSOR, alternatives=ways, widths=(width,), model="", micro_batches=())
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
-        yield point(sweep=PIPELINE, alternatives=tuple(config.schedules), widths=widths, model="", layers=layers)
+        yield point(sweep=PIPELINE, alternatives=SCHEDULES, widths=widths, model="", layers=layers)
         yield point(sweep=AXIS, alternatives=tuple(config.axes), widths=(), batch=config.model_batch)
-
-
-def per_layer(results: Results) -> pd.DataFrame:
-    """Medians of forward and backward of a layer by way."""
-    table = TENSOR_TIME.medians(results.frame)
-    return table.assign(layer_s=table["seconds"] / results.frame["layers"].max() if len(table) else None)
 
 
 def sent(results: Results) -> pd.DataFrame:
     """Bytes that the rank which sends most sends per step with tensor parallelism, beside the formula."""
-    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_bytes"]
+    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_sent_bytes"]
     rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(keys, sort=False)[values].max().reset_index()
 
@@ -106,7 +98,7 @@ def pipelines(results: Results) -> pd.DataFrame:
     rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
     rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"])
     table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
-    return table.assign(kind=labels(table, ["schedule", "n_micro_batches"]))
+    return table.assign(kind=labels(table.astype({"micro_batches": int}), ["schedule", "micro_batches"]))
 
 
 def axes(results: Results) -> pd.DataFrame:
@@ -115,6 +107,9 @@ def axes(results: Results) -> pd.DataFrame:
     return seconds.merge(AXIS_PEAK.largest(results.frame), on=AXIS_TIME.columns, how="outer")
 
 
+SENDS = "Does tensor parallelism send the bytes that the formula says?"
+WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
+HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",
     title="Model parallelism",
@@ -142,7 +137,7 @@ LAB = Lab(
             names=NAMES,
             advice="Cut layers over ranks that share memory{where}.",
             keep="Cut layers only to save memory.",
-            figure=Lines(source=per_layer, x="width", y="layer_s", hue="way", panel="world_size"),
+            figure=Lines(source=TENSOR_TIME, x="width", panel="world_size"),
         ),
         *(
             Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=(way,), names=NAMES)
@@ -151,50 +146,38 @@ LAB = Lab(
                 ("sequence", "Is it as fast with sequence parallelism, in less memory?", SHARED, SHARED + SEQUENCE),
             )
         ),
-        Check(
-            id="sent",
-            text="Does a rank send the bytes that the formula says?",
-            table=sent,
-            measured="sent_bytes",
-            predicted="formula_bytes",
-            within=1.01,
-            subject="bytes sent",
-            reference="those of the formula",
-            configuration=TENSOR_KEYS,
-        ),
         *(
             Check(
                 id=name,
-                text=f"{text} by its schedule?",
-                table=pipelines,
+                text=text,
+                table=table,
                 measured=name,
                 predicted=f"formula_{name}",
                 within=within,
                 subject=subject,
                 reference="those of the formula",
-                configuration=PIPELINE_KEYS[:-1],
-                figure=Bars(source=pipelines, x="kind", y=name, hue="rank", panel="world_size"),
+                configuration=keys,
+                figure=Bars(source=table, x=x, y=name, hue=hue, panel="world_size"),
             )
-            for name, text, within, subject in (
-                ("busy", "Does a rank of a pipeline work for the share of a step that it should", 1.15, "shares"),
-                ("held", "Does it hold as many micro-batches at once as it should", 1.01, "counts"),
+            for name, text, within, subject, table, keys, x, hue in (
+                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, TENSOR_KEYS, "width", "way"),
+                ("busy", WORKS, 1.15, "shares", pipelines, PIPELINE_KEYS[:-1], "kind", "rank"),
+                ("held", HOLDS, 1.01, "counts", pipelines, PIPELINE_KEYS[:-1], "kind", "rank"),
             )
         ),
-        Compare(
-            id="axis",
-            text="Which axis trains a model fastest on these ranks?",
-            metric=AXIS_TIME,
-            baseline="data",
-            names=NAMES,
-            figure=Bars(source=AXIS_TIME, x="axis", y="seconds", panel="world_size"),
-        ),
-        Compare(
-            id="axis_memory",
-            text="Which axis needs the least memory on a rank?",
-            metric=AXIS_PEAK,
-            baseline="data",
-            names=NAMES,
-            figure=Bars(source=AXIS_PEAK.largest_table, x="axis", y="peak_bytes", panel="world_size"),
+        *(
+            Compare(
+                id=name,
+                text=text,
+                metric=metric,
+                baseline="data",
+                names=NAMES,
+                figure=Bars(source=axes, x="axis", y=metric.value, panel="world_size"),
+            )
+            for name, text, metric in (
+                ("axis", "Which axis trains a model fastest on these ranks?", AXIS_TIME),
+                ("axis_memory", "Which axis needs the least memory on a rank?", AXIS_PEAK),
+            )
         ),
     ],
 )

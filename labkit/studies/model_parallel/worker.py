@@ -8,7 +8,7 @@ Every training is compared with one process on the whole batch first, by its par
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from labkit.bench.check import max_over_ranks
-from labkit.bench.clock import timed_once
 from labkit.costs.communication import butterfly, pipeline_idle_share, sent_bytes, tensor_parallel_calls
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.capacity import skip_reason
@@ -29,7 +27,7 @@ from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.workloads import Workload
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.context import context_parallel, split_sequence
-from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import peak_activations
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
@@ -48,7 +46,7 @@ TENSOR, PIPELINE, AXIS = "tensor", "pipeline", "axes"
 WHOLE, TORCH, SEQUENCE = "one rank", "torch", ", sequence parallel"
 WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
 """The whole model on one rank, and tensor parallelism by what sends; with sequence parallelism, too."""
-HEADS, VOCABULARY = 4, 128
+HEADS, VOCABULARY = 8, 128
 SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}  # of AdamW; `eps` is above the rounding of a gradient
 LEAST_TASK_S = 0.005  # of a forward pass through a stage, so that messages hide no bubble
 RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
@@ -60,7 +58,6 @@ class ModelParallelPoint(TimedPoint):
     """A model, a batch, and what is compared on them."""
 
     sweep: str
-    """ "tensor", "pipeline" or "axes"."""
     alternatives: tuple[str, ...]
     """Ways to send, schedules, or axes."""
     widths: tuple[int, ...] = ()
@@ -76,31 +73,20 @@ class ModelParallelPoint(TimedPoint):
     @property
     def shape(self) -> TransformerShape:
         """The widest; without a name, a Transformer of few tokens, in which layers cost most."""
-        if self.model:
-            return SIZES[self.model]
-        d = self.widths[-1]
-        return TransformerShape(d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY)
-
-    @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.sweep, self.world_size), n_parameters(self.shape)
+        d = max(self.widths, default=2 * HEADS)
+        wide = TransformerShape(d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY)
+        return SIZES.get(self.model, wide)
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        if self.shape.n_heads % self.world_size and self.sweep == TENSOR:
-            return f"{self.world_size} ranks do not divide {self.shape.n_heads} heads"
-        if self.sweep == PIPELINE and not has_cores(machine, self.device, self.world_size):
+        ranks = ranks_here(self.world_size)
+        if self.sweep == PIPELINE and self.device == "cpu" and ranks > machine.cores:
             return "more ranks than cores: their time slices would be measured"
-        ranks, models = ranks_here(self.world_size), len(self.alternatives) * max(1, len(self.micro_batches)) + 1
+        models = len(self.alternatives) * max(1, len(self.micro_batches)) + 1
         needed = ranks * (RANK_BYTES + models * COPIES * 4 * n_parameters(self.shape))
         return skip_reason(machine, self.device, needed, ranks=ranks)
 
     def title(self) -> str:
         return f"{super().title()}, {self.sweep}, {self.model or f'width {self.widths[-1]}'}"
-
-
-def has_cores(machine: "Machine", device: str, ranks: int) -> bool:
-    """Whether every rank of this host has a core, or a GPU: else ranks are compared with one another only."""
-    return ranks_here(ranks) <= (machine.cores if device == "cpu" else len(machine.gpus))
 
 
 @dataclass
@@ -138,7 +124,7 @@ class Problem:
     def loss(self, model: nn.Module) -> Tensor:
         return language_model_loss(model(self.inputs), self.targets)
 
-    def check(self, make: Callable[["Problem"], Trainer], trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
+    def check(self, make: "Make", trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
         """Train for some steps, compare with one process, and add the trainer to the others if it is right."""
         trainer = make(self)
         for _ in range(STEPS):
@@ -148,11 +134,22 @@ class Problem:
         return {"error": error, "check": verdict}
 
 
+Make = Callable[[Problem], Trainer]
+
+
+def gather_parts(model: nn.Module, parts: Iterable[tuple[nn.Module, int]]) -> dict[str, Tensor]:
+    """Parameters of a model with each part taken from the rank that has it, on every rank."""
+    for part, owner in parts:
+        for parameter in part.parameters():
+            dist.broadcast(parameter.data, src=owner)
+    return dict(model.named_parameters())
+
+
 def train_whole(problem: Problem) -> Trainer:
     """The model on the first rank; the others do nothing."""
     model = problem.build()
     passes = (lambda: problem.loss(model).backward()) if dist.get_rank() == 0 else int
-    return Trainer(AdamW(model.parameters(), **SETTINGS), passes, dict)
+    return Trainer(AdamW(model.parameters(), **SETTINGS), passes, partial(gather_parts, model, [(model, 0)]))
 
 
 def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = False) -> Trainer:
@@ -191,16 +188,12 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
         pipeline.step(problem.inputs, problem.targets, language_model_loss)
         idle_s.append(time.perf_counter() - start - sum(task.end_s - task.start_s for task in pipeline.times))
 
-    def gather() -> dict[str, Tensor]:
-        for stage, numbers in enumerate(pipeline.stages):
-            for parameter in (each for number in numbers for each in layers[number].parameters()):
-                dist.broadcast(parameter.data, src=stage % pipeline.ranks)
-        return dict(model.named_parameters())
-
+    owners = [(layers[number], stage % pipeline.ranks) for stage, own in enumerate(pipeline.stages) for number in own]
+    gather = partial(gather_parts, model, owners)
     return Trainer(AdamW(pipeline.parameters(), **SETTINGS), passes, gather, pipeline, idle_s)
 
 
-AXES: dict[str, Callable[[Problem], Trainer]] = {
+AXES: dict[str, Make] = {
     "data": train_replicas,
     "sharded": partial(train_replicas, implementation="zero3"),
     "tensor": train_cut,
@@ -210,96 +203,78 @@ AXES: dict[str, Callable[[Problem], Trainer]] = {
 
 
 def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
-    """Rows of the sweep that the point belongs to."""
-    sweeps = {TENSOR: _measure_tensor, PIPELINE: _measure_pipelines, AXIS: _measure_axes}
-    yield from sweeps[point.sweep](point, use_device(point.device))
-
-
-def _clock(point: ModelParallelPoint, trainers: Mapping[str, Trainer], device: str) -> dict[str, Any]:
-    clear = {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
-    return point.rounds | clear | {"device": device, "before": dist.barrier}
-
-
-def _measure_tensor(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of forward and backward by way, and the bytes of one step beside the formula."""
-    problem, rows, trainers = Problem(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
-    transport_here, why = transport_in_use(device=torch.device(device))
-    for way in point.alternatives:
-        row, transport, is_sequence = {"way": way}, way.removesuffix(SEQUENCE), way.endswith(SEQUENCE)
-        make = partial(train_cut, transport=transport, is_sequence=is_sequence)
-        if way == WHOLE:
-            trainers[way], rows[way] = train_whole(problem), row
-        elif transport == SHARED != transport_here:
-            yield row | {"not_measured": why}
-        else:
-            rows[way] = row | row_of(way, partial(problem.check, make, trainers, way), device=device)
-        if transport == SHARED and way in trainers:
-            rows[way] |= _count_traffic(point, trainers[way], is_sequence)
-    turns = {way: trainer.passes for way, trainer in trainers.items()}
-    for row in timed_rows(rows, turns, **_clock(point, trainers, device)):
-        if row["way"] != WHOLE or dist.get_rank() == 0:
-            yield row
-
-
-def _count_traffic(point: ModelParallelPoint, trainer: Trainer, is_sequence: bool) -> dict[str, Any]:
-    """Bytes that this rank sends in one step, beside the formula; notes by which ranks agree are left out."""
-    with recorded_traffic() as traffic:
-        trainer.passes()
-    calls = [call for call in traffic if call.dtype == "float32"]
-    cost = next((ALGORITHMS[call.algorithm].cost for call in calls if call.collective == "all_reduce"), None)
-    size, p = (point.shape, point.batch, point.context_length), dist.get_world_size()
-    expected = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
-    formula = sent_bytes(expected, p, all_reduce=cost or butterfly)
-    return {"sent_bytes": sum(call.sent_bytes for call in calls), "formula_bytes": formula}
-
-
-def _measure_pipelines(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of a step and of what each rank idles, by schedule and micro-batches of one sequence each."""
-    width, rows, trainers = _choose_width(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
-    for micro_batches in point.micro_batches:
-        problem = Problem(replace(point, widths=(width,), batch=micro_batches), device)
-        for schedule in point.alternatives:
-            name = f"{schedule}, {micro_batches}"
-            make = partial(train_pipeline, schedule=schedule, micro_batches=micro_batches)
-            row = {"schedule": schedule, "n_micro_batches": micro_batches, "width": width}
-            rows[name] = row | row_of(name, partial(problem.check, make, trainers, name), device=device)
-            if name in trainers:
-                pipeline = trainers[name].pipeline
-                share = pipeline_idle_share(pipeline.ranks, micro_batches, chunks=pipeline.chunks)
-                planned = peak_activations(pipeline.schedule[pipeline.rank])
-                rows[name] |= {"held": pipeline.peak_held, "formula_held": planned, "formula_busy": 1 - share}
-    turns = {name: trainer.passes for name, trainer in trainers.items()}
-    for name, row in zip(rows, timed_rows(rows, turns, **_clock(point, trainers, device)), strict=True):
-        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if "seconds" in row else {})
-
-
-def _choose_width(point: ModelParallelPoint, device: str) -> int:
-    """The first width at which a forward pass through a rank's layers takes long enough on every rank, or the last."""
-    for width in point.widths:
-        one = replace(point, widths=(width,), layers=1)
-        with torch.device(device), torch.no_grad():
-            layer = Transformer(one.shape, context_length=point.context_length).layers[0]
-            x = torch.zeros(1, point.context_length, width)
-            seconds = min(timed_once(partial(layer, x), device)[1] for _ in range(3))
-        if max_over_ranks(seconds) * point.layers / point.world_size >= LEAST_TASK_S:
-            return width
-    return point.widths[-1]
-
-
-def _measure_axes(point: ModelParallelPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of a whole step along each axis, in turns; then the peak of the allocator, one after the other."""
-    problem, rows, trainers = Problem(point, device), dict[str, dict[str, Any]](), dict[str, Trainer]()
-    for axis in point.alternatives:
-        check = partial(problem.check, AXES[axis], trainers, axis)
-        rows[axis] = {"axis": axis} | row_of(axis, check, device=device)
-    steps = {axis: trainer.step for axis, trainer in trainers.items()}
-    yield from timed_rows(rows, steps, device=device, before=dist.barrier, **point.rounds)
-    for axis in trainers:
+    """Rows of one point: seconds by alternative in turns; then, of axes, the allocator's peak, one after the other."""
+    device = use_device(point.device)
+    rows, trainers = dict[str, dict[str, Any]](), dict[str, Trainer]()
+    for name, about, problem, make in _alternatives(point, device):
+        if SHARED in name and (transport := transport_in_use(device=torch.device(device)))[0] != SHARED:
+            yield about | {"not_measured": transport[1]}
+            continue
+        rows[name] = about | row_of(name, partial(problem.check, make, trainers, name), device=device)
+        if name in trainers:
+            rows[name] |= _describe(point, name, trainers[name])
+    is_axis = point.sweep == AXIS  # whose steps are whole ones
+    turns = {name: trainer.step if is_axis else trainer.passes for name, trainer in trainers.items()}
+    clock = point.rounds | {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
+    for name, row in zip(rows, timed_rows(rows, turns, device=device, before=dist.barrier, **clock), strict=True):
+        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if point.sweep == PIPELINE else {})
+    for axis in trainers if is_axis else ():
         dist.barrier()
         yield {"axis": axis} | row_of(axis, partial(_measure_peak, AXES[axis], problem), device=device)
 
 
-def _measure_peak(make: Callable[[Problem], Trainer], problem: Problem) -> dict[str, Any]:
+def _alternatives(point: ModelParallelPoint, device: str) -> Iterator[tuple[str, dict[str, Any], Problem, Make]]:
+    """Name, columns, problem and maker of each. A pipeline's micro-batches are of one sequence each."""
+    if point.sweep == PIPELINE:
+        width = _choose_width(point, device)
+        for micro_batches in point.micro_batches:
+            problem = Problem(replace(point, widths=(width,), batch=micro_batches), device)
+            for schedule in point.alternatives:
+                about = {"schedule": schedule, "micro_batches": micro_batches, "width": width}
+                make = partial(train_pipeline, schedule=schedule, micro_batches=micro_batches)
+                yield f"{schedule}, {micro_batches}", about, problem, make
+        return
+    problem = Problem(point, device)
+    for name in point.alternatives:
+        if point.sweep == AXIS:
+            yield name, {"axis": name}, problem, AXES[name]
+            continue
+        cut = partial(train_cut, transport=name.removesuffix(SEQUENCE), is_sequence=name.endswith(SEQUENCE))
+        yield name, {"way": name, "width": point.widths[0]}, problem, train_whole if name == WHOLE else cut
+
+
+def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[str, Any]:
+    """What a step sends or holds on this rank, beside the formulas. Notes by which ranks agree are left out."""
+    p = dist.get_world_size()
+    if (pipeline := trainer.pipeline) is not None:
+        share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
+        planned = peak_activations(pipeline.schedule[pipeline.rank])
+        return {"held": pipeline.peak_held, "formula_held": planned, "formula_busy": 1 - share}
+    if SHARED not in name:
+        return {}
+    with recorded_traffic() as traffic:
+        trainer.passes()
+    calls = [call for call in traffic if call.dtype == "float32"]
+    cost = next((ALGORITHMS[call.algorithm].cost for call in calls if call.collective == "all_reduce"), None)
+    size, is_sequence = (point.shape, point.batch, point.context_length), name.endswith(SEQUENCE)
+    formula = sent_bytes(
+        tensor_parallel_calls(*size, p, sequence_parallel=is_sequence), p, all_reduce=cost or butterfly
+    )
+    return {"sent_bytes": sum(call.sent_bytes for call in calls), "formula_sent_bytes": formula}
+
+
+def _choose_width(point: ModelParallelPoint, device: str) -> int:
+    """The first width at which a forward pass through a rank's layers takes long enough, or the last."""
+    for width in point.widths:
+        with torch.device(device):
+            model = Transformer(replace(point, widths=(width,), layers=1).shape, context_length=point.context_length)
+            (layer_s,) = measure_layers(list(model.layers), torch.zeros(1, point.context_length, width))
+        if layer_s * point.layers / point.world_size >= LEAST_TASK_S:
+            break
+    return width
+
+
+def _measure_peak(make: Make, problem: Problem) -> dict[str, Any]:
     """The peak of a trainer that can gather nothing: a pipeline then has only this rank's layers."""
     peak = peak_of_second(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
     return {"check": "ok", "peak_bytes": peak}
