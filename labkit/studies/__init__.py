@@ -22,10 +22,11 @@ LABS = (
     "all_reduce",
     "data_parallel",
     "sharding",
-    "model_parallel",
     "sync_batchnorm",
     "cifar100",
     "tuned_step",
+    "model_parallel",
+    "context_parallel",
 )
 
 

@@ -1,0 +1,141 @@
+"""Context parallelism: attention to a sequence that is cut over ranks, by a ring or gathered, in two layouts."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from labkit.lab.answers import Check, Compare
+from labkit.lab.config import Count, Device, Some, TimedConfig
+from labkit.lab.declaration import Lab
+from labkit.lab.figures import Lines
+from labkit.lab.metric import Metric, Results
+from labkit.machine import Machine
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.studies.context_parallel.worker import (
+    GATHERED,
+    RING,
+    RING_CONTIGUOUS,
+    WAYS,
+    WHOLE,
+    ContextParallelPoint,
+    measure,
+)
+
+
+class ContextParallelConfig(TimedConfig):
+    """The parameters of this lab."""
+
+    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
+    lengths: Some[Annotated[int, Field(ge=64, lt=2**31)]] = [512, 1024, 2048]
+    """Of the whole sequence: multiples of twice the number of ranks."""
+    dtypes: Some[Literal["float32", "bfloat16"]] = ["float32"]
+    heads: Count = 4
+    head_dim: Annotated[int, Field(ge=8, le=1024)] = 64
+    device: Device = "auto"
+    rounds_s: float | None = 3.0
+
+
+CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "length")
+TIME = Metric("seconds", "way", CONFIGURATION)
+PEAK = Metric("peak_bytes", "way", CONFIGURATION, exact=True)
+NAMES = {
+    WHOLE: "attention on one rank",
+    RING: "the zigzag ring",
+    RING_CONTIGUOUS: "the contiguous ring",
+    GATHERED: "gathering all keys and values",
+}
+
+
+def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
+    """From short to long. With more ranks than cores, ranks are compared with one another only."""
+    device = machine.device(config.device)
+    for world_size, dtype, length in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
+        here = ranks_here(world_size)
+        ways = WAYS[1:] if device == "cpu" and here > machine.cores else WAYS
+        about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}
+        yield ContextParallelPoint.of(config, ways=ways, length=length, dtype=dtype, **about)
+
+
+def efficiency(results: Results) -> pd.DataFrame:
+    """Time on one rank over p times that on p ranks, beside the share of work in the layout's slowest rank."""
+    table = TIME.medians(results.frame)
+    whole = table.loc[table["way"] == WHOLE, [*CONFIGURATION, "seconds"]]
+    table = table[table["way"] != WHOLE].merge(whole, on=list(CONFIGURATION), suffixes=("", "_whole"))
+    p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
+    return table.assign(
+        efficiency=table["seconds_whole"].astype(float) / (p * table["seconds"].astype(float)),
+        formula_efficiency=((p + 1) / (2 * p)).mask(is_zigzag, 1.0),
+    ).drop(columns=["low", "high", "n"])
+
+
+def sent(results: Results) -> pd.DataFrame:
+    """Bytes that the rank which sends most sends in both passes, beside the formula."""
+    keys, values = [*CONFIGURATION, "way"], ["sent_bytes", "formula_sent_bytes"]
+    rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
+    return rows.groupby(keys, sort=False)[values].max().reset_index()
+
+
+LAB = Lab(
+    name="context_parallel",
+    title="Context parallelism",
+    summary="What attention to a sequence that is cut over ranks costs, sends and holds: a ring, or gathered.",
+    config=ContextParallelConfig,
+    paper={"world_sizes": [2, 4, 8], "lengths": [2**k for k in range(12, 18)], "heads": 32, "head_dim": 128},
+    on_gpu={"world_sizes": [2, 8], "lengths": [4096, 8192, 16384], "dtypes": ["float32", "bfloat16"], "heads": 16},
+    worker=measure,
+    points=points,
+    questions=[
+        Compare(
+            id="length",
+            text="From which length on is attention faster over ranks than on one?",
+            metric=TIME,
+            baseline=WHOLE,
+            names=NAMES,
+            advice="Cut the sequence over ranks, by {name}{where}.",
+            keep="Cut the sequence only to save memory.",
+            figure=Lines(source=TIME, x="length", panel="world_size"),
+        ),
+        Check(
+            id="efficiency",
+            text="Do ranks work for the share of the time that their layout allows?",
+            table=efficiency,
+            measured="efficiency",
+            predicted="formula_efficiency",
+            within=1.25,
+            subject="efficiencies",
+            reference="the layout's",
+            configuration=CONFIGURATION,
+            figure=Lines(source=efficiency, x="length", y="efficiency", hue="way", panel="world_size", log="x"),
+        ),
+        *(
+            Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(RING,), names=NAMES)
+            for name, text, baseline in (
+                ("layout", "Is the zigzag ring, which gives all ranks the same work, faster?", RING_CONTIGUOUS),
+                ("ring", "Is a ring, which sends while it computes, faster than gathering first?", GATHERED),
+            )
+        ),
+        Check(
+            id="sent",
+            text="Does a rank send the bytes that the formula says?",
+            table=sent,
+            measured="sent_bytes",
+            predicted="formula_sent_bytes",
+            within=1.01,
+            subject="bytes sent",
+            reference="those of the formula",
+            configuration=CONFIGURATION,
+            figure=Lines(source=sent, x="length", y="sent_bytes", hue="way", panel="world_size"),
+        ),
+        Compare(
+            id="memory",
+            text="How much less memory does a rank need with a part of the sequence?",
+            metric=PEAK,
+            baseline=WHOLE,
+            names=NAMES,
+            figure=Lines(source=PEAK.largest_table, x="length", y="peak_bytes", hue="way", panel="world_size"),
+        ),
+    ],
+)

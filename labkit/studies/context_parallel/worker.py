@@ -1,0 +1,132 @@
+"""What every rank runs for a point of the lab on context parallelism: check attention over ranks, then time it.
+
+Output and gradients are joined over ranks and compared with float64 (`labkit.nn.attention_problem`). Then all ways take
+turns, both passes together; then the allocator's peak, one way after the other.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.costs.communication import context_parallel_calls, sent_bytes
+from labkit.lab.capacity import skip_reason
+from labkit.lab.point import TimedPoint
+from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_problem import AttentionProblem, check
+from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
+from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.parallel.ranks.worker import use_device
+from labkit.parallel.traffic import recorded_traffic
+from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.peaks import peak_of_second
+
+if TYPE_CHECKING:
+    from labkit.machine import Machine
+
+WHOLE, RING, RING_CONTIGUOUS, GATHERED = "one rank", "ring, zigzag", "ring, contiguous", "gathered, zigzag"
+WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
+"""Tiled attention to the whole sequence on one rank; and by ranks, with the layout of their positions."""
+RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
+N_COPIES = 24  # of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelPoint(TimedPoint):
+    """Causal attention to q, k and v, each (heads, length, head dimension) on all ranks together."""
+
+    ways: tuple[str, ...]
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def q_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.heads * self.length * self.head_dim * dtype.itemsize
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        ranks = ranks_here(self.world_size)
+        return skip_reason(machine, self.device, ranks * (RANK_BYTES + N_COPIES * self.q_bytes), ranks=ranks)
+
+    def title(self) -> str:
+        return f"{super().title()}, {self.length} tokens, {self.dtype}"
+
+
+class Passes:
+    """Forward and backward of one way on this rank's positions; with the whole sequence, on the first rank only."""
+
+    def __init__(self, problem: AttentionProblem, way: str) -> None:
+        method, _, layout = way.partition(", ")
+        self.layout, self.is_idle = layout, way == WHOLE and dist.get_rank() > 0
+        tensors = [x.detach() for x in (*problem.inputs, problem.grad_output)]
+        if layout:
+            tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
+        *inputs, self.gradient = (x.clone() for x in tensors)
+        self.inputs = [x.requires_grad_() for x in inputs]
+        self.is_ring, tiled = method == "ring", attention_named("tiled").attend
+        by_ranks = partial(ring_attention if self.is_ring else gather_attention, layout=layout)
+        self.attend: Callable[..., Tensor] = by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
+
+    def run(self) -> list[Tensor]:
+        """Output and gradients of q, k and v."""
+        if self.is_idle:
+            return []
+        output = self.attend(*self.inputs)
+        return [output.detach(), *torch.autograd.grad(output, self.inputs, self.gradient)]
+
+    def joined(self) -> list[Tensor]:
+        """The same of the whole sequence, on every rank. A collective."""
+        results = self.run()
+        if self.layout:
+            return [join_sequence(x, 1, layout=self.layout) for x in results]
+        results = results or [torch.empty_like(x) for x in (*self.inputs, self.gradient)]
+        for result in results:
+            dist.broadcast(result, src=0)
+        return results
+
+
+def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
+    """Rows of one point, by way: seconds of both passes, bytes sent beside the formula, and peak bytes."""
+    device = use_device(point.device)
+    shape, dtype = (point.heads, point.length, point.head_dim), getattr(torch, point.dtype)
+    problem = AttentionProblem(shape, dtype, device, causal=True, seed=point.seed)
+    right: dict[str, Passes] = {}
+
+    def examine(way: str) -> dict[str, Any]:
+        passes = Passes(problem, way)
+        checked = check(problem, passes.joined())
+        if checked.is_right:
+            right[way] = passes
+        verdict = "ok" if checked.is_right else f"wrong: {checked.where}"
+        return {"error": checked.error, "check": verdict} | (_count_traffic(point, passes) if passes.layout else {})
+
+    rows = {way: {"way": way} | row_of(way, partial(examine, way), device=device) for way in point.ways}
+    turns = {way: passes.run for way, passes in right.items()}
+    yield from timed_rows(rows, turns, device=device, before=dist.barrier, **point.rounds)
+    for way in right:
+        dist.barrier()
+        yield {"way": way} | row_of(way, partial(_measure_peak, problem, way, device), device=device)
+
+
+def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:
+    """Bytes that this rank sends, beside the formula; notes by which ranks agree on shapes are left out."""
+    with recorded_traffic() as traffic:
+        passes.run()
+    p = dist.get_world_size()
+    block_bytes, accumulated = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
+    formula = sent_bytes(context_parallel_calls(block_bytes, accumulated * block_bytes, p, is_ring=passes.is_ring), p)
+    actual = sum(call.sent_bytes for call in traffic if call.dtype.startswith(("float", "bfloat")))
+    return {"sent_bytes": actual, "formula_sent_bytes": formula}
+
+
+def _measure_peak(problem: AttentionProblem, way: str, device: str) -> dict[str, Any]:
+    """The allocator's peak over both passes, with this rank's inputs."""
+    peak = peak_of_second(partial(Passes, problem, way), Passes.run, device=device)
+    return {"check": "ok", "peak_bytes": peak}
