@@ -38,7 +38,7 @@ class ContextParallelConfig(TimedConfig):
     rounds_s: float | None = 3.0
 
 
-CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "length")
+CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "sequence")
 TIME = Metric("seconds", "way", CONFIGURATION)
 PEAK = Metric("peak_bytes", "way", CONFIGURATION, exact=True)
 NAMES = {
@@ -52,11 +52,11 @@ NAMES = {
 def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
     """From short to long. With more ranks than cores, ranks are compared with one another only."""
     device = machine.device(config.device)
-    for world_size, dtype, length in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
+    for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
         here = ranks_here(world_size)
         ways = WAYS[1:] if device == "cpu" and here > machine.cores else WAYS
         about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}
-        yield ContextParallelPoint.of(config, ways=ways, length=length, dtype=dtype, **about)
+        yield ContextParallelPoint.of(config, ways=ways, sequence=sequence, dtype=dtype, **about)
 
 
 def efficiency(results: Results) -> pd.DataFrame:
@@ -96,7 +96,7 @@ LAB = Lab(
             names=NAMES,
             advice="Cut the sequence over ranks, by {name}{where}.",
             keep="Cut the sequence only to save memory.",
-            figure=Lines(source=TIME, x="length", panel="world_size"),
+            figure=Lines(source=TIME, x="sequence", panel="world_size"),
         ),
         Check(
             id="efficiency",
@@ -108,7 +108,7 @@ LAB = Lab(
             subject="efficiencies",
             reference="the layout's",
             configuration=CONFIGURATION,
-            figure=Lines(source=efficiency, x="length", y="efficiency", hue="way", panel="world_size", log="x"),
+            figure=Lines(source=efficiency, x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
         ),
         *(
             Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(RING,), names=NAMES)
@@ -127,7 +127,7 @@ LAB = Lab(
             subject="bytes sent",
             reference="those of the formula",
             configuration=CONFIGURATION,
-            figure=Lines(source=sent, x="length", y="sent_bytes", hue="way", panel="world_size"),
+            figure=Lines(source=sent, x="sequence", y="sent_bytes", hue="way", panel="world_size"),
         ),
         Compare(
             id="memory",
@@ -135,7 +135,7 @@ LAB = Lab(
             metric=PEAK,
             baseline=WHOLE,
             names=NAMES,
-            figure=Lines(source=PEAK.largest_table, x="length", y="peak_bytes", hue="way", panel="world_size"),
+            figure=Lines(source=PEAK.largest_table, x="sequence", y="peak_bytes", hue="way", panel="world_size"),
         ),
     ],
 )

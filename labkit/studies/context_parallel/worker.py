@@ -37,10 +37,10 @@ N_COPIES = 24  # of q on a rank: inputs, outputs and gradients of every way, and
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelPoint(TimedPoint):
-    """Causal attention to q, k and v, each (heads, length, head dimension) on all ranks together."""
+    """Causal attention to q, k and v, each (heads, sequence, head dimension) on all ranks together."""
 
     ways: tuple[str, ...]
-    length: int
+    sequence: int
     heads: int
     head_dim: int
     dtype: str = "float32"
@@ -49,14 +49,14 @@ class ContextParallelPoint(TimedPoint):
     @property
     def q_bytes(self) -> int:
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return self.heads * self.length * self.head_dim * dtype.itemsize
+        return self.heads * self.sequence * self.head_dim * dtype.itemsize
 
     def skip_reason(self, machine: "Machine") -> str | None:
         ranks = ranks_here(self.world_size)
         return skip_reason(machine, self.device, ranks * (RANK_BYTES + N_COPIES * self.q_bytes), ranks=ranks)
 
     def title(self) -> str:
-        return f"{super().title()}, {self.length} tokens, {self.dtype}"
+        return f"{super().title()}, {self.sequence} tokens, {self.dtype}"
 
 
 class Passes:
@@ -95,7 +95,7 @@ class Passes:
 def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point, by way: seconds of both passes, bytes sent beside the formula, and peak bytes."""
     device = use_device(point.device)
-    shape, dtype = (point.heads, point.length, point.head_dim), getattr(torch, point.dtype)
+    shape, dtype = (point.heads, point.sequence, point.head_dim), getattr(torch, point.dtype)
     problem = AttentionProblem(shape, dtype, device, causal=True, seed=point.seed)
     right: dict[str, Passes] = {}
 
