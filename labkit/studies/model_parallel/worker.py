@@ -217,7 +217,8 @@ def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
     turns = {name: trainer.step if is_axis else trainer.passes for name, trainer in trainers.items()}
     clock = point.rounds | {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
     for name, row in zip(rows, timed_rows(rows, turns, device=device, before=dist.barrier, **clock), strict=True):
-        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if point.sweep == PIPELINE else {})
+        has_idle = point.sweep == PIPELINE and "seconds" in row
+        yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if has_idle else {})
     for axis in trainers if is_axis else ():
         dist.barrier()
         yield {"axis": axis} | row_of(axis, partial(_measure_peak, AXES[axis], problem), device=device)

@@ -1,0 +1,74 @@
+"""The labs on sharding, model and context parallelism: what loses a message gets no time; memory is that of a host."""
+
+from functools import partial
+
+import pandas as pd
+import pytest
+import torch
+
+from labkit.costs.transformer import SIZES
+from labkit.lab.metric import Results
+from labkit.parallel import context, pipeline, tensor
+from labkit.parallel.exchange import exchange
+from labkit.parallel.launch import run_ranks
+from labkit.parallel.sharding import ShardedOptimizer
+from labkit.studies.context_parallel import worker as context_worker
+from labkit.studies.model_parallel import worker as model_worker
+from labkit.studies.sharding import worker as sharding_worker
+from labkit.studies.sharding.lab import largest_models
+
+COMMON = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 1}
+SMALL = {"widths": (32,), "layers": 4, "batch": 2, "context_length": 8}
+MODEL = partial(model_worker.ModelParallelPoint, **COMMON, **SMALL)
+BREAKS = {
+    "tensor": (tensor._Ranks, "sum", lambda ranks, x: x),
+    "pipeline": (pipeline, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
+    "context": (context, "_merge", lambda *_: None),
+    "sharding": (ShardedOptimizer, "gather_parameters", lambda optimizer: None),
+}
+POINTS = {
+    "tensor": (model_worker, MODEL(sweep="tensor", alternatives=("shared",))),
+    "pipeline": (model_worker, MODEL(sweep="pipeline", alternatives=("1f1b",), micro_batches=(2,))),
+    "context": (
+        context_worker,
+        context_worker.ContextParallelPoint(**COMMON, ways=("ring, zigzag",), sequence=64, heads=1, head_dim=16),
+    ),
+    "sharding": (
+        sharding_worker,
+        sharding_worker.ShardingPoint(
+            **COMMON, kind="memory", size="nano", transport="point_to_point", implementations=("zero1",)
+        ),
+    ),
+}
+
+
+def _lose(sent, to, received, *others, **options):
+    exchange(sent, to, received, *others, **options)
+    if received is not None and received.is_floating_point():
+        received.zero_()
+
+
+def _measure(name, is_broken):
+    if is_broken:
+        setattr(*BREAKS[name])
+    worker, point = POINTS[name]
+    torch.set_num_threads(1)
+    return list(worker.measure(point))
+
+
+@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
+    rows = [row for rank in run_ranks(_measure, name, is_broken, world_size=2) for row in rank]
+    checks = {row["check"].partition(":")[0] for row in rows if "check" in row}
+    assert checks == ({"wrong"} if is_broken else {"ok"})
+    assert any("seconds" in row or "peak_bytes" in row or "moment" in row for row in rows) != is_broken
+
+
+@pytest.mark.parametrize(("host_ranks", "share"), [(4, 4), (2, 2), (float("nan"), 4)])
+def test_ranks_share_the_memory_of_their_host(host_ranks, share):
+    point = {"kind": "memory", "world_size": 4, "host_ranks": host_ranks, "device": "cpu", "batch": 1}
+    frame = pd.DataFrame([point | {"context_length": 32}])
+    table = largest_models(Results(frame, machine_bytes=2**35))
+    assert set(table["memory_bytes"]) == {0.9 * 2**35 / share}
+    assert set(table["model"]) <= set(SIZES)
