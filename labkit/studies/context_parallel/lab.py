@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, Some, TimedConfig
+from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -53,6 +53,8 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
     """From short to long. With more ranks than cores, ranks are compared with one another only."""
     device = machine.device(config.device)
     for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
+        if sequence % (2 * world_size):
+            raise ParameterError(f"context_parallel: expected lengths that {2 * world_size} divides, got {sequence}")
         here = ranks_here(world_size)
         ways = WAYS[1:] if device == "cpu" and here > machine.cores else WAYS
         about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}

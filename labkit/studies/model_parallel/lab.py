@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from math import lcm
 from typing import Annotated
 
 import pandas as pd
@@ -10,7 +11,7 @@ from pydantic import Field
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
 from labkit.lab.columns import labels
-from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -21,6 +22,7 @@ from labkit.parallel.transport import SHARED
 from labkit.studies.model_parallel.worker import (
     AXES,
     AXIS,
+    DATA,
     PIPELINE,
     SEQUENCE,
     TENSOR,
@@ -63,11 +65,6 @@ NAMES = {
     TORCH: "that by torch's collectives",
     SHARED: "tensor parallelism through shared memory",
     SHARED + SEQUENCE: "sequence parallelism through shared memory",
-    "data": "data parallelism",
-    "sharded": "FSDP",
-    "tensor": "tensor parallelism",
-    "pipeline": "a pipeline",
-    "context": "context parallelism",
 }
 
 
@@ -75,6 +72,10 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     """By number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
     device, widths = machine.device(config.device), tuple(sorted(config.widths))
     for world_size in config.world_sizes:
+        if config.model_batch % (parts := lcm(world_size, config.micro_batches[-1])):
+            raise ParameterError(
+                f"model_parallel: expected a model_batch that {parts} divides, got {config.model_batch}"
+            )
         backend = machine.backend(device, ranks_here(world_size))
         point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
@@ -170,8 +171,7 @@ LAB = Lab(
                 id=name,
                 text=text,
                 metric=metric,
-                baseline="data",
-                names=NAMES,
+                baseline=DATA,
                 figure=Bars(source=axes, x="axis", y=metric.value, panel="world_size"),
             )
             for name, text, metric in (

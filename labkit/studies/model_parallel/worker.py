@@ -42,7 +42,7 @@ from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_
 if TYPE_CHECKING:
     from labkit.machine import Machine
 
-TENSOR, PIPELINE, AXIS = "tensor", "pipeline", "axes"
+TENSOR, PIPELINE, AXIS, DATA = "tensor", "pipeline", "axes", "data parallel"
 WHOLE, TORCH, SEQUENCE = "one rank", "torch", ", sequence parallel"
 WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
 """The whole model on one rank, and tensor parallelism by what sends; with sequence parallelism, too."""
@@ -180,7 +180,6 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
     layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
     costs = [0, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers[1:])]
     pipeline = Pipeline(layers, schedule=schedule, micro_batches=micro_batches, costs=costs)
-
     idle_s: list[float] = []
 
     def passes() -> None:
@@ -194,11 +193,11 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
 
 
 AXES: dict[str, Make] = {
-    "data": train_replicas,
+    DATA: train_replicas,
     "sharded": partial(train_replicas, implementation="zero3"),
-    "tensor": train_cut,
+    "tensor parallel": train_cut,
     "pipeline": lambda problem: train_pipeline(problem, "1f1b", problem.point.micro_batches[-1]),
-    "context": partial(train_replicas, is_context=True),
+    "context parallel": partial(train_replicas, is_context=True),
 }
 
 
