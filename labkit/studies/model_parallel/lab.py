@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from math import lcm
 from typing import Annotated
 
 import pandas as pd
@@ -11,7 +10,7 @@ from pydantic import Field
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
 from labkit.lab.columns import labels
-from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -40,17 +39,18 @@ class ModelParallelConfig(TimedConfig):
     world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
     widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512, 1024]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
-    layers: Count = 4
+    layers: Count = 2
     batch: Count = 2
     context_length: Count = 64
     micro_batches: Some[Count] = [2, 8]
     """In a step of a pipeline, one sequence each."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model that is trained along each axis."""
-    model_batch: Count = 8
-    """Its sequences, of all ranks together."""
+    model_batch: Count = 4
+    """Its sequences, of all ranks together; each is a micro-batch of the pipeline."""
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
     device: Device = "auto"
+    warmup: Warmup = 0
     rounds_s: float | None = 2.0
 
 
@@ -72,10 +72,8 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     """By number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
     device, widths = machine.device(config.device), tuple(sorted(config.widths))
     for world_size in config.world_sizes:
-        if config.model_batch % (parts := lcm(world_size, config.micro_batches[-1])):
-            raise ParameterError(
-                f"model_parallel: expected a model_batch that {parts} divides, got {config.model_batch}"
-            )
+        if config.model_batch % world_size:
+            raise ParameterError(f"model_parallel: expected a model_batch that {world_size} ranks divide")
         backend = machine.backend(device, ranks_here(world_size))
         point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
@@ -116,7 +114,7 @@ LAB = Lab(
     title="Model parallelism",
     summary="What cutting a model by tensor or by pipeline costs and saves, and which axis is best here.",
     config=ModelParallelConfig,
-    smoke={"model": "nano", "model_batch": 4, "layers": 2},
+    smoke={"model": "nano"},
     paper={
         "world_sizes": [2, 4, 8],
         "widths": [1024, 2048, 4096, 8192],

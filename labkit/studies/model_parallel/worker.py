@@ -196,7 +196,7 @@ AXES: dict[str, Make] = {
     DATA: train_replicas,
     "sharded": partial(train_replicas, implementation="zero3"),
     "tensor parallel": train_cut,
-    "pipeline": lambda problem: train_pipeline(problem, "1f1b", problem.point.micro_batches[-1]),
+    "pipeline": lambda problem: train_pipeline(problem, "1f1b", problem.point.batch),
     "context parallel": partial(train_replicas, is_context=True),
 }
 
