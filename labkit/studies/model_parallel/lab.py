@@ -10,12 +10,12 @@ from pydantic import Field
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
 from labkit.lab.columns import labels
-from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Bars, Lines
+from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
-from labkit.parallel.pipeline_schedule import SCHEDULES
+from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
 from labkit.studies.model_parallel.worker import (
@@ -46,8 +46,8 @@ class ModelParallelConfig(TimedConfig):
     """In a step of a pipeline, one sequence each."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model that is trained along each axis."""
-    model_batch: Count = 4
-    """Its sequences, of all ranks together; each is a micro-batch of the pipeline."""
+    model_batch: Count = 2
+    """Its sequences per rank; each is a micro-batch of the pipeline."""
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
     device: Device = "auto"
     warmup: Warmup = 0
@@ -72,8 +72,6 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     """By number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
     device, widths = machine.device(config.device), tuple(sorted(config.widths))
     for world_size in config.world_sizes:
-        if config.model_batch % world_size:
-            raise ParameterError(f"model_parallel: expected a model_batch that {world_size} ranks divide")
         backend = machine.backend(device, ranks_here(world_size))
         point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
@@ -81,7 +79,7 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
             yield point(sweep=TENSOR, alternatives=ways, widths=(width,), model="", micro_batches=())
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
         yield point(sweep=PIPELINE, alternatives=SCHEDULES, widths=widths, model="", layers=layers)
-        yield point(sweep=AXIS, alternatives=tuple(config.axes), widths=(), batch=config.model_batch)
+        yield point(sweep=AXIS, alternatives=tuple(config.axes), widths=(), batch=world_size * config.model_batch)
 
 
 def sent(results: Results) -> pd.DataFrame:
@@ -100,14 +98,28 @@ def pipelines(results: Results) -> pd.DataFrame:
     return table.assign(kind=labels(table.astype({"micro_batches": int}), ["schedule", "micro_batches"]))
 
 
+def tasks(results: Results) -> pd.DataFrame:
+    """Tasks of the schedules that run, with two ranks and four micro-batches, if backward takes twice as long."""
+    chunks = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
+    rows = [
+        (f"{name}, rank {rank}", task.kind, start_s, end_s - start_s)
+        for name in SCHEDULES
+        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks[name])))
+        for task, start_s, end_s in times
+    ]
+    return pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
+
+
 def axes(results: Results) -> pd.DataFrame:
     """Time and peak memory of a rank by axis, in one table."""
-    seconds = AXIS_TIME.medians(results.frame)
-    return seconds.merge(AXIS_PEAK.largest(results.frame), on=AXIS_TIME.columns, how="outer")
+    tables = AXIS_TIME.medians(results.frame), AXIS_PEAK.largest(results.frame)
+    return pd.concat([table.set_index(AXIS_TIME.columns) for table in tables], axis=1).reset_index()
 
 
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
+BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
+GANTT = Timeline(source=tasks, start="start_s", duration="duration_s", lane="lane", hue="task")
 HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",
@@ -121,7 +133,7 @@ LAB = Lab(
         "context_length": 1024,
         "micro_batches": [2, 8, 32],
         "model": "xl",
-        "model_batch": 32,
+        "model_batch": 4,
     },
     on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "large"},
     worker=measure,
@@ -156,12 +168,12 @@ LAB = Lab(
                 subject=subject,
                 reference="those of the formula",
                 configuration=keys,
-                figure=Bars(source=table, x=x, y=name, hue=hue, panel="world_size"),
+                figure=figure,
             )
-            for name, text, within, subject, table, keys, x, hue in (
-                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, TENSOR_KEYS, "width", "way"),
-                ("busy", WORKS, 1.15, "shares", pipelines, PIPELINE_KEYS[:-1], "kind", "rank"),
-                ("held", HOLDS, 1.01, "counts", pipelines, PIPELINE_KEYS[:-1], "kind", "rank"),
+            for name, text, within, subject, table, keys, figure in (
+                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, TENSOR_KEYS, None),
+                ("busy", WORKS, 1.15, "shares", pipelines, PIPELINE_KEYS[:-1], BUSY),
+                ("held", HOLDS, 1.01, "counts", pipelines, PIPELINE_KEYS[:-1], GANTT),
             )
         ),
         *(

@@ -188,8 +188,8 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
         idle_s.append(time.perf_counter() - start - sum(task.end_s - task.start_s for task in pipeline.times))
 
     owners = [(layers[number], stage % pipeline.ranks) for stage, own in enumerate(pipeline.stages) for number in own]
-    gather = partial(gather_parts, model, owners)
-    return Trainer(AdamW(pipeline.parameters(), **SETTINGS), passes, gather, pipeline, idle_s)
+    optimizer = AdamW(pipeline.parameters(), **SETTINGS)
+    return Trainer(optimizer, passes, partial(gather_parts, model, owners), pipeline, idle_s)
 
 
 AXES: dict[str, Make] = {
@@ -248,8 +248,8 @@ def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[st
     p = dist.get_world_size()
     if (pipeline := trainer.pipeline) is not None:
         share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
-        planned = peak_activations(pipeline.schedule[pipeline.rank])
-        return {"held": pipeline.peak_held, "formula_held": planned, "formula_busy": 1 - share}
+        held = {"held": pipeline.peak_held, "formula_held": peak_activations(pipeline.schedule[pipeline.rank])}
+        return held | {"formula_busy": 1 - share}
     if SHARED not in name:
         return {}
     with recorded_traffic() as traffic:
