@@ -15,7 +15,7 @@ NOTE_BYTES = 16
 
 
 def agree(
-    what: str,
+    subject: str,
     description: str,
     group: dist.ProcessGroup | None,
     *,
@@ -23,7 +23,7 @@ def agree(
     refusal: ValueError | None = None,
     transport: str | Transport = AUTO,
 ) -> None:
-    """Raise ValueError on every rank of the group unless all pass the same description of `what`, and no refusal.
+    """Raise ValueError on every rank of the group unless all pass the same description of `subject`, and no refusal.
 
     A collective: one all-gather of two int64 per rank. `refusal`: why this rank cannot go on, raised here.
     """
@@ -37,9 +37,9 @@ def agree(
     rows = notes.tolist()
     for rank, (is_refused, _) in enumerate(rows):
         if is_refused:
-            raise ValueError(f"expected valid {what} on every rank, and rank {rank} refused; its error says why")
+            raise ValueError(f"expected valid {subject} on every rank, and rank {rank} refused; its error says why")
     if others := [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]:
-        raise ValueError(f"expected the same {what} on every rank; those of ranks {others} differ from rank 0's")
+        raise ValueError(f"expected the same {subject} on every rank; those of ranks {others} differ from rank 0's")
 
 
 def describe_tensor(tensor: Tensor) -> str:

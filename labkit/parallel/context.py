@@ -148,7 +148,7 @@ def _positions(length: int, rank: int, p: int, layout: str) -> Tensor:
     return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
 
 
-class _Task(NamedTuple):
+class _Call(NamedTuple):
     """What a call computes, and how its blocks travel."""
 
     method: type[_Gathered]
@@ -181,7 +181,7 @@ def _attend(
         refusal = error
     description = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__}"
     agree("shapes and options", description, members, device=q.device, refusal=refusal, transport=transport)
-    output: Tensor = _Attention.apply(q, k, v, _Task(method, is_causal, members, layout, transport))
+    output: Tensor = _Attention.apply(q, k, v, _Call(method, is_causal, members, layout, transport))
     return output
 
 
@@ -189,35 +189,35 @@ class _Attention(torch.autograd.Function):
     """Forward and backward over blocks of keys and values. Saves q, k, v, the output and the logsumexp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         dtype = accumulator_dtype(q.dtype)
         wide, length = q.to(dtype), q.shape[-2]
         output = logsumexp = torch.empty(0)
-        for source, block in task.method(task, k, v).blocks():
-            if part := task.visible(source, length):
+        for source, block in call.method(call, k, v).blocks():
+            if part := call.visible(source, length):
                 rows, columns, is_causal = part
                 keys, values = block[..., columns, :].to(dtype)
                 result = tiled_forward(wide[..., rows, :], keys, values, is_causal)
-                if source == task.group.rank():  # comes first, and all queries see some of its keys
+                if source == call.group.rank():  # comes first, and all queries see some of its keys
                     output, logsumexp = result
                 else:
                     _merge(output[..., rows, :], logsumexp[..., rows], *result)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, logsumexp)
-        ctx.task = task
+        ctx.call = call
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
-        task, dtype = ctx.task, logsumexp.dtype
+        call, dtype = ctx.call, logsumexp.dtype
         wide, output, grad = (x.to(dtype) for x in (q, output, grad))
         grad_q = torch.zeros_like(wide)
-        blocks = task.method(task, k, v)
+        blocks = call.method(call, k, v)
         for source, block in blocks.blocks():
             gradients = torch.zeros_like(block, dtype=dtype)
-            if part := task.visible(source, q.shape[-2]):
+            if part := call.visible(source, q.shape[-2]):
                 rows, columns, is_causal = part
                 keys, values = block[..., columns, :].to(dtype)
                 inputs = (wide[..., rows, :], keys, values, output[..., rows, :], logsumexp[..., rows])
@@ -241,9 +241,9 @@ def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
 class _Gathered:
     """All ranks' keys and values at once, and the way of their gradients back. A block is (2, ..., length / p, D)."""
 
-    def __init__(self, task: _Task, k: Tensor, v: Tensor) -> None:
-        self.group, self.transport, self.own = task.group, task.transport, torch.stack([k, v])
-        self.rank, self.p = task.group.rank(), task.group.size()
+    def __init__(self, call: _Call, k: Tensor, v: Tensor) -> None:
+        self.group, self.transport, self.own = call.group, call.transport, torch.stack([k, v])
+        self.rank, self.p = call.group.rank(), call.group.size()
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank and its block: this rank's first, then those of the ranks before it."""
@@ -273,9 +273,9 @@ class _Ring(_Gathered):
     _total: Tensor
     _landing: Tensor
 
-    def __init__(self, task: _Task, k: Tensor, v: Tensor) -> None:
-        super().__init__(task, k, v)
-        self._channel = _find_channel(task.group, k.device, task.transport)
+    def __init__(self, call: _Call, k: Tensor, v: Tensor) -> None:
+        super().__init__(call, k, v)
+        self._channel = _find_channel(call.group, k.device, call.transport)
         self._wait: Callable[[], object] = lambda: None
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:

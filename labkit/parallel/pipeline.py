@@ -53,8 +53,9 @@ class Pipeline(nn.Module):
     """This rank's stages of a list of layers. `layers`: those it keeps, by their number in the list.
 
     Args:
-        layers: modules from one tensor to one tensor, the same list on every rank; values become those of rank 0. The
-            gradient of a parameter that layers of several ranks share (a tied embedding) is summed over these.
+        layers: modules from one tensor to one float tensor, which change none in place; the same list on every rank,
+            with values that become those of rank 0. The gradient of a parameter that layers of several ranks share
+            (a tied embedding) is summed over these.
         schedule: "gpipe", "1f1b" or "interleaved".
         micro_batches: equal parts that a batch is cut into, along its first dimension.
         group: the process group, whose rank r has stage r; None: all ranks.
@@ -198,8 +199,10 @@ class _Run:
         if task.stage == self._last:
             y = self._loss_function(y, targets) / len(self._parts)
             self.loss += y.detach()
-        else:
+        elif isinstance(y, Tensor) and y.dtype in FLOAT_TYPES:
             self._outgoing[task] = y.detach()
+        else:
+            raise ValueError(f"expected stage {task.stage} to give a float tensor, got {getattr(y, 'dtype', type(y))}")
         self._held[task.stage, task.micro_batch] = x, y
 
     def _backward(self, task: Task) -> None:
