@@ -1,6 +1,6 @@
 """Is a reader's own alternative right? The lab's correctness check alone, within seconds."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.point import Point
 from labkit.lab.runs.measure import measure
-from labkit.machine import Machine
 
 NAME = "mine"
 DEADLINE_S = 20.0
@@ -67,10 +65,10 @@ def check_own(lab: Lab, own: Callable[..., Any]) -> OwnCheck:
 
 
 def _check(lab: Lab, own: Callable[..., Any], settings: Mapping[str, Any]) -> OwnCheck:
-    shortest = replace(lab, points=lambda config, machine: _points_with_own(lab, config, machine))
+    config = lab.configure("smoke", settings)
     with TemporaryDirectory(prefix="labkit-check-") as folder:
-        config = lab.configure("smoke", settings)
-        run = measure(shortest, config, profile="smoke", alternatives={NAME: own}, directory=Path(folder))
+        mine = {NAME: own}
+        run = measure(lab, config, profile="smoke", alternatives=mine, only_plugins=True, directory=Path(folder))
     ends = run.coverage()
     for status, reason in zip(ends["status"], ends["reason"], strict=True):
         if status != "ok":
@@ -84,10 +82,3 @@ def _check(lab: Lab, own: Callable[..., Any], settings: Mapping[str, Any]) -> Ow
             kind, _, details = str(check).partition(": ")
             return OwnCheck("wrong" if kind == "wrong" else "fails", details)
     return OwnCheck("right")
-
-
-def _points_with_own(lab: Lab, config: Any, machine: Machine) -> Iterator[Point]:
-    """Yield the points that compare the reader's own."""
-    for point in lab.points(config, machine):
-        if any(isinstance(value, list) and NAME in value for value in point.describe().values()):
-            yield point

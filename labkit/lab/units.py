@@ -1,6 +1,7 @@
 """Numbers as people read them: times, sizes and rates with a unit and three digits."""
 
 import math
+from collections.abc import Iterable
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -21,32 +22,17 @@ def format_seconds(seconds: float) -> str:
 
 def format_bytes(n_bytes: float) -> str:
     """65536 -> "64 KiB"; binary units, as sizes of tensors usually are."""
-    if math.isnan(n_bytes):
-        return "not measured"
-    for scale, unit in _SIZE_UNITS:
-        if abs(n_bytes) >= scale:
-            return f"{_three_digits(n_bytes / scale)} {unit}"
-    return f"{n_bytes:.0f} B"
+    return _scale(n_bytes, _SIZE_UNITS, "B")
 
 
 def format_rate(bytes_per_s: float) -> str:
     """1.5e9 -> "1.5 GB/s"; decimal units, as bandwidths usually are."""
-    if math.isnan(bytes_per_s):
-        return "not measured"
-    for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if abs(bytes_per_s) >= scale:
-            return f"{_three_digits(bytes_per_s / scale)} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
+    return _scale(bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
 
 
 def format_flops(flops: float) -> str:
     """2.5e9 -> "2.5 GFLOP"."""
-    if math.isnan(flops):
-        return "not measured"
-    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if abs(flops) >= scale:
-            return f"{_three_digits(flops / scale)} {unit}"
-    return f"{flops:.0f} FLOP"
+    return _scale(flops, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")), "FLOP")
 
 
 def format_number(value: float) -> str:
@@ -77,3 +63,13 @@ def join_words(words: list[str]) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
+    """In the largest unit of which there is one at least, or whole in the smallest."""
+    if math.isnan(value):
+        return "not measured"
+    for scale, unit in units:
+        if abs(value) >= scale:
+            return f"{_three_digits(value / scale)} {unit}"
+    return f"{value:.0f} {smallest}"

@@ -207,7 +207,7 @@ LAB = Lab(
             baseline=TORCH,
             names=NAMES,
             topic="all_reduce",
-            advice="Between ranks that share no memory, average by {name}{where}.",
+            advice="Where this machine's ranks send point to point, average by {name}{where}.",
             figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
         ),
         Check(
