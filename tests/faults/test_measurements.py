@@ -48,7 +48,7 @@ def test_a_rank_costs_its_point(victim, action, moment):
     """The second of three points goes wrong; the others are measured."""
     ends, words, _ = RANKS[action]
     if moment == BEFORE:
-        hit = victim(LABKIT_FAULT_ON_IMPORT=action, LABKIT_FAULT_START_S="8").start()
+        hit = victim(LABKIT_FAULT_ON_IMPORT=action, LABKIT_FAULT_START_S="40").start()
         ends = {"ok"}  # a group that does not come up is started once more: nothing is lost
     else:
         hit = victim().start(*settings(action=action, moment=moment))
