@@ -38,7 +38,7 @@ OVERLAPS = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const found = [];
   for (const svg of document.querySelectorAll(".labkit-plot svg")) {
-    const isSlanted = (text) => text.getAttribute("transform")?.includes("rotate(-25");
+    const isSlanted = (text) => /rotate\(-(25|50)/.test(text.getAttribute("transform"));
     const upright = [...svg.querySelectorAll("text")].filter((text) => !isSlanted(text));
     const boxes = upright.map((text) => [text.getBoundingClientRect(), text.textContent]);
     boxes.forEach(([a, first], index) => boxes.slice(index + 1).forEach(([b, second]) => {
