@@ -34,7 +34,7 @@ CONTRASTS = """() => {
 }"""
 
 # Texts of a figure that lie on one another, by more than two pixels; and tables that are wider than there is room.
-OVERLAPS = """() => {
+OVERLAPS = r"""() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const found = [];
   for (const svg of document.querySelectorAll(".labkit-plot svg")) {
