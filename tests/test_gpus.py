@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
+from labkit.bench.products import settled_products
 from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
@@ -165,6 +166,13 @@ def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
     assert Load.model_validate_json(load.model_dump_json()) == load
     hot = load.model_copy(update={"gpu": gpus.gpu_load({77, 123})})
     assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": hot}, 64)["a"]
+
+
+def test_settled_products_can_be_read_inside_and_are_set_back():
+    before = torch.backends.cudnn.allow_tf32
+    with settled_products():
+        assert not torch.backends.cudnn.allow_tf32  # Inductor reads it; torch raises if two settings contradict
+    assert torch.backends.cudnn.allow_tf32 == before
 
 
 def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatch):

@@ -24,12 +24,6 @@ class Source(BaseModel):
     digest: str | None = None
     """SHA-256 of the modules: the same source has the same one, wherever it is. Older runs lack it, and the version."""
 
-    def is_same_as(self, other: "Source") -> bool:
-        """Whether both are known to be the same modules."""
-        if self.digest and other.digest:
-            return self.digest == other.digest
-        return self.commit is not None and self.commit == other.commit and not (self.dirty or other.dirty)
-
     def __str__(self) -> str:
         if self.commit is None:
             return f"labkit {self.version}, modules {(self.digest or 'unknown')[:12]}"
