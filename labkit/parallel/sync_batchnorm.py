@@ -160,8 +160,8 @@ def _check_convertible(layer: _BatchNorm) -> None:
         tensor is not None and is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())
     ):
         raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
-    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    if type(layer).forward not in known or "forward" in layer.__dict__:
+    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    if type(layer).forward not in plain_forwards or "forward" in layer.__dict__:
         raise ValueError(f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by hand")
     if "weight" not in layer._parameters:
         raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
