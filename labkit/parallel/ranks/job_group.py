@@ -93,7 +93,9 @@ class JobGroup:
     def start(self, payload: bytes) -> None:
         """Start this process's rank; StartError on all processes if one did not start."""
         self._steps.begin()
-        store = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], f"{self._steps.key}: group"]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job has the same server
+        prefix = f"labkit/attempt {attempt}/{self._steps.key}: group"
+        store = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], prefix]
         group = self._group = RankGroup(replace(self._plan, store=store), *self._arguments, [self._steps.rank])
         failure = None
         self._steps.watch(group)
