@@ -54,7 +54,7 @@ def check_own(lab: Lab, own: Callable[..., Any]) -> OwnCheck:
     if lab.plugin_parameter is None:
         raise ParameterError(f"{lab.name}: compares nothing that a reader could add to")
     names = lab.config.model_fields
-    settings = {"sizes_bytes": [UNEVEN_BYTES], lab.plugin_parameter: [], **SHORTEST}
+    settings = {"sizes_bytes": [UNEVEN_BYTES], **SHORTEST}
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = settings | {"world_sizes": [ranks]}
         result = _check(lab, own, {name: value for name, value in wanted.items() if name in names})

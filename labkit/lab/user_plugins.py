@@ -74,7 +74,7 @@ def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: 
     places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
     baselines = {question.baseline for question in study.questions if isinstance(question, Compare)}
     lists = {
-        place: [*(name for name in getattr(config, place) if not only or name in baselines), *names]
+        place: [*(name for name in getattr(config, place) if not (only and names) or name in baselines), *names]
         for place, names in places.items()
     }
     return config.model_copy(update=lists)

@@ -22,7 +22,8 @@ from labkit.lab.user_models import (
     source_of,
     user_model_names,
 )
-from labkit.lab.user_plugins import Plugins, check_plugins, registered, worker_with_plugins
+from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names, worker_with_plugins
+from labkit.machine import describe_machine
 from labkit.nn.training import TrainingStep
 from labkit.nn.workloads import workload_of
 from labkit.studies import LABS, load_lab
@@ -170,3 +171,16 @@ def test_a_rank_that_torchrun_has_started_keeps_a_users_own_between_its_points(m
             assert list(work(None)) == [{"has_mine": True}]
             assert table
     assert not table
+
+
+@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter is not None])
+def test_only_a_reader_s_alternative_is_planned_with_its_baseline_and_with_the_models_of_the_lab(lab):
+    study, plugins = load_lab(lab), Plugins({"mine": print})
+    with registered(study.register, plugins):
+        config = with_plugin_names(study, study.profiles["smoke"], plugins, only=True)
+        points = [point for point in study.plan(config, describe_machine()) if point.mentions({"mine"})]
+    assert points
+    assert all(getattr(config, place) for place in study.model_parameters)
+    for point in points:
+        (names,) = [value for value in point.describe().values() if isinstance(value, list) and "mine" in value]
+        assert 2 <= len(names) < 5
