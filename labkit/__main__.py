@@ -118,7 +118,8 @@ def doctor(as_json: Json = False) -> None:
     from labkit.lab.commands.doctor import lab_rows, machine_rows
 
     if as_json:
-        rows = [list(map(str, row)) for row in lab_rows(load_lab(lab) for lab in LABS)]
+        names = ("lab", "profile", "points", "can_run", "planned", "why_not")
+        rows = [dict(zip(names, row, strict=True)) for row in lab_rows(load_lab(lab) for lab in LABS)]
         print_json("doctor", about=dict(machine_rows()), plans=rows)
         return
     machine = Table(box=None, show_header=False, pad_edge=False)
@@ -265,10 +266,12 @@ def compare_command(
     if page.is_dir():
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
     check_writable(page.parent)
-    if len(runs) == 1 and holds_hand_ins(Path(runs[0])):
-        for line in write_class_page(list(read_hand_ins(Path(runs[0]))), page):
-            out.print(plain(line), soft_wrap=True)
-        out.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
+    if len(runs) == 1 and holds_hand_ins(runs[0]):
+        lines = write_class_page(list(read_hand_ins(Path(runs[0]))), page)
+        if as_json:
+            print_json("compare", students=lines, page=str(page))
+            return
+        out.print(plain("\n".join([*lines, f"page: {path_from_here(page)}"])), soft_wrap=True)
         return
     different, left_out = load_runs(runs)
     for name, reason in left_out.items():

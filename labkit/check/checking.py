@@ -1,11 +1,12 @@
 """The course of a check: correctness of every implementation first, then the fixed set, then the baseline."""
 
-import hashlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -18,7 +19,7 @@ from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
 from labkit.machine import Machine, describe_machine
-from labkit.machine.load import other_measurements
+from labkit.machine.load import announced, other_measurements
 
 ALTERNATIVES = ("implementation", "algorithm", "alternative")
 """Columns by which labs name what is checked."""
@@ -35,6 +36,8 @@ class Correctness:
     name: str
     verdict: str
     reason: str | None = None
+    details: str = ""
+    """Traceback and last output, if a whole point failed."""
 
     @property
     def is_bad(self) -> bool:
@@ -58,9 +61,14 @@ class CheckResult:
         return [one for one in self.changes if one.verdict == "slower" and (one.ratio or 0) > 1 + self.tolerance]
 
     @property
+    def failures(self) -> list[tuple[str, str, str]]:
+        """Point, reason and traceback of what was to be timed and was not."""
+        return list(self.run.failures())
+
+    @property
     def status(self) -> int:
         """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
-        if any(one.is_bad for one in self.correctness):
+        if self.failures or any(one.is_bad for one in self.correctness):
             return 1
         has_lost = self.baseline is not None and lost_hardware(self.baseline, self.run)
         return 3 if has_lost or self.slower else 0
@@ -81,9 +89,11 @@ def check_machine(
     if other := other_measurements():
         raise ParameterError(f"labkit measures here already ({other}): check this machine when that has ended")
     check_writable(checks_directory())
-    correctness = list(check_correctness(show, on_output))
-    config = CHECK.configure("quick", {"sessions": sessions})
-    run = measure(CHECK, config, profile="quick", directory=checks_directory(), on_progress=show, on_output=on_output)
+    with announced():
+        correctness = list(check_correctness(show, on_output))
+        config = CHECK.configure("quick", {"sessions": sessions})
+        options: Any = {"directory": checks_directory(), "on_progress": show, "on_output": on_output}
+        run = measure(CHECK, config, profile="quick", **options)
     notes = list(circumstances(baseline, run)) if baseline is not None else []
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
 
@@ -113,10 +123,11 @@ def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
             over = f" over {transport}" if transport not in ("", one) else ""
             verdict, reason = _worst(group)
             yield Correctness(lab.name, str(device), int(ranks), f"{one}{over}", verdict, reason)
-    coverage = run.coverage()
-    for point in coverage[~coverage["status"].isin(["ok", "skipped"])].to_dict("records"):
-        device = str(point.get("device") or "cpu")
-        yield Correctness(lab.name, device, int(point["world_size"]), "all", str(point["status"]), point["reason"])
+    coverage, details = run.coverage(), {point: text for point, _, text in run.failures()}
+    for point in coverage[coverage["status"] != "ok"].to_dict("records"):
+        place = str(point.get("device") or "cpu"), int(point["world_size"])
+        verdict = "not measured" if point["status"] == "skipped" else str(point["status"])
+        yield Correctness(lab.name, *place, "all", verdict, point["reason"], details.get(point["point"], ""))
 
 
 def _worst(rows: pd.DataFrame) -> tuple[str, str | None]:
@@ -137,9 +148,9 @@ def checks_directory() -> Path:
 
 
 def baseline_path(machine: Machine) -> Path:
-    """Where the baseline of machines of this processor, with these GPUs, is kept; a host's name may change."""
-    kind = hashlib.sha256(repr((machine.cpu, [gpu.name for gpu in machine.gpus])).encode()).hexdigest()[:8]
-    return project_root() / "data" / "baselines" / f"{kind}.jsonl"
+    """Where this host keeps its baseline. A GPU more or less is a change of the machine, and not another one."""
+    host = re.sub(r"[^\w-]+", "-", machine.host) or "host"
+    return project_root() / "data" / "baselines" / f"{host}.jsonl"
 
 
 def load_baseline(against: str | None) -> Run | None:
@@ -159,11 +170,12 @@ def load_baseline(against: str | None) -> Run | None:
 
 def save_baseline(run: Run) -> Path:
     """Keep a run as this machine's baseline. ParameterError if it was disturbed."""
-    points = [point for point in run.header.planned if point not in run.busy and point not in run.pending]
-    places = {point: (fields["device"], fields["world_size"]) for point, fields in run.header.planned.items()}
-    undisturbed = pd.Series([places[point] for point in points], dtype=object).value_counts()
-    if any(undisturbed.get(place, 0) < LEAST_SESSIONS for place in set(places.values())):
-        reason = next(iter(run.busy.values()), "points are missing")
+    points = run.coverage()
+    points = points[points["status"] != "skipped"]
+    is_good = (points["status"] == "ok") & ~points["point"].isin(list(run.busy))
+    counts = is_good.groupby([points["device"], points["world_size"]]).sum()
+    if counts.empty or counts.min() < LEAST_SESSIONS:
+        reason = next(iter(run.busy.values()), None) or "some points failed"
         raise ParameterError(f"no baseline was saved: {reason}; save it while the machine is quiet")
     path = baseline_path(run.header.machine)
     write_file(path, run.path.read_bytes())

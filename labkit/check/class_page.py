@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.check.checking import ALTERNATIVES
 from labkit.check.hand_in import HandIn
 from labkit.lab.answers import Answer
 from labkit.lab.config import ParameterError
@@ -17,6 +18,7 @@ from labkit.lab.pages.cards import table
 from labkit.lab.pages.html import render
 from labkit.lab.project import write_file
 from labkit.lab.runs.store import Run
+from labkit.lab.units import counted
 from labkit.studies import load_lab
 
 WIDTH, ROW = 640.0, 18.0
@@ -106,8 +108,10 @@ def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:
                 yield f"{name}={value}, the others {usual.get(name)}"
     frame = run.frame()
     if "check" in frame:
-        checks = frame["check"].dropna()
-        yield from (f"{check}" for check in checks[checks != "ok"].drop_duplicates())
+        name = next((column for column in ALTERNATIVES if column in frame), "point")
+        wrong = frame[frame["check"].notna() & (frame["check"] != "ok")]
+        for alternative, rows in wrong.groupby(name):
+            yield f"{alternative}: {rows['check'].iloc[0]} ({counted(rows['point'].nunique(), 'point')})"
     coverage = run.coverage()
     for status in ("timeout", "failed", "oom"):
         ended = coverage[coverage["status"] == status]
@@ -128,7 +132,12 @@ def _section(lab: Lab, rows: Sequence[Row]) -> dict[str, Any]:
         }
     )
     effects = {
-        question.text: [(row.student, row.answers[question.id].effect) for row in rows] for question in lab.questions
+        question.text: [
+            (row.student, row.answers[question.id].effect)
+            for row in rows
+            if row.answers[question.id].verdict != "not measured"
+        ]
+        for question in lab.questions
     }
     strips = {text: pairs for text, pairs in effects.items() if any(effect != 1 for _, effect in pairs)}
     largest = max((abs(math.log(effect)) for pairs in strips.values() for _, effect in pairs if effect > 0), default=1)

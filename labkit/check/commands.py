@@ -36,6 +36,8 @@ def check(
     if save and against is not None:
         raise ParameterError("--save keeps a new baseline, and --against compares with one: expected one of them")
     if bundle is not None:
+        if bundle.is_dir():
+            raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         check_writable(bundle.parent)
     baseline = None if save else load_baseline(against)
     tell_of_load()
@@ -56,10 +58,16 @@ def check(
 
         write_bundle(bundle, result, document("check", **facts))
         err.print(f"bundle: {plain(path_from_here(bundle))}", soft_wrap=True)
-    if save and result.status == 0:
+    if not save:
+        raise typer.Exit(result.status)
+    try:
+        if result.status:
+            raise ParameterError("no baseline was saved: something is wrong or failed")
         path = save_baseline(result.run)
-        err.print(f"baseline: {plain(path_from_here(path))}; `labkit check` compares with it", soft_wrap=True)
-    raise typer.Exit(result.status)
+    except ParameterError as error:
+        err.print(plain(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    err.print(f"baseline: {plain(path_from_here(path))}; `labkit check` compares with it", soft_wrap=True)
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
@@ -99,7 +107,7 @@ def notebook(
     import nbformat
 
     from labkit.check.student import student_notebook
-    from labkit.lab.project import notebook_path, path_from_here
+    from labkit.lab.project import check_writable, notebook_path, path_from_here, write_file
     from labkit.studies import load_lab
 
     declaration = load_lab(lab)
@@ -107,8 +115,8 @@ def notebook(
     if path.exists():
         raise ParameterError(f"{path}: is there already; --output names another file")
     content = student_notebook(declaration) if student else nbformat.read(notebook_path(lab), as_version=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(nbformat.writes(content) + "\n")
+    check_writable(path.parent)
+    write_file(path, nbformat.writes(content) + "\n")
     out.print(plain(path_from_here(path)), soft_wrap=True)
 
 
@@ -131,6 +139,11 @@ def hand_in(
 
 def _print(result: Any) -> None:
     _print_correctness(result.correctness)
+    for _, reason, _ in result.failures:
+        out.print(plain(f"not timed: {reason}"), soft_wrap=True)
+    if result.baseline is not None:
+        header = result.baseline.header
+        out.print(plain(f"baseline: {header.machine.label}, {header.started:%Y-%m-%d %H:%M} UTC"), soft_wrap=True)
     for note in result.circumstances:
         out.print(plain(note), soft_wrap=True)
     reasons = {one.reason for one in result.changes}
@@ -140,6 +153,8 @@ def _print(result: Any) -> None:
     for one in result.changes:
         table.add_row(*(plain(cell) for cell in _row(one, result.run.header.machine)))
     out.print(table)
+    if slower := [f"{one.quantity} ({one.place})" for one in result.slower]:
+        out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {', '.join(slower)}"), soft_wrap=True)
 
 
 def _print_correctness(rows: list[Any]) -> None:

@@ -8,7 +8,7 @@ hold for all quantities of a check together (Bonferroni).
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,8 @@ from labkit.machine import Machine
 
 PLACE = ["device", "world_size"]
 QUANTITY = [*PLACE, "quantity"]
+DRIFT = 0.01
+"""Standard deviation of a run's mean, as a logarithm, beyond what its sessions show: of runs at different hours."""
 QUANTILE = 0.25
 """Of a session's samples: other programs only add time, and the very shortest is luck."""
 FALSE_ALARMS = 0.01
@@ -60,15 +62,12 @@ class Change:
     def place(self) -> str:
         return f"{counted(self.ranks, 'rank')}, {self.device}"
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(baseline: Run | None, now: Run) -> list[Change]:
     """Each quantity of `now`, and those that only the baseline has. Without a baseline none is comparable."""
     then, here = (_Quantities(run) for run in (baseline, now))
     reason = "there is no baseline" if baseline is None else different_set(baseline, now)
-    names = list(dict.fromkeys([*here.logs, *then.logs]))
+    names = list(dict.fromkeys([*here.names, *then.names]))
     spreads = {name: _spread(then.sessions(name), here.sessions(name)) for name in names}
     changes = []
     for name in names:
@@ -88,8 +87,11 @@ class _Quantities:
     def __init__(self, run: Run | None) -> None:
         self._run = run
         self.logs: dict[tuple[Any, ...], pd.Series] = {}
+        self.names: list[tuple[Any, ...]] = []
         if run is None or (frame := timed(run)).empty:
             return
+        self.names = list(frame[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
+        frame = frame[~frame["point"].isin(list(run.busy))]
         keys = [*QUANTITY, "point", "session", "turn"]
         self._rows = frame
         self._slowest = frame.groupby([*keys, "repeat"], sort=False)["seconds"].max()
@@ -100,9 +102,7 @@ class _Quantities:
         """One logarithm per undisturbed session."""
         if name not in self.logs or self._run is None:
             return np.empty(0)
-        logs = self.logs[name]
-        logs = logs[~logs.index.get_level_values("point").isin(list(self._run.busy))]
-        return logs.groupby("session").mean().to_numpy()
+        return self.logs[name].groupby("session").mean().to_numpy()
 
     def noise(self, name: tuple[Any, ...]) -> float:
         """How far apart the two turns are over all sessions: nothing smaller can be a change."""
@@ -148,8 +148,10 @@ def different_set(baseline: Run, now: Run) -> str | None:
 
 
 def lost_hardware(baseline: Run, now: Run) -> bool:
-    """Whether the machine has fewer cores or GPUs than it had."""
+    """Whether the machine has fewer cores or GPUs than it had; another machine has lost nothing."""
     then, here = baseline.header.machine, now.header.machine
+    if then.cpu != here.cpu:
+        return False
     quotas = [machine.cpu_quota or machine.cores for machine in (then, here)]
     return here.cores < then.cores or quotas[1] < quotas[0] or len(here.gpus) < len(then.gpus)
 
@@ -218,7 +220,7 @@ def _judge(
         freedom_in_all = PRIOR_FREEDOM + freedom
     else:
         freedom_in_all = float(freedom)
-    error = math.sqrt(variance * (1 / len(then) + 1 / len(here)))
+    error = math.sqrt(variance * (1 / len(then) + 1 / len(here)) + 2 * DRIFT**2)
     reach = float(stdtrit(freedom_in_all, 1 - FALSE_ALARMS / comparisons / 2)) * error
     difference = float(here.mean() - then.mean())
     least = max(math.log1p(MIN_RELEVANT_DIFFERENCE), noise)

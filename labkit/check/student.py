@@ -47,5 +47,4 @@ def student_notebook(lab: Lab) -> nbformat.NotebookNode:
             cell.outputs = []
             cells.append(cell)
     notebook.cells = cells
-    nbformat.validator.normalize(notebook)
-    return notebook
+    return nbformat.validator.normalize(notebook)[1]

@@ -81,7 +81,9 @@ class Quantity(NamedTuple):
 def measure(point: CheckPoint) -> Iterator[dict[str, Any]]:
     """One row per quantity and turn: seconds of each sample on this rank, and its work."""
     device = use_device(point.device)
-    if limit := os.environ.get(THREADS):  # labkit sets the threads of its ranks; other programs obey this variable
+    # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for nested ones
+    limit = os.environ.get(THREADS, "").partition(",")[0]
+    if limit.isdecimal():
         torch.set_num_threads(max(1, min(torch.get_num_threads(), int(limit))))
     quantities = _alone(device) if point.world_size == 1 else dict(_together(device))
     turns = {(name, turn): quantity for name, quantity in quantities.items() for turn in (FIRST, AGAIN)}

@@ -80,16 +80,16 @@ def comparison_numbers(comparisons: Iterable[LabComparison]) -> Iterator[dict[st
                 facts: dict[str, Any] = {
                     "run": pair.name,
                     "first": _finite(first),
-                    "first_interval": [first_low, first_high],
+                    "first_low": _finite(first_low),
+                    "first_high": _finite(first_high),
                 }
-                name = f"{comparison.lab.name}.{question}: {configuration}"
+                name = f"{comparison.lab.name}.{question}: {configuration}, {pair.name}"
                 at = pair.run.header.started
                 yield number(name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts)
 
 
 def prediction_numbers(rows: Iterable[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
     """Yield the predicted step time of each row of a table, with its input and the other predictions."""
-    for line, row in enumerate(rows, start=2):
+    for line, row in enumerate(rows, start=1):
         value, low, high = (float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high"))
-        validity = "ok" if value is not None else row["note"]
-        yield number(f"line {line}", value, "s", low=low, high=high, validity=validity, row=dict(row))
+        yield number(f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row))

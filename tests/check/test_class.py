@@ -105,7 +105,7 @@ def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
         _record(home, **changes)
         write_hand_in(f"Student {number:02}", ["all_reduce"], folder)
     (folder / "hand-in-Broken.zip").write_bytes(b"no zip")
-    assert holds_hand_ins(folder)
+    assert holds_hand_ins(str(folder))
     page = home / "class.html"
     lines = write_class_page(list(read_hand_ins(folder)), page)
     assert len(lines) == 20
@@ -154,4 +154,5 @@ def test_scrubbed_text_keeps_names_of_files_only():
 def test_a_class_without_hand_ins_is_refused(tmp_path):
     with pytest.raises(ParameterError, match="hand-in"):
         write_class_page(list[HandIn](), tmp_path / "class.html")
-    assert not holds_hand_ins(tmp_path)
+    assert not holds_hand_ins(str(tmp_path))
+    assert not holds_hand_ins("x" * 10_000)

@@ -33,7 +33,7 @@ def predict(
             print_json("predict", prediction_numbers(predicted))
         elif output is None:
             write_rows(predicted, sys.stdout)
-        else:
+        if output is not None:
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
@@ -43,5 +43,7 @@ def predict(
     for row in refused:
         err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)
     if output is not None:
-        out.print(f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}", soft_wrap=True)
+        (err if as_json else out).print(
+            f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}", soft_wrap=True
+        )
     raise typer.Exit(1 if refused else 0)
