@@ -15,6 +15,7 @@ from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 
 NOISE, SEEDS, MOST_CLAIMS = 0.1, 100, 0.05
+NOISE_OF_MEDIANS = 1.25 * NOISE / 6**0.5  # of six rounds
 NO_CLAIM = {Compare: {"no clear difference", "undecided"}, Check: {"yes"}}
 
 
@@ -24,7 +25,7 @@ def answer_null(question, run, rows, seed):
     if isinstance(question, Compare):
         value = question.metric.value
         return question.answer(Results(rows.assign(**{value: np.exp(rng.normal(0, NOISE, len(rows)))})))
-    measured = rows[question.predicted].astype(float) * np.exp(rng.normal(0, NOISE, len(rows)))
+    measured = rows[question.predicted].astype(float) * np.exp(rng.normal(0, NOISE_OF_MEDIANS, len(rows)))
     return replace(question, table=lambda _: rows.assign(**{question.measured: measured})).answer(run.results())
 
 
