@@ -20,8 +20,8 @@ from labkit.machine import describe_machine
 from labkit.studies import LABS
 
 LARGEST_RUN = 5 * 2**20
-ANYWHERE_ELSE = re.compile(r"(?<![\w/<>.~-])(?<!:/)/(?:[\w@+-][\w .@+-]*/)+(?=[\w.@+-])")
-"""The folders of an absolute path, blanks in their names included; the name of the file stays."""
+ANYWHERE_ELSE = re.compile(r"(?<![\w/<>.~-])(?<!:/)/(?:[\w.@+-]+/)+(?=[\w.@+-])")
+"""The folders of an absolute path; the name of the file stays."""
 HOST = re.compile(r'"host": ?"([^"]+)"')
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
 """Names of users that say nothing of a person, and are words of other texts."""

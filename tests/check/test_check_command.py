@@ -170,7 +170,7 @@ def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):
     write_bundle(home / "bundle.zip", result, describe(result))
     with zipfile.ZipFile(home / "bundle.zip") as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
-    assert {"doctor.txt", "machine.json", "check.json", "check.jsonl", "kernels.txt"} <= texts.keys()
+    assert {"doctor.txt", "check.json", "check.jsonl", "kernels.txt"} <= texts.keys()
     for name, text in texts.items():
         assert str(home) not in text, name
         assert "anns-laptop" not in text, name

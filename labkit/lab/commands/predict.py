@@ -43,7 +43,6 @@ def predict(
     for row in refused:
         err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)
     if output is not None:
-        (err if as_json else out).print(
-            f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}", soft_wrap=True
-        )
+        counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}"
+        (err if as_json else out).print(counts, soft_wrap=True)
     raise typer.Exit(1 if refused else 0)
