@@ -4,11 +4,12 @@ Buckets are averaged in the order in which backward comes to them, each waiting 
 when the pass is over follows then: ranks first exchange which parameters have a gradient on any of them.
 """
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -155,8 +156,10 @@ class Bucket:
 
 def _average(line: Line, pairs: Sequence[tuple[Tensor, Tensor]], scalars: Sequence[Tensor]) -> None:
     line.call(average_rows, [gradient for gradient, _ in pairs], [result for _, result in pairs])
-    for scalar in scalars:
-        line.call(all_reduce, scalar)
+    if scalars:
+        vector = torch.stack(list(scalars))
+        line.call(all_reduce, vector)
+        torch._foreach_copy_(list(scalars), list(vector.unbind()))
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
@@ -176,6 +179,21 @@ def _give_gradient(holder: Any, gradient: Any) -> None:
         holder.grad.add_(gradient)
     for hook in (holder._post_accumulate_grad_hooks or {}).values() if is_shard else ():
         hook(holder)
+
+
+class AveragesAtOnce(nn.Module):
+    """A wrapper whose gradients are averaged in each pass, since no rank keeps whole ones."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For code that accumulates gradients with DDP: they are averaged all the same."""
+        yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a wrapper is one with those of other processes: save its state_dict(), or its `module`")
 
 
 class GradientPass:
@@ -297,15 +315,15 @@ class GradientPass:
         flags += [p.grad is not None for p in self._replicated]
         notes = torch.tensor(flags, dtype=torch.float64, device=self._device)
         self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes))()
-        found = iter([flag > 0 for flag in notes.tolist()])
-        used = {bucket: [next(found) for _ in bucket.whole] for bucket in self._buckets}
-        late = [bucket for bucket in self._buckets if next(found)]
-        return used, late, [p for p in self._replicated if next(found)]
+        flags_anywhere = iter([flag > 0 for flag in notes.tolist()])
+        used = {bucket: [next(flags_anywhere) for _ in bucket.whole] for bucket in self._buckets}
+        late = [bucket for bucket in self._buckets if next(flags_anywhere)]
+        return used, late, [p for p in self._replicated if next(flags_anywhere)]
 
 
 def _call_alive(
-    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *given: object
+    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *more: object
 ) -> None:
     if (alive := owner()) is not None:
         with alive._lock:
-            getattr(alive, method)(*(arg() for arg in args), *given)
+            getattr(alive, method)(*(arg() for arg in args), *more)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, device_of
 from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
 from labkit.parallel.sharding.rows import gather_rows, gradient_rows, own_rows, shard_parameter
 from labkit.parallel.sharding.state_dicts import consolidate, state_rows
@@ -209,7 +209,8 @@ class ShardedOptimizer(Optimizer):
         parameters = self._parameters
         if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
             raise ValueError("expected one parameter or more, on one device, each once")
-        for p in parameters:
+        for number, p in enumerate(parameters):
+            check_values(f"parameter {number}", p)
             if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
                 raise ValueError("expected parameters that are whole and dense, each element with memory of its own")
 
