@@ -151,6 +151,7 @@ def _check_refusals() -> list[str]:
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
         "Adafactor": lambda: make(parameters, optim.Adafactor),
         "no parameters": lambda: make([], optim.SGD),
+        "overlapping": lambda: make([nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD),
         "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
         "lazy": lambda: make(nn.LazyLinear(2).parameters(), optim.SGD),
         "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),

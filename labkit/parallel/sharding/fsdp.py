@@ -38,6 +38,7 @@ from labkit.parallel.data_parallel.consistency import (
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import Unit
 from labkit.parallel.sharding.gradients import AveragesAtOnce, Line
+from labkit.parallel.sharding.rows import check_no_overlap
 from labkit.parallel.sharding.schedule import Schedule, keep_dtype
 from labkit.parallel.sharding.state_dicts import as_rows, consolidate
 from labkit.parallel.sharding.units import Slot, Units, find_units, modules_by_unit, slots_by_unit
@@ -234,6 +235,7 @@ def _check(module: nn.Module, device: torch.device, dtypes: Sequence[torch.dtype
     if prefetch < 0:
         raise ValueError(f"expected to prefetch 0 units or more, got {prefetch}")
     check_module(module, None)
+    check_no_overlap(module.parameters())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
             raise ValueError(f"expected all parameters and buffers on one device; {name} is on {tensor.device}")

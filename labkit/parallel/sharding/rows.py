@@ -4,8 +4,8 @@ Rank r of p keeps rows r c to (r+1) c of a parameter of n rows, c = ceil(n / p),
 scalar, every rank keeps all. Rows travel from their place in one rank's tensors to the same place in another's.
 """
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -91,6 +91,13 @@ def local_rows(value: Tensor, shard: Any) -> Tensor:
             f"{value.device_mesh.size()}: save with consolidated_state_dict() or torch.distributed.checkpoint"
         )
     return value._local_tensor
+
+
+def check_no_overlap(parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError for parameters that share elements: rows of one would change rows of another."""
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.is_contiguous() and p.numel())
+    if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+        raise ValueError("expected parameters that share no elements with each other")
 
 
 def row_strides(like: Tensor) -> tuple[int, ...]:
