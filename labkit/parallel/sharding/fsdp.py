@@ -37,7 +37,8 @@ from labkit.parallel.data_parallel.consistency import (
 )
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import Unit
-from labkit.parallel.sharding.gradients import AveragesAtOnce, Line
+from labkit.parallel.sharding.gradients import AveragesAtOnce
+from labkit.parallel.sharding.line import Line
 from labkit.parallel.sharding.rows import check_no_overlap
 from labkit.parallel.sharding.schedule import Schedule, keep_dtype
 from labkit.parallel.sharding.state_dicts import as_rows, consolidate

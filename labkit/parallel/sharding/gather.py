@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.parallel.background_comm import Wait
-from labkit.parallel.sharding.gradients import Bucket, Line
+from labkit.parallel.sharding.gradients import Bucket
+from labkit.parallel.sharding.line import Line
 from labkit.parallel.sharding.rows import Sharded, gather_rows, own_rows, row_strides, shard_parameter
 from labkit.parallel.sharding.units import Slot
 

@@ -25,7 +25,8 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_module, c
 from labkit.parallel.data_parallel.overlapped import MIB
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gradients import AveragesAtOnce, Bucket, GradientPass, Line
+from labkit.parallel.sharding.gradients import AveragesAtOnce, Bucket, GradientPass
+from labkit.parallel.sharding.line import Line
 from labkit.parallel.sharding.rows import shard_parameter
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import member_group

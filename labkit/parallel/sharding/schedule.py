@@ -23,7 +23,8 @@ from torch.distributed.utils import _apply_to_tensors
 from labkit.parallel.backward_pass import tensors_in
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.gather import Token, Unit
-from labkit.parallel.sharding.gradients import Bucket, GradientPass, Line
+from labkit.parallel.sharding.gradients import Bucket, GradientPass
+from labkit.parallel.sharding.line import Line
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
