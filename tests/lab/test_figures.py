@@ -158,6 +158,12 @@ def test_names_that_would_touch_their_neighbors_are_slanted():
         assert {label.get_rotation() for axis in plot.figure.axes for label in axis.get_xticklabels()} == {rotation}
 
 
+def test_long_titles_of_panels_side_by_side_are_broken():
+    panels = pd.concat([STEPS.assign(panel=f"AdamW, point to point, {number} ranks") for number in range(4)])
+    for axis in Bars(**BY_MODEL, panel="panel").plot(panels).figure.axes:
+        assert max(map(len, axis.get_title(loc="left").splitlines())) < 25
+
+
 def test_bars_that_would_hide_one_another_are_refused():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):

@@ -302,6 +302,12 @@ def _hooked() -> nn.Module:
     return model
 
 
+def _overlapping() -> nn.Module:
+    model, memory = nn.Linear(4, 4), torch.ones(20)
+    model.weight.data, model.bias.data = memory[:16].view(4, 4), memory[14:18]
+    return model
+
+
 def _replace(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(torch.ones(16, WIDTH))  # type: ignore[index]
 
@@ -316,6 +322,7 @@ def _check_refusals() -> list[str]:
         "compute_dtype": lambda: FSDP(plain(), compute_dtype=torch.int32),
         "compute_dtype on one rank": lambda: FSDP(plain(), compute_dtype=torch.int32 if rank else None),
         "another compute_dtype": lambda: FSDP(plain(), compute_dtype=torch.float16 if rank else torch.bfloat16),
+        "parameters that overlap": lambda: FSDP(_overlapping()),
         "prefetch": lambda: FSDP(plain(), prefetch=-1),
         "a class that is not there": lambda: FSDP(plain(), units=[TransformerLayer]),
         "a list as a unit": lambda: FSDP(TwoHeads(), units=[nn.ModuleList]),

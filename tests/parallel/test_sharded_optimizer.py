@@ -151,6 +151,9 @@ def _check_refusals() -> list[str]:
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
         "Adafactor": lambda: make(parameters, optim.Adafactor),
         "no parameters": lambda: make([], optim.SGD),
+        "overlapping": lambda: make([nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD),
+        "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
+        "lazy": lambda: make(nn.LazyLinear(2).parameters(), optim.SGD),
         "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),
         "a bad setting": lambda: make(parameters, optim.AdamW, lr=-1.0),
         "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),
@@ -173,8 +176,8 @@ def _check_refusals() -> list[str]:
         try:
             call()
             wrong.append(f"rank {rank}: {what}: accepted")
-        except (ValueError, ZeroDivisionError, TypeError):
-            pass
+        except (ValueError, ZeroDivisionError, TypeError) as error:
+            wrong += [f"{what}: {error}"] if "\n" in str(error) or "Attempted" in str(error) else []
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter).to_sparse()
     with contextlib.suppress(ValueError):

@@ -6,6 +6,7 @@ Colors are close to Okabe and Ito's, which are safe for color-blind readers, and
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
+from textwrap import wrap
 from typing import Any
 
 import pandas as pd
@@ -28,6 +29,7 @@ MAX_PANELS_IN_ROW = 3
 LONGEST_LINE = 34  # characters next to a panel
 LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters make a legend stand below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
+BOLD_INCHES, PANELS_SHARE = 0.085, 0.8  # the width of a character of a panel's title; of a figure, the panels' share
 LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
 STEEP_INCHES = 0.5  # names that are nearer to one another are slanted more
 MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
@@ -80,7 +82,9 @@ def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "
     place = axis.get_subplotspec()
     axis.set_ylabel(y if place is None or place.is_first_col() else "", fontsize=FONT, color=TEXT)
     if title is not None:
-        axis.set_title(title, fontsize=FONT, fontweight="bold", loc="left")
+        columns = 1 if place is None else place.get_gridspec().ncols
+        inches = axis.get_figure(root=True).get_figwidth() * PANELS_SHARE / columns  # type: ignore[union-attr]
+        axis.set_title("\n".join(wrap(title, int(inches / BOLD_INCHES))), fontsize=FONT, fontweight="bold", loc="left")
 
 
 def value_title(name: str) -> str:

@@ -25,18 +25,21 @@ def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | N
             reason = "sparse=True" if part.sparse else "max_norm, which changes the rows that a rank sees"
             raise ValueError(f"expected an embedding with dense gradients and updates, and {_path(name)} has {reason}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"expected a model that knows its shapes, and {name} is lazy: run a batch through it first"
-            )
-        if tensor.is_meta:
-            raise ValueError(f"expected a model with values, and {name} is on meta: call to_empty() and initialize it")
-        if tensor.is_inference():
-            raise ValueError(f"expected a model made outside of torch.inference_mode, and {name} was made inside")
+        check_values(name, tensor)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("expected a module with at least one parameter that requires a gradient")
     if device_ids and [torch.device(each) for each in device_ids] != [next(module.parameters()).device]:
         raise ValueError(f"expected device_ids=None, or the model's one device, got {list(device_ids)}")
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a parameter or buffer that has no values, or none that may change."""
+    if is_lazy(tensor):
+        raise ValueError(f"expected a model that knows its shapes, and {name} is lazy: run a batch through it first")
+    if tensor.is_meta:
+        raise ValueError(f"expected a model with values, and {name} is on meta: call to_empty() and initialize it")
+    if tensor.is_inference():
+        raise ValueError(f"expected a model made outside of torch.inference_mode, and {name} was made inside")
 
 
 def check_replicas(

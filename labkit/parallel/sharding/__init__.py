@@ -7,6 +7,7 @@
 ``gather``       a unit: its parameters gathered, whole, and given back
 ``schedule``     when units are gathered and given back
 ``gradients``    a backward pass: gradients averaged in one order on all ranks
+``line``         collectives in the background, the same ones on all ranks
 ``rows``         which rank has which rows, and how they travel
 ``state_dicts``  states whole, and in shards
 ``implementations``    all of it, and torch's, by name

@@ -17,7 +17,6 @@ Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.3 (P
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -38,7 +37,9 @@ from labkit.parallel.data_parallel.consistency import (
 )
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import Unit
-from labkit.parallel.sharding.gradients import Line
+from labkit.parallel.sharding.gradients import AveragesAtOnce
+from labkit.parallel.sharding.line import Line
+from labkit.parallel.sharding.rows import check_no_overlap
 from labkit.parallel.sharding.schedule import Schedule, keep_dtype
 from labkit.parallel.sharding.state_dicts import as_rows, consolidate
 from labkit.parallel.sharding.units import Slot, Units, find_units, modules_by_unit, slots_by_unit
@@ -49,7 +50,7 @@ PREFIX = "module."
 SHARD = "shard"  # in a state's metadata: which one it is
 
 
-class FSDP(nn.Module):
+class FSDP(AveragesAtOnce):
     """A module whose parameters are in shards. `module` is the model; it is changed, and used through this only.
 
     Args:
@@ -156,14 +157,6 @@ class FSDP(nn.Module):
         """What carries parameters and gradients, and why it is not shared memory, if it is not."""
         return self._gathers.channel.in_use
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For code that accumulates gradients with DDP: they are averaged at once, since no rank keeps whole ones."""
-        yield
-
-    def finish_gradient_synchronization(self) -> None:
-        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards, at any moment."""
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -200,8 +193,8 @@ class FSDP(nn.Module):
         if assign:
             raise ValueError("expected assign=False: shards are what the optimizer has")
         for metadata in getattr(state_dict, "_metadata", {}).values():
-            if (found := metadata.get(SHARD, self._shard)) != self._shard:
-                raise ValueError(f"expected the shard of {self._shard} or a whole state, got the shard of {found}")
+            if (saved := metadata.get(SHARD, self._shard)) != self._shard:
+                raise ValueError(f"expected the shard of {self._shard} or a whole state, got the shard of {saved}")
         names = {name.removeprefix(PREFIX): name for name in super().state_dict()}
         return super().load_state_dict({names.get(name, name): each for name, each in state_dict.items()}, strict)
 
@@ -211,9 +204,6 @@ class FSDP(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("expected the module where it is to be, and in its dtype, before it is wrapped")
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError("a sharded module is one with those of other processes: save its state_dict()")
 
 
 def _save_shards(
@@ -246,6 +236,7 @@ def _check(module: nn.Module, device: torch.device, dtypes: Sequence[torch.dtype
     if prefetch < 0:
         raise ValueError(f"expected to prefetch 0 units or more, got {prefetch}")
     check_module(module, None)
+    check_no_overlap(module.parameters())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
             raise ValueError(f"expected all parameters and buffers on one device; {name} is on {tensor.device}")
@@ -273,13 +264,12 @@ def _make_units(
     broadcast([*module.parameters(), *module.buffers()], members)
     mesh = DeviceMesh.from_group(members, next(module.parameters()).device.type)
     parts = zip(modules, names, modules_by_unit(modules), slots_by_unit(modules), strict=True)
-    units = []
+    units: list[Unit] = []
     for unit, name, inside, slots in parts:
         sharded = [slot for slot in slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
-        made = Unit(name, unit, inside, sharded, [_dtype(slot, dtypes[0]) for slot in sharded], mesh)
-        made.reduce_dtype = dtypes[1]
-        made.is_last = unit is module or any(each in modules for each in unit.modules() if each is not unit)
-        units.append(made)
+        units.append(Unit(name, unit, inside, sharded, [_dtype(slot, dtypes[0]) for slot in sharded], mesh))
+        units[-1].reduce_dtype = dtypes[1]
+        units[-1].is_last = unit is module or any(each in modules for each in unit.modules() if each is not unit)
     return units
 
 

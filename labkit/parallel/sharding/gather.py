@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.parallel.background_comm import Wait
-from labkit.parallel.sharding.gradients import Bucket, Line
+from labkit.parallel.sharding.gradients import Bucket
+from labkit.parallel.sharding.line import Line
 from labkit.parallel.sharding.rows import Sharded, gather_rows, own_rows, row_strides, shard_parameter
 from labkit.parallel.sharding.units import Slot
 
@@ -50,7 +51,7 @@ class Unit(Bucket):
         shards = [shard_parameter(slot.parameter, mesh, copy=True) for slot in slots]
         lengths = [each.numel() * dtype.itemsize for each, dtype in zip(like, dtypes, strict=True)]
         starts = [0, *accumulate(-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths)]
-        self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=mesh.device_type)
+        self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=like[0].device if like else mesh.device_type)
 
         def lay_out(memory: Tensor) -> list[Tensor]:
             parts = (memory[start : start + length] for start, length in zip(starts, lengths, strict=False))
@@ -79,8 +80,8 @@ class Unit(Bucket):
         """The backward pass has come here."""
         self.depth = 0
         """How many calls of its module are under way."""
-        self.waits_for: weakref.WeakSet[Token] = weakref.WeakSet()
-        self.reached: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.pending_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.reached_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
 
     @property
     def has_frozen(self) -> bool:
@@ -90,7 +91,7 @@ class Unit(Bucket):
     def is_over(self) -> bool:
         """Whether backward needs its parameters no more: each gradient comes after all uses of the parameter."""
         is_complete = self.is_complete and not (self.is_last and self.whole)
-        return is_complete and not self.is_held and not (self.has_frozen and self.waits_for)
+        return is_complete and not self.is_held and not (self.has_frozen and self.pending_inputs)
 
     @property
     def is_stale(self) -> bool:
@@ -152,5 +153,5 @@ class Unit(Bucket):
     def leave_pass(self) -> None:
         super().leave_pass()
         self.in_backward = False
-        self.waits_for |= self.reached  # a graph may be gone through again
-        self.reached.clear()
+        self.pending_inputs |= self.reached_inputs  # a graph may be gone through again
+        self.reached_inputs.clear()

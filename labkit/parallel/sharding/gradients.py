@@ -4,61 +4,22 @@ Buckets are averaged in the order in which backward comes to them, each waiting 
 when the pass is over follows then: ranks first exchange which parameters have a gradient on any of them.
 """
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from labkit.parallel.background_comm import Channel, Wait
+from labkit.parallel.background_comm import Wait
 from labkit.parallel.backward_pass import BackwardPass
-from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.sharding.line import END_OF_PASS, Line
 from labkit.parallel.sharding.rows import Sharded, average_rows, by_rows, gradient_rows, row_strides
-from labkit.parallel.transport.select_transport import member_group
-
-END_OF_PASS = "the end of backward"
-
-
-class Line:
-    """Collectives in the background, one after the other, each after a check that all ranks begin the same one.
-
-    A rank that does something else would wait for the others forever, or mix up their tensors. On a CPU ranks compare
-    8 bytes each before a collective; on a GPU that would wait for the device, and nothing is compared.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, transport: str, places: Sequence[str]):
-        """`places`: all that can be begun here, alike on all ranks."""
-        self.channel, self._places = Channel(group, device, transport), [END_OF_PASS, *places]
-        members = member_group(group)
-        self._rank, self._p, self._is_checked = members.rank(), members.size(), device.type == "cpu"
-        self._error: RuntimeError | None = None
-
-    def start(self, place: str, action: Callable[[], None], trained: int = 0) -> Wait:
-        """Begin; call what is returned to wait for the end. `trained`: how many parameters take part."""
-        return self.channel.start(partial(self._run, place, action, trained))
-
-    def call(self, collective: Callable[..., None], tensors: Any, *args: Any) -> None:
-        """`collective(tensors, group, ...)`, within an action."""
-        self.channel.call(collective, tensors, *args)
-
-    def _run(self, place: str, action: Callable[[], None], trained: int) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._is_checked and self._p > 1:
-            numbers = torch.zeros(self._p, dtype=torch.float64)
-            numbers[self._rank] = self._places.index(place) + len(self._places) * trained
-            self.channel.call(all_gather, numbers)
-            if len(set(numbers.tolist())) > 1:
-                at = [divmod(int(number), len(self._places)) for number in numbers.tolist()]
-                got = ", ".join(f"rank {r} at {self._places[n]} with {m} trained" for r, (m, n) in enumerate(at))
-                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
-                raise self._error
-        action()
 
 
 class Bucket:
@@ -155,8 +116,10 @@ class Bucket:
 
 def _average(line: Line, pairs: Sequence[tuple[Tensor, Tensor]], scalars: Sequence[Tensor]) -> None:
     line.call(average_rows, [gradient for gradient, _ in pairs], [result for _, result in pairs])
-    for scalar in scalars:
-        line.call(all_reduce, scalar)
+    if scalars:
+        vector = torch.stack(list(scalars))
+        line.call(all_reduce, vector)
+        torch._foreach_copy_(list(scalars), list(vector.unbind()))
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
@@ -176,6 +139,21 @@ def _give_gradient(holder: Any, gradient: Any) -> None:
         holder.grad.add_(gradient)
     for hook in (holder._post_accumulate_grad_hooks or {}).values() if is_shard else ():
         hook(holder)
+
+
+class AveragesAtOnce(nn.Module):
+    """A wrapper whose gradients are averaged in each pass, since no rank keeps whole ones."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For code that accumulates gradients with DDP: they are averaged all the same."""
+        yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a wrapper is one with those of other processes: save its state_dict(), or its `module`")
 
 
 class GradientPass:
@@ -297,15 +275,15 @@ class GradientPass:
         flags += [p.grad is not None for p in self._replicated]
         notes = torch.tensor(flags, dtype=torch.float64, device=self._device)
         self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes))()
-        found = iter([flag > 0 for flag in notes.tolist()])
-        used = {bucket: [next(found) for _ in bucket.whole] for bucket in self._buckets}
-        late = [bucket for bucket in self._buckets if next(found)]
-        return used, late, [p for p in self._replicated if next(found)]
+        flags_anywhere = iter([flag > 0 for flag in notes.tolist()])
+        used = {bucket: [next(flags_anywhere) for _ in bucket.whole] for bucket in self._buckets}
+        late = [bucket for bucket in self._buckets if next(flags_anywhere)]
+        return used, late, [p for p in self._replicated if next(flags_anywhere)]
 
 
 def _call_alive(
-    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *given: object
+    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *more: object
 ) -> None:
     if (alive := owner()) is not None:
         with alive._lock:
-            getattr(alive, method)(*(arg() for arg in args), *given)
+            getattr(alive, method)(*(arg() for arg in args), *more)

@@ -25,15 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, device_of
 from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
-from labkit.parallel.sharding.rows import gather_rows, gradient_rows, own_rows, shard_parameter
+from labkit.parallel.sharding.rows import check_no_overlap, gather_rows, gradient_rows, own_rows, shard_parameter
 from labkit.parallel.sharding.state_dicts import consolidate, state_rows
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import find_transport, member_group
 
 NO_SETTINGS = ("params", "param_names", "foreach")  # of a parameter group
 SHARD = "shard"  # in a state_dict: which one it is
+MAX_TOGETHER = 300  # parameters per operator: DTensor's first such call takes time in their square
 REFUSED: Mapping[type[Optimizer], str] = {
     optim.LBFGS: "its search direction depends on all parameters together",
     optim.SparseAdam: "it is made for sparse gradients",
@@ -209,9 +210,11 @@ class ShardedOptimizer(Optimizer):
         parameters = self._parameters
         if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
             raise ValueError("expected one parameter or more, on one device, each once")
-        for p in parameters:
+        for number, p in enumerate(parameters):
+            check_values(f"parameter {number}", p)
             if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
                 raise ValueError("expected parameters that are whole and dense, each element with memory of its own")
+        check_no_overlap(parameters)
 
     def _on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
         """Do it on this rank, and see that all have done the same; whatever is wrong on one rank, all raise."""
@@ -241,7 +244,7 @@ class ShardedOptimizer(Optimizer):
             inner.update(_settings(group))
             if "foreach" in inner:  # a call per operator of DTensors, not one per parameter
                 is_chosen = group["foreach"] is not None or group.get("fused") or group.get("differentiable")
-                inner["foreach"] = group["foreach"] if is_chosen else True
+                inner["foreach"] = group["foreach"] if is_chosen else len(group["params"]) <= MAX_TOGETHER
 
     def _adopt_settings(self) -> None:
         assert self._inner is not None

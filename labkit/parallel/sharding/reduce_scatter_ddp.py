@@ -12,9 +12,8 @@ until it has been put into its bucket.
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,14 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_module, c
 from labkit.parallel.data_parallel.overlapped import MIB
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gradients import Bucket, GradientPass, Line
+from labkit.parallel.sharding.gradients import AveragesAtOnce, Bucket, GradientPass
+from labkit.parallel.sharding.line import Line
 from labkit.parallel.sharding.rows import shard_parameter
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import member_group
 
 
-class ReduceScatterDDP(nn.Module):
+class ReduceScatterDDP(AveragesAtOnce):
     """One reduce-scatter per bucket, begun as soon as the bucket's last gradient is there. For a `ShardedOptimizer`.
 
     Args:
@@ -66,8 +66,8 @@ class ReduceScatterDDP(nn.Module):
         refused = ValueError("expected bucket sizes above 0 MB") if min(bucket_mb, first_bucket_mb) <= 0 else None
         check_replicas(module, settings, group, refused or _unsuitable(module))
         broadcast([*module.parameters(), *module.buffers()], group)
-        self._known = list(module.parameters())
-        parameters = [p for p in reversed(self._known) if p.dtype in FLOAT_TYPES]
+        self._in_model = list(module.parameters())
+        parameters = [p for p in reversed(self._in_model) if p.dtype in FLOAT_TYPES]
         device = parameters[0].device
         mesh = DeviceMesh.from_group(members, device.type)
         trained, frozen = ([p for p in parameters if p.requires_grad is is_trained] for is_trained in (True, False))
@@ -92,7 +92,7 @@ class ReduceScatterDDP(nn.Module):
         if not torch.is_grad_enabled() or self._pass.is_running:
             return
         self._pass.leave_unfinished()
-        if [*map(id, self._known)] != [*map(id, self.module.parameters())]:
+        if [*map(id, self._in_model)] != [*map(id, self.module.parameters())]:
             raise ValueError("parameters were added, replaced or removed: change the model before wrapping it")
         for bucket in self._buckets:
             for p in bucket.whole:
@@ -107,17 +107,6 @@ class ReduceScatterDDP(nn.Module):
             p.register_post_accumulate_grad_hook(self._pass.hook(self._pass.note_gradient, bucket))
         if len(p._post_accumulate_grad_hooks or ()) > 1:
             raise ValueError("hooks after a gradient's accumulation would run before it is averaged: remove them")
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For code that accumulates gradients with DDP: they are averaged at once, since no rank keeps whole ones."""
-        yield
-
-    def finish_gradient_synchronization(self) -> None:
-        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError("a wrapper is one with those of other processes: save its `module`")
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], size: float, first_size: float) -> list[list[nn.Parameter]]:

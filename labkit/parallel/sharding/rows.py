@@ -4,8 +4,8 @@ Rank r of p keeps rows r c to (r+1) c of a parameter of n rows, c = ceil(n / p),
 scalar, every rank keeps all. Rows travel from their place in one rank's tensors to the same place in another's.
 """
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +22,8 @@ from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.select_transport import find_transport
 
-MESSAGES_AHEAD = 4  # per rank: small parameters are many messages
+MESSAGES_AHEAD = 4  # per rank
+SMALL_BYTES = 32 << 10  # of one rank's rows: a message costs more than to copy them
 
 
 class Sharded(DTensor):
@@ -92,6 +93,13 @@ def local_rows(value: Tensor, shard: Any) -> Tensor:
     return value._local_tensor
 
 
+def check_no_overlap(parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError for parameters that share elements: rows of one would change rows of another."""
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.is_contiguous() and p.numel())
+    if any(end > start for (_, end), (start, _) in pairwise(ranges)):
+        raise ValueError("expected parameters that share no elements with each other")
+
+
 def row_strides(like: Tensor) -> tuple[int, ...]:
     """Strides of a tensor of this shape whose rows lie one after the other, each laid out as here, if it is dense."""
     if not like.dim():
@@ -107,7 +115,7 @@ def by_rows(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def memory_of(dense: Tensor) -> Tensor:
+def flatten(dense: Tensor) -> Tensor:
     """All elements in the order of memory, (n,), a view."""
     return dense.as_strided((dense.numel(),), (1,))
 
@@ -117,7 +125,17 @@ def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
     n, width = len(whole), whole[:1].numel()
     chunk = -(-n // p)
     lengths = [width * (min((rank + 1) * chunk, n) - min(rank * chunk, n)) for rank in range(p)]
-    return list(memory_of(whole).split_with_sizes(lengths))
+    return list(flatten(whole).split_with_sizes(lengths))
+
+
+def _separate(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Rows by rank of large tensors, whose messages need no copy, and those of small ones, which travel in one."""
+    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
+    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
+
+
+def _unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
 
 
 @disable_compile
@@ -127,7 +145,7 @@ def gather_rows(
     """Complete, in place, tensors of which each rank has its own rows. A collective.
 
     Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
-    per rank for n bytes of tensors, and no copies besides.
+    per rank for n bytes of tensors, and no copies besides, but for small tensors.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -135,15 +153,21 @@ def gather_rows(
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for alike in kinds.values():
         via = find_transport(group, alike[0].device, transport)
-        p, depth = via.world_size, max(1, MESSAGES_AHEAD * (via.world_size - 1))
+        depth = max(1, MESSAGES_AHEAD * (via.world_size - 1))
         dense = [by_rows(tensor, row_strides(tensor)).to(via.device) for tensor in alike]
-        counting = count_traffic(via, "all_gather", "butterfly", alike)
-        blocks = ([block.view(torch.uint8) for block in rows_by_rank(each, p)] for each in dense)
-        pieces = (copy_steps(cut(of_ranks, via, depth), via) for of_ranks in blocks)
-        counting.run(list(chain.from_iterable(chain.from_iterable(pieces))), depth)
+        large, small = _separate([rows_by_rank(each, via.world_size) for each in dense])
+        packed = [torch.cat(blocks) for blocks in zip(*small, strict=True)]
+        steps: list[Step] = []
+        for by_rank in [*large, packed] if small else large:
+            pieces = cut([block.view(torch.uint8) for block in by_rank], via, depth)
+            steps += chain.from_iterable(copy_steps(pieces, via))
+        count_traffic(via, "all_gather", "butterfly", alike).run(steps, depth)
+        for vector, blocks in zip(packed, zip(*small, strict=True), strict=True):
+            _unpack(vector, blocks)
         for tensor, each in zip(alike, dense, strict=True):
             if each is not tensor:
                 tensor.copy_(each)
+        torch.autograd.graph.increment_version(alike)  # messages are written past torch
 
 
 def average_rows(
@@ -164,16 +188,19 @@ def average_rows(
         via = find_transport(group, pairs[0][0].device, transport)
         p, depth = via.world_size, max(1, MESSAGES_AHEAD * (via.world_size - 1))
         is_divided = dtype == torch.float16 or p == 1  # before it is added, so that a mean cannot overflow on the way
-        counting = count_traffic(via, "reduce_scatter", "butterfly", [gradient for gradient, _ in pairs])
+        whole = [(gradient / p if is_divided else gradient).to(via.device) for gradient, _ in pairs]
+        means = [flatten(result).to(via.device) for _, result in pairs]
+        large, small = _separate([[*rows_by_rank(each, p), mean] for each, mean in zip(whole, means, strict=True)])
+        packed = [torch.cat(blocks) for blocks in zip(*small, strict=True)]
         steps: list[Step] = []
-        landed: list[Tensor] = []
-        for gradient, result in pairs:
-            by_rank = rows_by_rank((gradient / p if is_divided else gradient).to(via.device), p)
-            landed.append(memory_of(result).to(via.device))
-            *pieces, totals = cut([*by_rank, landed[-1]], via, depth)
+        for by_rank in [*large, packed] if small else large:
+            *pieces, totals = cut(by_rank, via, depth)
             steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided else p))
             if p == 1:
-                landed[-1].copy_(by_rank[0])
-        counting.run(steps, depth)
-        for (_, result), each in zip(pairs, landed, strict=True):
-            memory_of(result).copy_(each)
+                by_rank[-1].copy_(by_rank[0])
+        count_traffic(via, "reduce_scatter", "butterfly", [gradient for gradient, _ in pairs]).run(steps, depth)
+        if small:
+            _unpack(packed[-1], [by_rank[-1] for by_rank in small])
+        for (_, result), mean in zip(pairs, means, strict=True):
+            if mean.device != result.device:
+                flatten(result).copy_(mean)

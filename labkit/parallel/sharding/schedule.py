@@ -23,7 +23,8 @@ from torch.distributed.utils import _apply_to_tensors
 from labkit.parallel.backward_pass import tensors_in
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.gather import Token, Unit
-from labkit.parallel.sharding.gradients import Bucket, GradientPass, Line
+from labkit.parallel.sharding.gradients import Bucket, GradientPass
+from labkit.parallel.sharding.line import Line
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -139,7 +140,7 @@ class Schedule(GradientPass):
             return set()
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
-            unit.waits_for.add(token := Token())
+            unit.pending_inputs.add(token := Token())
             node.register_prehook(partial(self.hook(self._input_reached, unit), token))
         return nodes
 
@@ -185,8 +186,8 @@ class Schedule(GradientPass):
                 each.is_held = True
 
     def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
-        unit.waits_for.discard(token)
-        unit.reached.add(token)
+        unit.pending_inputs.discard(token)
+        unit.reached_inputs.add(token)
         self._release_if_over(unit)
 
     def _enter(self, unit: Unit) -> None:

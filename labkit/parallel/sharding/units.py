@@ -33,11 +33,11 @@ def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
             raise ValueError(f"expected units that are in the model, or classes of such; got {_name(unit)}")
     classes = tuple(unit for unit in chosen if isinstance(unit, type))
     named = {id(unit) for unit in chosen if not isinstance(unit, type)}
-    found = [each for each in module.modules() if isinstance(each, classes) or id(each) in named]
-    for each in found:
+    matching = [each for each in module.modules() if isinstance(each, classes) or id(each) in named]
+    for each in matching:
         if not _has_forward(each):
             raise ValueError(f"expected units that have a forward pass, got {type(each).__name__}")
-    return [*(each for each in found if each is not module), module]
+    return [*(each for each in matching if each is not module), module]
 
 
 def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
@@ -64,11 +64,11 @@ def _name(unit: object) -> str:
 
 def modules_by_unit(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """The modules of each unit, but for those of units inside of it; every module once."""
-    numbers, seen = {id(unit): number for number, unit in enumerate(units)}, set[int]()
+    numbers, visited = {id(unit): number for number, unit in enumerate(units)}, set[int]()
     modules: list[list[nn.Module]] = [[] for _ in units]
     for _, module, number in _walk(units[-1], numbers, "", len(units) - 1):
-        if id(module) not in seen:
-            seen.add(id(module))
+        if id(module) not in visited:
+            visited.add(id(module))
             modules[number].append(module)
     return modules
 

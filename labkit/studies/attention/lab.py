@@ -165,7 +165,7 @@ def end_of_memory(results: Results) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
 
 
-def shown_held(results: Results) -> pd.DataFrame:
+def held_at_one_head_dim(results: Results) -> pd.DataFrame:
     """The same, for the figure."""
     return _at_one_head_dim(held(results))
 
@@ -273,7 +273,7 @@ LAB = Lab(
             within=1.02,
             configuration=CONFIGURATION,
             figure=Lines(
-                source=shown_held,
+                source=held_at_one_head_dim,
                 x="sequence",
                 y="saved_bytes",
                 hue="implementation",

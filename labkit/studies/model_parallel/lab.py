@@ -37,7 +37,7 @@ class ModelParallelConfig(TimedConfig):
     """The parameters of this lab."""
 
     world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
-    widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512, 1024]
+    widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512, 768]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
     layers: Count = 2
     batch: Count = 2
