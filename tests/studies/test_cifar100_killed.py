@@ -47,7 +47,7 @@ def training(tmp_path):
 
 def _epochs_told(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.stat().st_size else []
-    return [line["values"] for line in lines if line["kind"] == "row" and "accuracy" in line["values"]]
+    return [line["values"] for line in lines if line["kind"] == "row" and "accuracy_percent" in line["values"]]
 
 
 @pytest.mark.faults
@@ -65,7 +65,7 @@ def test_kill_9_costs_no_epoch_and_the_end_is_the_same(training):
     assert resumed.returncode == 0, resumed.stderr
     assert not path.with_suffix(".checkpoints").exists()
     frame = Run.load(path).frame()
-    told = frame.dropna(subset="accuracy")
+    told = frame.dropna(subset="accuracy_percent")
     assert sorted(zip(told["implementation"], told["epoch"], strict=True)) == sorted(
         (name, epoch) for name in NAMES for epoch in range(1, EPOCHS + 1)
     )
@@ -76,6 +76,6 @@ def test_kill_9_costs_no_epoch_and_the_end_is_the_same(training):
     others = runs()
     assert labkit(*command).returncode == 0
     (whole,) = runs() - others
-    metrics = ["implementation", "epoch", "train_loss", "validation_loss", "accuracy"]
-    in_one_go = Run.load(whole).frame().dropna(subset="accuracy")[metrics]
+    metrics = ["implementation", "epoch", "train_loss", "validation_loss", "accuracy_percent"]
+    in_one_go = Run.load(whole).frame().dropna(subset="accuracy_percent")[metrics]
     assert told[metrics].reset_index(drop=True).equals(in_one_go.reset_index(drop=True))  # bit by bit
