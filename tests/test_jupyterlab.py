@@ -6,7 +6,7 @@ import re
 import nbformat
 import pytest
 
-from labkit.lab.notebook import PAGE_MIME
+from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine import describe_machine
 from tests.jupyterlab import NEEDED, opened_browser, started_server, until

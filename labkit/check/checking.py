@@ -3,14 +3,14 @@
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from labkit.check.comparison import LEAST_SESSIONS, Change, circumstances, compare, lost_hardware
+from labkit.check.comparison import LEAST_SESSIONS, Change, circumstances, compare, different_set, lost_hardware
 from labkit.check.declaration import CHECK, correctness_labs
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
@@ -24,6 +24,8 @@ from labkit.machine.load import announced, other_measurements
 ALTERNATIVES = ("implementation", "algorithm", "alternative")
 """Columns by which labs name what is checked."""
 TOLERANCE = 0.05
+MOST_RUNS = 10
+"""Of a baseline: older ones are not looked at."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class CheckResult:
     """What a check has found of this machine."""
 
     run: Run
-    baseline: Run | None
+    baseline: Sequence[Run]
+    """Runs of the baseline, the newest last; none: nothing was compared."""
     correctness: list[Correctness]
     changes: list[Change]
     circumstances: list[str] = field(default_factory=list)
@@ -70,12 +73,12 @@ class CheckResult:
         """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
         if self.failures or any(one.is_bad for one in self.correctness):
             return 1
-        has_lost = self.baseline is not None and lost_hardware(self.baseline, self.run)
+        has_lost = bool(self.baseline) and lost_hardware(self.baseline[-1], self.run)
         return 3 if has_lost or self.slower else 0
 
 
 def check_machine(
-    baseline: Run | None,
+    baseline: Sequence[Run],
     show: ShowProgress,
     on_output: Callable[[str], None] | None = None,
     *,
@@ -94,7 +97,7 @@ def check_machine(
         config = CHECK.configure("quick", {"sessions": sessions})
         options: Any = {"directory": checks_directory(), "on_progress": show, "on_output": on_output}
         run = measure(CHECK, config, profile="quick", **options)
-    notes = list(circumstances(baseline, run)) if baseline is not None else []
+    notes = list(circumstances(baseline[-1], run)) if baseline else []
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
 
 
@@ -147,29 +150,28 @@ def checks_directory() -> Path:
     return runs_directory() / CHECK.name
 
 
-def baseline_path(machine: Machine) -> Path:
+def baseline_folder(machine: Machine) -> Path:
     """Where this host keeps its baseline. A GPU more or less is a change of the machine, and not another one."""
     host = re.sub(r"[^\w-]+", "-", machine.host) or "host"
-    return project_root() / "data" / "baselines" / f"{host}.jsonl"
+    return project_root() / "data" / "baselines" / host
 
 
-def load_baseline(against: str | None) -> Run | None:
-    """The run that `--against` names, or this machine's baseline; None if there is none.
+def load_baseline(against: str | None) -> list[Run]:
+    """The run that `--against` names, or this machine's saved ones that are comparable with the newest of them.
 
-    RunFileError, which names the file, if it is damaged; ParameterError if it is of a lab.
+    RunFileError, which names the file, if one is damaged; ParameterError if it is of a lab.
     """
-    if against is not None:
-        path = find_run([checks_directory(), baseline_path(describe_machine()).parent], against)
-    elif not (path := baseline_path(describe_machine())).exists():
-        return None
-    run = Run.load(path)
-    if run.header.lab != CHECK.name:
-        raise ParameterError(f"{path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
-    return run
+    folder = baseline_folder(describe_machine())
+    paths = sorted(folder.glob("*.jsonl")) if against is None else [find_run([checks_directory(), folder], against)]
+    runs = [Run.load(path) for path in paths[-MOST_RUNS:]]
+    for run in runs:
+        if run.header.lab != CHECK.name:
+            raise ParameterError(f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
+    return [run for run in runs if different_set(runs[-1], run) is None]
 
 
 def save_baseline(run: Run) -> Path:
-    """Keep a run as this machine's baseline. ParameterError if it was disturbed."""
+    """Add a run to this machine's baseline. ParameterError if it was disturbed."""
     points = run.coverage()
     points = points[points["status"] != "skipped"]
     is_good = (points["status"] == "ok") & ~points["point"].isin(list(run.busy))
@@ -177,6 +179,6 @@ def save_baseline(run: Run) -> Path:
     if counts.empty or counts.min() < LEAST_SESSIONS:
         reason = next(iter(run.busy.values()), None) or "some points failed"
         raise ParameterError(f"no baseline was saved: {reason}; save it while the machine is quiet")
-    path = baseline_path(run.header.machine)
+    path = baseline_folder(run.header.machine) / run.path.name
     write_file(path, run.path.read_bytes())
     return path

@@ -9,13 +9,14 @@ from rich.table import Table
 
 from labkit.lab.commands.console import err, out, plain, print_json, print_output, tell_of_load
 from labkit.lab.config import ParameterError
+from labkit.lab.units import counted
 
 if TYPE_CHECKING:
     from labkit.check.checking import CheckResult
 
 
 def check(
-    save: Annotated[bool, typer.Option("--save", help="Keep this measurement as the machine's baseline.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Add this measurement to the machine's baseline.")] = False,
     against: Annotated[
         str | None, typer.Option(metavar="RUN|FILE", help="Compare with this check.", show_default="the baseline")
     ] = None,
@@ -30,6 +31,7 @@ def check(
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or cores are gone.
     """
     from labkit.check.checking import check_machine, load_baseline, save_baseline
+    from labkit.check.comparison import FEW_RUNS
     from labkit.lab.project import check_writable, path_from_here
     from labkit.lab.runs.progress import terminal_line
 
@@ -39,7 +41,7 @@ def check(
         if bundle.is_dir():
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         check_writable(bundle.parent)
-    baseline = None if save else load_baseline(against)
+    baseline = [] if save else load_baseline(against)
     tell_of_load()
     try:
         with terminal_line(err, "check") as show:
@@ -67,7 +69,9 @@ def check(
     except ParameterError as error:
         err.print(plain(error), soft_wrap=True)
         raise typer.Exit(1) from None
-    err.print(f"baseline: {plain(path_from_here(path))}; `labkit check` compares with it", soft_wrap=True)
+    n_runs = len(load_baseline(None))
+    advice = "" if n_runs >= FEW_RUNS else "; three, at different hours, say how much this machine varies"
+    err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
@@ -92,7 +96,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     return {
         "numbers": numbers,
         "status": result.status,
-        "baseline": result.baseline.name if result.baseline else None,
+        "baseline": [run.name for run in result.baseline],
         "circumstances": result.circumstances,
         "correctness": [asdict(one) for one in result.correctness],
     }
@@ -141,9 +145,10 @@ def _print(result: Any) -> None:
     _print_correctness(result.correctness)
     for _, reason, _ in result.failures:
         out.print(plain(f"not timed: {reason}"), soft_wrap=True)
-    if result.baseline is not None:
-        header = result.baseline.header
-        out.print(plain(f"baseline: {header.machine.label}, {header.started:%Y-%m-%d %H:%M} UTC"), soft_wrap=True)
+    if result.baseline:
+        header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
+        text = f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC"
+        out.print(plain(text), soft_wrap=True)
     for note in result.circumstances:
         out.print(plain(note), soft_wrap=True)
     reasons = {one.reason for one in result.changes}

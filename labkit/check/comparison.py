@@ -1,13 +1,14 @@
 """Which quantities of a machine have changed since its baseline, by how much, and what change would have been seen.
 
-A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) of the slowest rank. Sessions are
-other processes at another time, so their variance within each run is what a restart does. With few sessions, each
-quantity's variance is shrunk towards the typical one of all (moderated t-statistics: Smyth 2004, section 3). Bounds
-hold for all quantities of a check together (Bonferroni).
+A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) of the slowest rank; a run is the
+mean of its sessions, which are other processes. Runs of one machine differ by more than their sessions do, so a
+baseline may have several runs: how these vary is what a change has to exceed. Each quantity's variance is shrunk
+towards the typical one of all (moderated t-statistics: Smyth 2004, section 3). Bounds hold for all quantities of a
+check together (Bonferroni).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,14 +24,17 @@ from labkit.machine import Machine
 
 PLACE = ["device", "world_size"]
 QUANTITY = [*PLACE, "quantity"]
-DRIFT = 0.01
-"""Standard deviation of a run's mean, as a logarithm, beyond what its sessions show: of runs at different hours."""
+DRIFT, DRIFT_FREEDOM = 0.05, 10
+"""Standard deviation of a run's mean, as a logarithm, where a baseline has too few runs to say it: that of eleven
+checks of a two-core virtual machine within ten minutes, median of thirteen quantities."""
+FEW_RUNS = 3
+"""Runs of a baseline from which on they say how much this machine varies from one to the next."""
 QUANTILE = 0.25
 """Of a session's samples: other programs only add time, and the very shortest is luck."""
 FALSE_ALARMS = 0.01
 """Checks of an unchanged machine in which any quantity counts as changed."""
 LEAST_SESSIONS = 3
-"""Undisturbed sessions, in baseline and check, that a quantity needs."""
+"""Undisturbed sessions that a quantity needs in a run."""
 PRIOR_FREEDOM = 4.0
 """How alike the variances of quantities are assumed to be, in degrees of freedom."""
 
@@ -63,21 +67,21 @@ class Change:
         return f"{counted(self.ranks, 'rank')}, {self.device}"
 
 
-def compare(baseline: Run | None, now: Run) -> list[Change]:
+def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
     """Each quantity of `now`, and those that only the baseline has. Without a baseline none is comparable."""
-    then, here = (_Quantities(run) for run in (baseline, now))
-    reason = "there is no baseline" if baseline is None else different_set(baseline, now)
-    names = list(dict.fromkeys([*here.names, *then.names]))
-    spreads = {name: _spread(then.sessions(name), here.sessions(name)) for name in names}
+    here, then = _Quantities(now), [_Quantities(run) for run in baseline]
+    reason = different_set(baseline[-1], now) if baseline else "there is no baseline"
+    names = list(dict.fromkeys([*here.names, *(name for one in then for name in one.names)]))
+    variances = {name: _variance([one.mean(name) for one in then]) for name in names}
     changes = []
     for name in names:
         described = dict(zip(("device", "ranks", "quantity"), name, strict=True)) | here.speed(name)
-        if why := reason or here.too_few(name) or (f"{old}, in the baseline" if (old := then.too_few(name)) else ""):
+        old = [one.too_few(name) for one in then]
+        if why := reason or here.too_few(name) or (f"{old[-1]}, in the baseline" if all(old) else ""):
             changes.append(Change(**described, verdict="not comparable", reason=why))
             continue
-        others = [spread for other, spread in spreads.items() if other != name and spread[1] > 0]
-        judged = _judge(then.sessions(name), here.sessions(name), spreads[name], others, here.noise(name), len(names))
-        changes.append(Change(**described, **judged))
+        others = [variance for other, variance in variances.items() if other != name and variance is not None]
+        changes.append(Change(**described, **_judge(name, then, here, others, len(names))))
     return changes
 
 
@@ -103,6 +107,10 @@ class _Quantities:
         if name not in self.logs or self._run is None:
             return np.empty(0)
         return self.logs[name].groupby("session").mean().to_numpy()
+
+    def mean(self, name: tuple[Any, ...]) -> float | None:
+        """The mean logarithm of the sessions; None with too few."""
+        return float(self.sessions(name).mean()) if name in self.logs and self.too_few(name) is None else None
 
     def noise(self, name: tuple[Any, ...]) -> float:
         """How far apart the two turns are over all sessions: nothing smaller can be a change."""
@@ -179,7 +187,8 @@ def circumstances(baseline: Run, now: Run) -> Iterator[str]:
 
 def _threads(run: Run) -> int | None:
     frame = timed(run)
-    return int(frame.loc[frame["world_size"] == 1, "threads"].min()) if len(frame) else None
+    threads = frame.loc[frame["world_size"] == 1, "threads"]
+    return int(threads.min()) if len(threads) else None
 
 
 def _cores(machine: Machine) -> str:
@@ -197,36 +206,37 @@ def timed(run: Run) -> pd.DataFrame:
     return run.frame().reindex(columns=columns).dropna(subset="seconds")
 
 
-def _spread(then: np.ndarray, here: np.ndarray) -> tuple[float, int]:
-    """Pooled variance of a session within each run, and its degrees of freedom."""
-    freedom = sum(max(0, len(logs) - 1) for logs in (then, here))
-    squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in (then, here) if len(logs))
-    return (squares / freedom if freedom else 0.0), freedom
+def _variance(means: Sequence[float | None]) -> tuple[float, int] | None:
+    """Variance of runs' means and its degrees of freedom; None with fewer than `FEW_RUNS`."""
+    values = [value for value in means if value is not None]
+    return (float(np.var(values, ddof=1)), len(values) - 1) if len(values) >= FEW_RUNS else None
 
 
 def _judge(
-    then: np.ndarray,
-    here: np.ndarray,
-    spread: tuple[float, int],
-    others: list[tuple[float, int]],
-    noise: float,
+    name: tuple[Any, ...],
+    then: Sequence[_Quantities],
+    here: _Quantities,
+    others: Sequence[tuple[float, int]],
     comparisons: int,
 ) -> dict[str, Any]:
-    """Verdict and interval of one quantity; `noise` is how far apart its two turns are, as a logarithm."""
-    variance, freedom = spread
-    if others:
-        typical = float(np.median([value / float(fdtri(of, PRIOR_FREEDOM, 0.5)) for value, of in others]))
-        variance = (PRIOR_FREEDOM * typical + freedom * variance) / (PRIOR_FREEDOM + freedom)
-        freedom_in_all = PRIOR_FREEDOM + freedom
+    """Verdict and interval of one quantity; `others` are the variances of the other quantities' runs."""
+    means = [mean for one in then if (mean := one.mean(name)) is not None]
+    sessions = here.sessions(name)
+    within = float(sessions.var(ddof=1)) / len(sessions)
+    own = _variance(means)
+    if own is None:
+        variance, freedom = DRIFT**2 + within, float(DRIFT_FREEDOM)
     else:
-        freedom_in_all = float(freedom)
-    error = math.sqrt(variance * (1 / len(then) + 1 / len(here)) + 2 * DRIFT**2)
-    reach = float(stdtrit(freedom_in_all, 1 - FALSE_ALARMS / comparisons / 2)) * error
-    difference = float(here.mean() - then.mean())
-    least = max(math.log1p(MIN_RELEVANT_DIFFERENCE), noise)
-    verdict = "no change shown"
-    if abs(difference) > max(reach, least):
+        typical = [value / float(fdtri(of, PRIOR_FREEDOM, 0.5)) for value, of in (others or [own])]
+        freedom = PRIOR_FREEDOM + own[1]
+        variance = (PRIOR_FREEDOM * float(np.median(typical)) + own[1] * own[0]) / freedom
+    error = math.sqrt(max(variance, within) + variance / len(means))
+    reach = float(stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2)) * error
+    difference = float(sessions.mean()) - float(np.mean(means))
+    least = max(reach, math.log1p(MIN_RELEVANT_DIFFERENCE), here.noise(name))
+    verdict: Verdict = "no change shown"
+    if abs(difference) > least:
         verdict = "slower" if difference > 0 else "faster"
-    ends = (difference, difference - reach, difference + reach, max(reach, least))
+    ends = (difference, difference - reach, difference + reach, least)
     ratio, low, high, smallest = (math.exp(end) for end in ends)
     return {"verdict": verdict, "ratio": ratio, "low": low, "high": high, "smallest_seen": smallest}

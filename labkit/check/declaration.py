@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from labkit.check.worker import CheckPoint, measure
-from labkit.lab.config import Sessions, TimedConfig
+from labkit.lab.config import RatioWithin, Repeats, RoundsSeconds, Sessions, TimedConfig, Warmup
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
 from labkit.machine import Machine
@@ -17,10 +17,10 @@ RANKS = 2  # on a CPU; on GPUs one each
 class CheckConfig(TimedConfig):
     """Parameters of the fixed set: how often, never what."""
 
-    warmup: int = 2
-    repeats: int = 16
-    rounds_s: float | None = 10.0
-    ratio_within: float = 0.0
+    warmup: Warmup = 2
+    repeats: Repeats = 16
+    rounds_s: RoundsSeconds | None = 10.0
+    ratio_within: RatioWithin = 0.0
     sessions: Sessions = 6
     timeout_s: float = 120.0
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
-from labkit.machine.cgroups import quota_cores
+from labkit.machine.cgroups import memory_limit_bytes, quota_cores
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -147,7 +147,7 @@ class Machine(BaseModel):
 
 @cache
 def describe_machine() -> Machine:
-    """The machine this process runs on. Cached: nothing in it changes while a process lives."""
+    """The machine this process runs on. Cached: `free_bytes` of its GPUs is as it was at the first call."""
     no_gpu_reason = cuda_gpus.no_gpu_reason()
     gpus = [] if no_gpu_reason else _gpus()
     return Machine(
@@ -156,7 +156,7 @@ def describe_machine() -> Machine:
         instructions=torch.backends.cpu.get_cpu_capability(),
         cores=available_cores(),
         cpu_quota=quota_cores(),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=min(filter(None, (psutil.virtual_memory().total, memory_limit_bytes()))),
         gpus=gpus,
         gpu_links=cuda_gpus.link_types() if len(gpus) > 1 else None,
         no_gpu_reason=no_gpu_reason,

@@ -20,6 +20,7 @@ def made_run(
     *,
     slower=None,
     between=0.015,
+    drift=0.0,
     within=0.03,
     sessions=6,
     machine=None,
@@ -27,7 +28,7 @@ def made_run(
     status="ok",
     threads=2,
 ):
-    """A run of one CPU rank; `slower` are factors by quantity, `between` is the noise of sessions."""
+    """A run of one CPU rank; `slower` are factors by quantity, `between` and `drift` are noises of sessions, runs."""
     generator = np.random.default_rng(seed)
     machine = machine or describe_machine().model_copy(update={"gpus": [], "cores": 2, "cpu_quota": None})
     points = [
@@ -44,10 +45,11 @@ def made_run(
         started=datetime(2026, 1, 1, tzinfo=UTC),
         planned={point.id: point.describe() for point in points},
     )
+    shift = dict(zip(QUANTITIES, np.exp(generator.normal(0, drift, size=len(QUANTITIES))), strict=True))
     lines = [header.model_dump(mode="json")]
     for point in points:
         for quantity in QUANTITIES if status == "ok" else ():
-            base = 0.01 * (slower or {}).get(quantity, 1.0) * np.exp(generator.normal(0, between))
+            base = 0.01 * (slower or {}).get(quantity, 1.0) * shift[quantity] * np.exp(generator.normal(0, between))
             for turn in ("first", "again"):
                 seconds = base * np.exp(np.abs(generator.normal(0, 0.03, size=16)))
                 values = {"quantity": quantity, "turn": turn, "unit": "s", "work": 0.0, "threads": threads}

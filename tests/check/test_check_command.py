@@ -1,5 +1,6 @@
 """`labkit check` from its arguments to its exit status, with a set that is quickly measured or made up."""
 
+import errno
 import json
 import zipfile
 from dataclasses import replace
@@ -7,10 +8,10 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from labkit.__main__ import app
+from labkit.__main__ import app, main
 from labkit.check import checking, declaration
 from labkit.check.bundle import write_bundle
-from labkit.check.checking import Correctness, baseline_path, check_correctness, check_machine, save_baseline
+from labkit.check.checking import Correctness, baseline_folder, check_correctness, check_machine, save_baseline
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
 from labkit.lab.runs.store import Run
@@ -44,7 +45,7 @@ def _labkit(*arguments):
     return CliRunner().invoke(app, list(arguments), standalone_mode=True)
 
 
-def _check(baseline=None):
+def _check(*baseline):
     return check_machine(baseline, lambda _: None)
 
 
@@ -54,7 +55,7 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
     short = replace(declaration.CHECK)  # a new one has profiles of its own
     short.profiles["quick"] = declaration.CheckConfig(repeats=2, warmup=0)
     monkeypatch.setattr(checking, "CHECK", short)
-    result = check_machine(None, lambda _: None, sessions=1)
+    result = check_machine([], lambda _: None, sessions=1)
     frame = result.run.frame()
     assert (result.run.coverage()["status"] == "ok").all()
     assert frame.groupby(["world_size", "quantity"])["turn"].nunique().eq(2).all()
@@ -71,11 +72,11 @@ def test_correctness_says_each_implementation_at_each_place(monkeypatch):
 
 
 def test_status_3_is_for_lost_speed_or_hardware_and_1_for_wrong_results(measured):
-    baseline, slow = made_run(1), made_run(2, slower={"copy": 1.5})
+    baseline, slow = made_run(1), made_run(2, slower={"copy": 2.0})
     for run, correctness, status in ((made_run(2), [OK], 0), (slow, [OK], 3), (slow, [OK, WRONG], 1)):
         measured(run, correctness)
         assert _check(baseline).status == status
-    measured(made_run(2, slower={"copy": 0.5}))
+    measured(made_run(2, slower={"copy": 0.4}))
     assert _check(baseline).status == 0
     measured(made_run(2, machine=baseline.header.machine.model_copy(update={"cores": 1})))
     assert _check(baseline).status == 3
@@ -85,8 +86,8 @@ def test_a_baseline_is_saved_and_compared_with(home, measured):
     run = made_run(1, home / "check.jsonl")
     measured(run)
     assert _labkit("check", "--save").exit_code == 0
-    assert baseline_path(run.header.machine).exists()
-    measured(made_run(2, slower={"attention": 1.3}))
+    assert baseline_folder(run.header.machine).exists()
+    measured(made_run(2, slower={"attention": 2.0}))
     result = _labkit("check", "--json")
     assert result.exit_code == 3
     numbers = {one["name"]: one for one in json.loads(result.stdout)["numbers"]}
@@ -101,9 +102,9 @@ def test_a_disturbed_machine_gets_no_baseline(home):
 
 
 def _damaged(home):
-    path = baseline_path(describe_machine())
-    path.parent.mkdir(parents=True)
-    path.write_text("{")
+    folder = baseline_folder(describe_machine())
+    folder.mkdir(parents=True)
+    (folder / "damaged.jsonl").write_text("{")
     return ()
 
 
@@ -119,12 +120,31 @@ def _read_only(home):
     return ()
 
 
+def _empty(home):
+    (home / "empty.jsonl").touch()
+    return ("--against", str(home / "empty.jsonl"))
+
+
+def _of_a_newer_labkit(home):
+    run = made_run(1, home / "newer.jsonl")
+    header, *lines = run.path.read_text().splitlines()
+    run.path.write_text("\n".join([json.dumps(json.loads(header) | {"format_version": 99}), *lines, ""]))
+    return ("--against", str(run.path))
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
         _damaged,
         _of_a_lab,
         _read_only,
+        _empty,
+        _of_a_newer_labkit,
+        lambda home: ("--bundle", str(home)),
+        lambda home: ("--against", ""),
+        lambda home: ("--against", "x" * 5000),
+        lambda home: ("--against",),
+        lambda home: ("--nonsense",),
         lambda home: ("--against", "no-such-run"),
         lambda home: ("--against", str(home)),
         lambda home: ("--save", "--against", "x"),
@@ -137,14 +157,44 @@ def _read_only(home):
 def test_what_cannot_be_checked_is_one_line_and_status_2(prepare, home, measured, capsys, monkeypatch):
     measured(made_run(1, home / "check.jsonl"))
     monkeypatch.setattr("sys.argv", ["labkit", "check", *prepare(home)])
-    from labkit.__main__ import main
-
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2
     assert len([line for line in said if "error" in line]) == 1
     assert not any("Traceback" in line for line in said)
+
+
+def test_a_full_disk_is_one_line_and_status_1(home, measured, capsys, monkeypatch):
+    measured(made_run(1, home / "check.jsonl"))
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checking, "write_file", full)
+    monkeypatch.setattr("sys.argv", ["labkit", "check", "--save"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_what_was_not_timed_is_status_1_and_no_baseline(home, measured):
+    measured(made_run(1, home / "check.jsonl", status="failed"))
+    result = _labkit("check", "--save")
+    assert result.exit_code == 1
+    assert "rank 0 died" in result.stdout
+    assert not baseline_folder(describe_machine()).exists()
+
+
+def test_without_a_baseline_and_with_another_machines_nothing_is_comparable(home, measured):
+    measured(made_run(1, home / "check.jsonl"))
+    result = _labkit("check")
+    assert (result.exit_code, "no baseline" in result.stdout) == (0, True)
+    other = describe_machine().model_copy(update={"cpu": "another"})
+    made_run(1, home / "other.jsonl", machine=other)
+    result = _labkit("check", "--against", str(home / "other.jsonl"))
+    assert (result.exit_code, "processor" in result.stdout) == (0, True)
 
 
 def test_two_at_once_are_refused(monkeypatch):
@@ -160,7 +210,7 @@ def test_an_interrupted_check_saves_nothing(home, monkeypatch):
     monkeypatch.setattr(checking, "check_correctness", interrupt)
     result = _labkit("check", "--save")
     assert result.exit_code == 130
-    assert not baseline_path(describe_machine()).exists()
+    assert not baseline_folder(describe_machine()).exists()
 
 
 def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):

@@ -141,12 +141,16 @@ def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
 
 
 def _point_keys(run: Run, left_out: set[str]) -> dict[str, str]:
-    """What each point measures, by its id: its fields but for lists and those left out."""
-    planned = run.header.planned
-    names = {id: sorted(name for name in fields if name not in left_out) for id, fields in planned.items()}
+    """What each point measures, by its id: its fields but for lists of alternatives and those left out."""
     return {
-        id: json.dumps({name: fields[name] for name in names[id] if not isinstance(fields[name], list)})
-        for id, fields in planned.items()
+        id: json.dumps(
+            {
+                name: value
+                for name, value in sorted(fields.items())
+                if name not in left_out and not (isinstance(value, list) and any(isinstance(one, str) for one in value))
+            }
+        )
+        for id, fields in run.header.planned.items()
     }
 
 

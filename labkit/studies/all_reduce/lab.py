@@ -10,7 +10,7 @@ from pydantic import Field
 from labkit.costs.calibration import NCCL
 from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Sessions, Some, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
@@ -47,8 +47,8 @@ class AllReduceConfig(TimedConfig):
     """Longer tensors are averaged over NCCL alone, where there is NCCL."""
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
-    repeats: int = Field(60, ge=1, le=100_000)
-    rounds_s: float | None = 0.6
+    repeats: Repeats = 60
+    rounds_s: RoundsSeconds | None = 0.6
     timeout_s: TimeoutSeconds = 120.0
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explicit_saved, forward_flops, tiled_saved
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, Sessions, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Sessions, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -56,7 +56,7 @@ class AttentionConfig(TimedConfig):
     device: Device = "auto"
     max_bytes: int = Field(512 * MIB, ge=0)
     """An implementation that needs more is left out; 0: only what does not fit into memory is."""
-    rounds_s: float | None = 1.0
+    rounds_s: RoundsSeconds | None = 1.0
 
 
 CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")

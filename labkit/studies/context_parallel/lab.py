@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, ParameterError, Some, TimedConfig
+from labkit.lab.config import Count, Device, ParameterError, RoundsSeconds, Some, TimedConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -35,7 +35,7 @@ class ContextParallelConfig(TimedConfig):
     heads: Count = 4
     head_dim: Annotated[int, Field(ge=8, le=1024)] = 64
     device: Device = "auto"
-    rounds_s: float | None = 3.0
+    rounds_s: RoundsSeconds | None = 3.0
 
 
 CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "sequence")

@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -44,7 +44,7 @@ class DataParallelConfig(TimedConfig):
     micro_batches: Annotated[int, Field(ge=2, le=1024)] = 2
     device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: float | None = 2.5
+    rounds_s: RoundsSeconds | None = 2.5
 
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")

@@ -12,7 +12,7 @@ from labkit.costs.calibration import ALL_REDUCE
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.calibration import transports
-from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -44,7 +44,7 @@ class LimitsConfig(TimedConfig):
     batch: Count = 4
     context_length: Count = 128
     device: Device = "auto"
-    rounds_s: float | None = 1.0
+    rounds_s: RoundsSeconds | None = 1.0
 
 
 MATMUL = Metric(

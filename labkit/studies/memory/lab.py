@@ -10,7 +10,7 @@ from pydantic import Field
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.columns import labels
-from labkit.lab.config import Device, Some, TimedConfig, one_of
+from labkit.lab.config import Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -54,7 +54,7 @@ class MemoryConfig(TimedConfig):
     counted_checkpoint_size: Named = "mini"
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
-    rounds_s: float | None = 2.0
+    rounds_s: RoundsSeconds | None = 2.0
 
 
 CONFIGURATION = ("device", "size", "context_length", "batch")

@@ -10,7 +10,7 @@ from pydantic import Field
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
 from labkit.lab.columns import labels
-from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -51,7 +51,7 @@ class ModelParallelConfig(TimedConfig):
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
     device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: float | None = 2.0
+    rounds_s: RoundsSeconds | None = 2.0
 
 
 TENSOR_KEYS = ("world_size", "device", "width")
@@ -144,7 +144,6 @@ LAB = Lab(
             text="From which width on is a model faster cut over ranks than whole on one?",
             metric=TENSOR_TIME,
             baseline=WHOLE,
-            among=(SHARED,),
             names=NAMES,
             advice="Cut layers over ranks that share memory{where}.",
             keep="Cut layers only to save memory.",
@@ -154,7 +153,7 @@ LAB = Lab(
             Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=(way,), names=NAMES)
             for name, text, baseline, way in (
                 ("transport", "Is it faster through shared memory than by torch's collectives?", TORCH, SHARED),
-                ("sequence", "Is it as fast with sequence parallelism, in less memory?", SHARED, SHARED + SEQUENCE),
+                ("sequence", "Is it as fast with sequence parallelism?", SHARED, SHARED + SEQUENCE),
             )
         ),
         *(

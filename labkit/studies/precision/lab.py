@@ -9,7 +9,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
@@ -33,7 +33,7 @@ class PrecisionConfig(TimedConfig):
     additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
     device: Device = "auto"
     """auto: sums and dtypes on every device, times on the GPU if there is one."""
-    rounds_s: float | None = 5.0
+    rounds_s: RoundsSeconds | None = 5.0
 
 
 CONFIGURATION = ("device", "model", "batch", "context_length", "mode")

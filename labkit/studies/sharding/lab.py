@@ -12,7 +12,7 @@ from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.columns import labels
-from labkit.lab.config import Count, Device, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
@@ -52,7 +52,7 @@ class ShardingConfig(TimedConfig):
     context_length: Count = 32
     device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: float | None = 6.0
+    rounds_s: RoundsSeconds | None = 6.0
 
 
 SETTING = ("size", "optimizer", "transport", "world_size", "device")

@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -40,8 +40,8 @@ class SyncBatchNormConfig(TimedConfig):
     calls: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Calls of which one sample is the mean."""
     device: Device = "auto"
-    repeats: int = Field(60, ge=1, le=100_000)
-    rounds_s: float | None = 0.8
+    repeats: Repeats = 60
+    rounds_s: RoundsSeconds | None = 0.8
 
 
 CONFIGURATION = ("world_size", "backend", "device", "batch", "features")

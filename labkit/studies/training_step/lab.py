@@ -9,7 +9,7 @@ import pandas as pd
 from labkit.bench.kernel_names import FAMILIES
 from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, Repeats, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -61,7 +61,7 @@ class TrainingStepConfig(TimedConfig):
     context_length: Count = 64
     device: Device = "auto"
     repeats: Repeats = 15
-    rounds_s: float | None = 2.0
+    rounds_s: RoundsSeconds | None = 2.0
 
 
 CONFIGURATION = ("device", "precision", "size", "batch", "context_length")

@@ -7,7 +7,7 @@ import pandas as pd
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
 from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, join, newest_runs, recommend
@@ -35,7 +35,7 @@ class TunedStepConfig(TimedConfig):
     batch: Count = 2
     context_length: Count = 64
     device: Device = "auto"
-    rounds_s: float | None = 5.0
+    rounds_s: RoundsSeconds | None = 5.0
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
