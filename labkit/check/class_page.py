@@ -23,6 +23,8 @@ from labkit.studies import load_lab
 
 WIDTH, ROW = 640.0, 18.0
 """Of the strips of dots, in CSS pixels."""
+MANY_BUSY = 0.1
+"""Share of the points from which on a busy machine is worth a look."""
 USUAL = ("seed", "timeout_s", "device")
 """Parameters that may differ in a class."""
 
@@ -60,7 +62,8 @@ def write_class_page(hand_ins: Sequence[HandIn], page: Path) -> list[str]:
     for lab, rows in sections.items():
         for row in rows:
             flags[row.student] += [f"{lab}: {flag}" for flag in row.flags]
-    overview = pd.DataFrame([{"student": name, "to look at": "; ".join(flags[name]) or "nothing"} for name in names])
+    looks = sorted(names, key=lambda name: not flags[name])  # those with something to look at come first
+    overview = pd.DataFrame([{"student": name, "to look at": "; ".join(flags[name]) or "nothing"} for name in looks])
     html = render(
         "class_page.html.j2",
         n_students=len(names),
@@ -119,8 +122,9 @@ def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:
             yield f"{'hangs' if status == 'timeout' else status}: {ended['reason'].iloc[0]} ({len(ended)} points)"
     if run.pending:
         yield f"{len(run.pending)} points were not measured"
-    if run.busy:
-        yield f"busy machine: {next(iter(run.busy.values()))}"
+    if len(run.busy) > MANY_BUSY * len(run.header.planned):
+        share = f"{len(run.busy)} of {len(run.header.planned)} points"
+        yield f"busy machine during {share}: {next(iter(run.busy.values()))}"
 
 
 def _section(lab: Lab, rows: Sequence[Row]) -> dict[str, Any]:
