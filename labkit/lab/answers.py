@@ -251,7 +251,7 @@ class Check(Question):
         ratios = ratios.mask(table[self.measured] == table[self.predicted], 1.0)
         factors = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
         n_close = int((factors <= self.within).sum())
-        verdict: Verdict = "yes" if n_close == len(factors) else "it depends" if 2 * n_close > len(factors) else "no"
+        verdict: Verdict = "yes" if n_close == len(factors) else "it depends" if 2 * n_close >= len(factors) else "no"
         return Answer(
             verdict,
             self._headline(verdict, ratios, factors, n_close),
@@ -266,8 +266,8 @@ class Check(Question):
             is_exact = factors.max() < 1.0005
             amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of"
             return f"Yes: all {self.subject} are {amount} {self.reference}."
-        n_all = len(factors)
-        start = "Partly: most" if verdict == "it depends" else f"No: {n_close} of {n_all}" if n_close else "No: no"
+        most = "half of the" if 2 * n_close == len(factors) else "most"
+        start = f"Partly: {most}" if verdict == "it depends" else "No: few" if n_close else "No: no"
         worst = format_factor(float(ratios[factors.idxmax()]))
         return (
             f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "
