@@ -152,11 +152,13 @@ def _print(result: Any) -> None:
     for note in result.circumstances:
         out.print(plain(note), soft_wrap=True)
     reasons = {one.reason for one in result.changes}
-    if len(reasons) == 1 and (reason := reasons.pop()) is not None:
-        out.print(plain(f"nothing is comparable: {reason}"), soft_wrap=True)
+    shared = reasons.pop() if len(reasons) == 1 else None
+    if shared is not None:
+        out.print(plain(f"nothing is comparable: {shared}"), soft_wrap=True)
     table = Table("quantity", "where", "now", "now / baseline", "verdict", box=None, pad_edge=False)
     for one in result.changes:
-        table.add_row(*(plain(cell) for cell in _row(one, result.run.header.machine)))
+        *cells, verdict = map(plain, _row(one, result.run.header.machine))
+        table.add_row(*cells, verdict if shared is None else "")
     out.print(table)
     if slower := [f"{one.quantity} ({one.place})" for one in result.slower]:
         out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {', '.join(slower)}"), soft_wrap=True)
