@@ -103,11 +103,14 @@ def scrub(text: str, hosts: frozenset[str] = frozenset()) -> str:
     for place, word in sorted(places.items(), key=lambda item: -len(item[0])):
         if len(place) > 1:
             text = text.replace(place, word)
-    text = ANYWHERE_ELSE.sub("ELSEWHERE/", text)
+    return scrub_names(ANYWHERE_ELSE.sub("ELSEWHERE/", text), hosts)
+
+
+def scrub_names(text: str, hosts: frozenset[str] = frozenset()) -> str:
+    """The text without names of user and hosts; what looks like a path in a picture or a table stays."""
     names = {describe_machine().host, *hosts}
-    words = {short: "host" for name in names for short in (name, name.partition(".")[0])} | dict.fromkeys(
-        _users(), "user"
-    )
+    words = {short: "host" for name in names for short in (name, name.partition(".")[0])}
+    words |= dict.fromkeys(_users(), "user")
     for name, word in words.items():
         if len(name) > 1 and name not in COMMON_NAMES:
             text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", word, text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.check import TOLERANCE
 from labkit.check.comparison import LEAST_SESSIONS, Change, circumstances, compare, different_set, lost_hardware
 from labkit.check.declaration import CHECK, correctness_labs
 from labkit.lab.config import ParameterError
@@ -23,7 +24,6 @@ from labkit.machine.load import announced, other_measurements
 
 ALTERNATIVES = ("implementation", "algorithm", "alternative")
 """Columns by which labs name what is checked."""
-TOLERANCE = 0.05
 MOST_RUNS = 10
 """Of a baseline: older ones are not looked at."""
 

@@ -78,18 +78,27 @@ def write_class_page(hand_ins: Sequence[HandIn], page: Path) -> list[str]:
 
 def _unique_names(hand_ins: Sequence[HandIn]) -> list[str]:
     """The names handed in; the second of a name gets its number."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = []
     for one in hand_ins:
-        seen[one.name] += 1
-        names.append(one.name if seen[one.name] == 1 else f"{one.name} ({seen[one.name]})")
+        counts[one.name] += 1
+        names.append(one.name if counts[one.name] == 1 else f"{one.name} ({counts[one.name]})")
     return names
 
 
 def _rows(lab: Lab, hand_ins: Sequence[HandIn], names: Sequence[str]) -> list[Row]:
     pairs = [(name, one.runs[lab.name]) for name, one in zip(names, hand_ins, strict=True) if lab.name in one.runs]
     usual = _usual_config([run for _, run in pairs])
-    return [Row(name, run, list(_flags(run, usual)), lab.answers(run.results())) for name, run in pairs]
+    return [_row(lab, name, run, usual) for name, run in pairs]
+
+
+def _row(lab: Lab, name: str, run: Run, usual: Mapping[str, str]) -> Row:
+    """The row of one run; one whose rows make no sense has a flag instead of answers."""
+    try:
+        return Row(name, run, list(_flags(run, usual)), lab.answers(run.results()))
+    except Exception as error:  # rows that were edited: the others' page must come
+        none = Answer("not measured", "Not measured: its rows make no sense.")
+        return Row(name, run, [f"cannot be read: {error}"], {question.id: none for question in lab.questions})
 
 
 def _usual_config(runs: Sequence[Run]) -> dict[str, str]:

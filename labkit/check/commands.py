@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from labkit.check import TOLERANCE
 from labkit.lab.commands.console import err, out, plain, print_json, print_output, tell_of_load
 from labkit.lab.config import ParameterError
 from labkit.lab.units import counted
@@ -22,11 +23,11 @@ def check(
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0.0, max=10.0, help="Slower by more than this share is status 3.")
-    ] = 0.05,
+    ] = TOLERANCE,
     bundle: Annotated[Path | None, typer.Option(metavar="FILE.zip", help="Also write what a bug report needs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")] = False,
 ) -> None:
-    """Is every implementation right on this machine, and is it as fast as its baseline? Some 90 seconds.
+    """Is every implementation right on this machine, and is it as fast as its baseline? About a minute on two cores.
 
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or cores are gone.
     """
@@ -76,9 +77,9 @@ def check(
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """The numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    at = result.run.header.started
     from labkit.lab.json_output import number
 
+    at = result.run.header.started
     numbers = [
         number(
             f"{one.quantity}, {one.place}",
@@ -89,7 +90,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
             validity=one.verdict if one.reason is None else f"{one.verdict}: {one.reason}",
             measured=at,
             seconds=one.seconds,
-            smallest_seen=one.smallest_seen,
+            smallest_change=one.smallest_change,
         )
         for one in result.changes
     ]
@@ -131,7 +132,7 @@ def hand_in(
         list[Path] | None, typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated.")
     ] = None,
 ) -> None:
-    """Bundle the newest run of each lab, its notebook and its page as hand-in-NAME.zip."""
+    """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
     from labkit.check.hand_in import write_hand_in
     from labkit.lab.project import path_from_here
     from labkit.studies import LABS, load_lab
@@ -171,7 +172,7 @@ def _print_correctness(rows: list[Any]) -> None:
         groups.setdefault((row.lab, row.device, row.ranks), []).append(row)
     for (lab, device, ranks), group in groups.items():
         right = [row.name for row in group if row.verdict == "ok"]
-        out.print(plain(f"{lab}, {device}, {ranks} rank{'s' * (ranks > 1)}: right: {', '.join(right) or 'none'}"))
+        out.print(plain(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {', '.join(right) or 'none'}"))
         for row in group:
             if row.verdict != "ok":
                 color = "[bold red]" if row.is_bad else ""
@@ -187,7 +188,7 @@ def _row(one: Any, machine: Any) -> tuple[str, str, str, str, str]:
         return one.quantity, one.place, now + _share_of_peak(one, machine), "", f"{one.verdict}: {one.reason}"
     verdict = one.verdict
     if verdict == "no change shown":
-        verdict += f" (from {100 * (one.smallest_seen - 1):.0f}% on it would be)"
+        verdict += f" (from {100 * (one.smallest_change - 1):.0f}% on it would be)"
     ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
     return one.quantity, one.place, now + _share_of_peak(one, machine), ratio, verdict
 

@@ -57,7 +57,7 @@ class Change:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    smallest_seen: float | None = None
+    smallest_change: float | None = None
     """The smallest ratio above 1 that would have counted as a change."""
     reason: str | None = None
     """Why it is not comparable."""
@@ -72,7 +72,8 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
     here, then = _Quantities(now), [_Quantities(run) for run in baseline]
     reason = different_set(baseline[-1], now) if baseline else "there is no baseline"
     names = list(dict.fromkeys([*here.names, *(name for one in then for name in one.names)]))
-    variances = {name: _variance([one.mean(name) for one in then]) for name in names}
+    means = {name: [mean for one in then if (mean := one.mean(name)) is not None] for name in names}
+    variances = {name: _variance(means[name]) for name in names}
     changes = []
     for name in names:
         described = dict(zip(("device", "ranks", "quantity"), name, strict=True)) | here.speed(name)
@@ -81,20 +82,18 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
             changes.append(Change(**described, verdict="not comparable", reason=why))
             continue
         others = [variance for other, variance in variances.items() if other != name and variance is not None]
-        changes.append(Change(**described, **_judge(name, then, here, others, len(names))))
+        changes.append(Change(**described, **_judge(name, here, means[name], variances[name], others, len(names))))
     return changes
 
 
 class _Quantities:
-    """The quantities of a run, or of none: logarithms of seconds by quantity, turn and undisturbed session."""
+    """The quantities of a run: logarithms of seconds by quantity, turn and undisturbed session."""
 
-    def __init__(self, run: Run | None) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self.logs: dict[tuple[Any, ...], pd.Series] = {}
-        self.names: list[tuple[Any, ...]] = []
-        if run is None or (frame := timed(run)).empty:
-            return
-        self.names = list(frame[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
+        frame = timed(run)
+        self.names: list[tuple[Any, ...]] = list(frame[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
         frame = frame[~frame["point"].isin(list(run.busy))]
         keys = [*QUANTITY, "point", "session", "turn"]
         self._rows = frame
@@ -104,13 +103,14 @@ class _Quantities:
 
     def sessions(self, name: tuple[Any, ...]) -> np.ndarray:
         """One logarithm per undisturbed session."""
-        if name not in self.logs or self._run is None:
+        if name not in self.logs:
             return np.empty(0)
         return self.logs[name].groupby("session").mean().to_numpy()
 
     def mean(self, name: tuple[Any, ...]) -> float | None:
         """The mean logarithm of the sessions; None with too few."""
-        return float(self.sessions(name).mean()) if name in self.logs and self.too_few(name) is None else None
+        sessions = self.sessions(name)
+        return float(sessions.mean()) if len(sessions) >= LEAST_SESSIONS else None
 
     def noise(self, name: tuple[Any, ...]) -> float:
         """How far apart the two turns are over all sessions: nothing smaller can be a change."""
@@ -128,7 +128,7 @@ class _Quantities:
 
     def too_few(self, name: tuple[Any, ...]) -> str | None:
         """Why there are too few undisturbed sessions, or None."""
-        if self._run is None or len(self.sessions(name)) >= LEAST_SESSIONS:
+        if len(self.sessions(name)) >= LEAST_SESSIONS:
             return None
         points = self._run.coverage()
         points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
@@ -206,24 +206,25 @@ def timed(run: Run) -> pd.DataFrame:
     return run.frame().reindex(columns=columns).dropna(subset="seconds")
 
 
-def _variance(means: Sequence[float | None]) -> tuple[float, int] | None:
+def _variance(means: Sequence[float]) -> tuple[float, int] | None:
     """Variance of runs' means and its degrees of freedom; None with fewer than `FEW_RUNS`."""
-    values = [value for value in means if value is not None]
-    return (float(np.var(values, ddof=1)), len(values) - 1) if len(values) >= FEW_RUNS else None
+    return (float(np.var(means, ddof=1)), len(means) - 1) if len(means) >= FEW_RUNS else None
 
 
 def _judge(
     name: tuple[Any, ...],
-    then: Sequence[_Quantities],
     here: _Quantities,
+    means: Sequence[float],
+    own: tuple[float, int] | None,
     others: Sequence[tuple[float, int]],
     comparisons: int,
 ) -> dict[str, Any]:
-    """Verdict and interval of one quantity; `others` are the variances of the other quantities' runs."""
-    means = [mean for one in then if (mean := one.mean(name)) is not None]
+    """Verdict and interval of one quantity, whose runs in the baseline have these means and this variance.
+
+    `others` are the variances of the other quantities.
+    """
     sessions = here.sessions(name)
     within = float(sessions.var(ddof=1)) / len(sessions)
-    own = _variance(means)
     if own is None:
         variance, freedom = DRIFT**2 + within, float(DRIFT_FREEDOM)
     else:
@@ -239,4 +240,4 @@ def _judge(
         verdict = "slower" if difference > 0 else "faster"
     ends = (difference, difference - reach, difference + reach, least)
     ratio, low, high, smallest = (math.exp(end) for end in ends)
-    return {"verdict": verdict, "ratio": ratio, "low": low, "high": high, "smallest_seen": smallest}
+    return {"verdict": verdict, "ratio": ratio, "low": low, "high": high, "smallest_change": smallest}

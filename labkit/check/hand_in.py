@@ -1,4 +1,4 @@
-"""What a student hands in: one zip with the name, and per lab the run, the notebook and the page."""
+"""What a student hands in: one zip with the name, the notebooks, and per lab the run and the page."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import nbformat
 
-from labkit.check.bundle import scrub, scrub_json
+from labkit.check.bundle import scrub, scrub_json, scrub_names
 from labkit.lab.config import ParameterError
 from labkit.lab.project import kind_of_path, reports_directory, runs_directory, write_file
 from labkit.lab.runs.store import Run
@@ -36,8 +36,8 @@ class HandIn:
 def write_hand_in(name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()) -> Path:
     """Write `hand-in-<name>.zip` with the newest run of each lab that has one; return its path.
 
-    `notebooks` are the student's own. ParameterError for a name that is
-    none, a notebook that is not there, and if no lab was measured.
+    `notebooks` are the student's own. ParameterError for a name that is none, a notebook that is not there, and if no
+    lab was measured.
     """
     if not NAME.fullmatch(name):
         raise ParameterError(f"expected a name of letters, digits, blanks and .-'_, at most 64, got {name!r:.80}")
@@ -58,7 +58,7 @@ def write_hand_in(name: str, labs: Sequence[str], folder: Path, notebooks: Seque
         for lab, path in runs.items():
             archive.writestr(f"{lab}/run.jsonl", scrub_json(path.read_text()))
             if (page := reports_directory() / f"{lab}.html").is_file():
-                archive.writestr(f"{lab}/{lab}.html", page.read_text(encoding="utf-8"))
+                archive.writestr(f"{lab}/{lab}.html", scrub_names(page.read_text(encoding="utf-8")))
     path = folder / f"hand-in-{name.replace(' ', '-')}.zip"
     write_file(path, file.getvalue())
     return path

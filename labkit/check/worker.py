@@ -19,6 +19,7 @@ from labkit.lab.point import SessionPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem
 from labkit.nn.training import TrainingStep
+from labkit.nn.triton_launches import has_triton
 from labkit.nn.workloads import workload_of
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.overlapped import BucketedDDP
@@ -29,7 +30,8 @@ SET = 1
 """Number of the set: a baseline of another one is not comparable."""
 FIRST, AGAIN = "first", "again"
 THREADS = "OMP_NUM_THREADS"
-CALLS = 1000  # of an operator on one element, and a tenth of it of a short all-reduce
+CALLS, SHORT_CALLS = 1000, 20  # of an operator on one element, and of a short all-reduce
+HEAD_DIM = 64
 SHORT_BYTES, LONG_BYTES = 4096, 4 * 2**20
 FLOPS, BYTES = "FLOP/s", "B/s"
 
@@ -96,13 +98,13 @@ def measure(point: CheckPoint) -> Iterator[dict[str, Any]]:
     for (name, turn), quantity in turns.items():
         row: dict[str, Any] = {"quantity": name, "turn": turn, "unit": quantity.unit, "work": quantity.work}
         yield row | {"threads": torch.get_num_threads(), "seconds": samples[f"{name} {turn}"]}
-    if device != "cpu" and point.session == 1:
+    if device != "cpu" and point.session == 1 and has_triton():
         yield from kernel_rows()
 
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
     """One row per Triton kernel of labkit that this process has compiled: registers, and spilled bytes per thread."""
-    from labkit.nn.flash_attention import KERNELS  # needs Triton, which not every machine has
+    from labkit.nn.flash_attention import KERNELS  # needs Triton
 
     for name, function in KERNELS.items():
         for compiled, *_ in function.device_caches.values():
@@ -116,8 +118,10 @@ def _alone(device: str) -> Mapping[str, Quantity]:
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
     one = torch.ones(1, device=device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    problem = AttentionProblem((sizes.heads, sizes.sequence, 64), dtype, device, causal=True)
-    passes = problem.passes(attention_named(sizes.attention).attend)
+    problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
+    attention = attention_named(sizes.attention)
+    passes = problem.passes(attention.attend)
+    can_attend = attention.unavailable_reason(torch.device(device), dtype, HEAD_DIM) is None
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
 
     def attend() -> None:
@@ -128,7 +132,7 @@ def _alone(device: str) -> Mapping[str, Quantity]:
         **{f"matmul {dtype}": _product(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")},
         "copy": Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES),
         "call": Quantity(partial(torch.add, one, 1), CALLS),
-        "attention": Quantity(attend),
+        **({"attention": Quantity(attend)} if can_attend else {}),
         "training step": Quantity(step.run),
     }
 
@@ -148,7 +152,7 @@ def _together(device: str) -> Iterator[tuple[str, Quantity]]:
         if transport_in_use()[0] == SHARED:
             ways["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
     for way, reduce in ways.items():
-        for kind, n_bytes, calls in (("short", SHORT_BYTES, CALLS // 50), ("long", LONG_BYTES, 1)):
+        for kind, n_bytes, calls in (("short", SHORT_BYTES, SHORT_CALLS), ("long", LONG_BYTES, 1)):
             tensor = torch.zeros(n_bytes // 4, device=device)
             yield f"all-reduce {kind}, {way}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
     workload = workload_of(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())

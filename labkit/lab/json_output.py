@@ -51,9 +51,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def answer_numbers(lab: Lab, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the effect of each answered question of a run, then the ratios or medians that it rests on."""
+    """Yield the effect of each answered question of a run, then the ratios that it rests on."""
     results, at = run.results(), run.header.started
-    validity = "ok" if not run.busy else f"busy: {next(iter(run.busy.values()))}"
+    disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
+    validity = f"{disturbed}: {next(iter(run.busy.values()))}" if run.busy else "ok"
     for question in lab.questions:
         answer = question.answer(results)
         facts: dict[str, Any] = {"lab": lab.name, "question": question.id}

@@ -120,6 +120,17 @@ def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
     assert "<circle" in html
 
 
+def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row(home, monkeypatch):
+    _record(home)
+    write_hand_in("Ann", ["all_reduce"], home / "class")
+    (one,) = read_hand_ins(home / "class")
+    broken = HandIn("Eve", {"all_reduce": one.runs["all_reduce"]}, {})
+    monkeypatch.setattr(type(broken.runs["all_reduce"]), "busy", property(lambda run: 1 / 0))
+    lines = write_class_page([broken], home / "class.html")
+    assert len(lines) == 1
+    assert "cannot be read" in lines[0]
+
+
 def test_two_of_one_name_are_told_apart(home):
     _record(home)
     write_hand_in("Ann", ["all_reduce"], home / "class")
@@ -140,8 +151,15 @@ def test_what_cannot_be_handed_in_is_one_line(home, name, labs, notebooks):
 
 def test_a_hand_in_names_neither_host_nor_folders(home):
     _record(home, header={"command": f"labkit measure {home}/secret/x"})
+    page = home / "reports" / "all_reduce.html"
+    page.parent.mkdir()
+    page.write_text(f"<p>{describe_machine().host}</p><img src='data:image/png;base64,ab+/cd/ef'>")
     with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
         text = archive.read("all_reduce/run.jsonl").decode()
+        assert (
+            archive.read("all_reduce/all_reduce.html").decode()
+            == "<p>host</p><img src='data:image/png;base64,ab+/cd/ef'>"
+        )
     assert str(home) not in text
     assert describe_machine().host not in text
 

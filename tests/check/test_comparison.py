@@ -42,8 +42,8 @@ def test_the_smallest_change_that_would_be_seen_grows_with_drift_and_shrinks_wit
         compare(_baseline(7, runs, drift=drift), made_run(99, drift=drift))
         for runs, drift in ((1, 0.0), (8, 0.0), (8, 0.05))
     )
-    assert max(each.smallest_seen for each in several) < min(each.smallest_seen for each in one)
-    assert max(each.smallest_seen for each in several) < min(each.smallest_seen for each in unsteady)
+    assert max(each.smallest_change for each in several) < min(each.smallest_change for each in one)
+    assert max(each.smallest_change for each in several) < min(each.smallest_change for each in unsteady)
 
 
 def _machine(**changes):

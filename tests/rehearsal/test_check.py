@@ -38,7 +38,7 @@ def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_pat
     changes = compare([made_run(1, machine=machine)], now)
     assert [one.quantity for one in changes if one.verdict == "slower"] == ["matmul bfloat16"]
     result = CheckResult(now, [], [], changes)
-    assert result.status == 3 or result.slower
+    assert result.status == 3
     write_bundle(tmp_path / "bundle.zip", result, describe(result))
     with zipfile.ZipFile(tmp_path / "bundle.zip") as archive:
         run = archive.read("check.jsonl").decode()
@@ -56,6 +56,7 @@ def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
 
 def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
     monkeypatch.setitem(worker.SIZES_ON, "cuda", Sizes(32, 2**16, "tiled", 2, 64, "nano", 1, 16))
+    monkeypatch.setattr(worker, "has_triton", lambda: True)
     monkeypatch.setattr(worker, "kernel_rows", lambda: iter([{"kernel": "forward", "registers": 200, "spills": 0}]))
     point = CheckPoint(device="cuda", repeats=1, warmup=0)
     with pretended_gpu():
@@ -63,3 +64,12 @@ def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
     assert {row.get("quantity") for row in rows} >= {"matmul float32", "matmul bfloat16", "attention", "training step"}
     assert rows[-1]["kernel"] == "forward"
     assert not torch.cuda.is_available()
+
+
+def test_without_triton_the_set_of_a_gpu_lacks_attention_and_kernels_only(monkeypatch):
+    monkeypatch.setitem(worker.SIZES_ON, "cuda", Sizes(32, 2**16, "flash", 2, 64, "nano", 1, 16))
+    for module in ("labkit.check.worker", "labkit.nn.attention_implementations"):
+        monkeypatch.setattr(f"{module}.has_triton", lambda: False)
+    with pretended_gpu():
+        rows = list(worker.measure(CheckPoint(device="cuda", repeats=1, warmup=0)))
+    assert {row["quantity"] for row in rows} == {"matmul float32", "matmul bfloat16", "copy", "call", "training step"}

@@ -61,7 +61,7 @@ AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": AXIS})
 AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": AXIS}, exact=True)
 PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "micro_batches", "rank")
 NAMES = {
-    WHOLE: "the whole model on one rank",
+    WHOLE: "the whole model on one rank's cores",
     TORCH: "that by torch's collectives",
     SHARED: "tensor parallelism through shared memory",
     SHARED + SEQUENCE: "sequence parallelism through shared memory",
@@ -145,8 +145,6 @@ LAB = Lab(
             metric=TENSOR_TIME,
             baseline=WHOLE,
             names=NAMES,
-            advice="Cut layers over ranks that share memory{where}.",
-            keep="Cut layers only to save memory.",
             figure=Lines(source=TENSOR_TIME, x="width", panel="world_size"),
         ),
         *(
