@@ -32,7 +32,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 from labkit.parallel.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
-from labkit.parallel.data_parallel.implementations import wrap
+from labkit.parallel.data_parallel import wrap
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding.implementations import shard
 from labkit.parallel.sync_batchnorm import SyncBatchNorm

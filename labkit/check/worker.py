@@ -22,7 +22,7 @@ from labkit.nn.training import TrainingStep
 from labkit.nn.triton_launches import has_triton
 from labkit.nn.workloads import workload_of
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.data_parallel.overlapped import BucketedDDP
+from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 

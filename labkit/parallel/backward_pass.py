@@ -1,38 +1,102 @@
-"""The backward pass that is going on: heard of at its first sign, asked to call back at its end."""
+"""Autograd's backward pass: its end, gradients as they are accumulated, and the tensors it starts from."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 
 class BackwardPass:
-    """One pass at a time; those inside of it (re-entrant checkpointing) belong to it."""
+    """One pass at a time. Passes inside of it (re-entrant checkpointing) belong to it."""
 
     def __init__(self) -> None:
-        self._end: weakref.ref[Callable[[], None]] | None = None
+        self._callback: weakref.ref[Callable[[], None]] | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether a pass that was heard of is still going on: what is heard of meanwhile belongs to it."""
-        return self._end is not None and self._end() is not None
+        """Whether a pass has begun and autograd still runs it."""
+        return self._callback is not None and self._callback() is not None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether an exception ended a pass."""
+        return self._callback is not None and self._callback() is None
 
     def begin(self, at_end: Callable[[], None]) -> None:
-        """Ask autograd, which runs a pass now, to call `at_end` when it is over. Without a reference to its owner."""
-        call = partial(at_end)  # a new object, which lives as long as autograd's record of the pass
-        Variable._execution_engine.queue_callback(call)
-        self._end = weakref.ref(call)
+        """Ask autograd, during a pass, to call `at_end` when the pass is over."""
+        callback = partial(at_end)  # a new object, which lives as long as autograd's record of the pass
+        Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(callback)
 
-    def forget(self) -> None:
-        """It is over, or an exception has ended it."""
-        self._end = None
+    def reset(self) -> None:
+        """Forget a pass that is over."""
+        self._callback = None
+
+
+class GradientHooks:
+    """Calls `call(owner, index, gradient)` when autograd has added the gradient to a parameter's `grad`.
+
+    Hooks are on AccumulateGrad nodes, as in torch's DistributedDataParallel: hooks on the tensor or node that clip a
+    gradient run before, and undefined gradients (None) are noticed. A parameter has one owner, the newest.
+    """
+
+    def __init__(self, owner: Any, call: Callable[[Any, int, Tensor | None], None], parameters: Sequence[nn.Parameter]):
+        self.is_superseded = False
+        """Whether another owner has taken over a parameter."""
+        self._parameters = parameters
+        self._hook = partial(_run_hook, weakref.ref(self), weakref.ref(owner), call)
+        self._nodes: list[Any] = [None] * len(parameters)
+        self._handles: list[RemovableHandle] = []
+        self.rebind(range(len(parameters)))
+
+    def rebind(self, indices: Sequence[int]) -> list[int]:
+        """Hook the parameters whose node is new, as after a change of dtype. Return their indices."""
+        rebound = []
+        for index in indices:
+            with torch.inference_mode(False):
+                node = get_gradient_edge(self._parameters[index]).node
+            if node is not self._nodes[index]:
+                self._nodes[index] = node
+                self._handles.append(handle := node.register_hook(partial(self._hook, index)))
+                self._supersede_others(handle.hooks_dict_ref() or {})
+                rebound.append(index)
+        return rebound
+
+    def _supersede_others(self, hooks: dict[int, Any]) -> None:
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, partial) and hook.func is _run_hook and (other := hook.args[0]()) is not self:
+                del hooks[number]
+                if other is not None:
+                    other.is_superseded = True
+
+    def move_to_end(self) -> None:
+        """Move behind hooks that were registered later. Autograd calls them in the order of insertion."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and len(hooks) > 1 and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+
+def _run_hook(
+    hooks: object,
+    owner: "weakref.ref[Any]",
+    call: Callable[[Any, int, Tensor | None], None],
+    index: int,
+    _: object,
+    gradients: tuple[Tensor | None],
+) -> None:
+    if (alive := owner()) is not None:
+        call(alive, index, gradients[0])
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in a model's inputs or outputs: containers and attributes of objects are looked into, so deep."""
+    """Yield the tensors in a model's inputs or outputs: in containers and attributes of objects, up to `depth` deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, str | bytes | int | float | nn.Module | type | None):

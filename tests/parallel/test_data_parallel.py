@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
-from labkit.parallel.data_parallel.overlapped import assign_to_buckets
+from labkit.parallel.data_parallel.wrappers import assign_buckets
 from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.cases import thinned
@@ -399,12 +399,6 @@ def _after_unused(wrap):
     return averages(model, lambda module: sum(module(batch(), head).square().sum() for head in range(3)))
 
 
-def _schedule_of_rank_0(parameters):
-    if dist.get_rank():
-        raise ValueError("expected a better schedule")
-    return [list(parameters)]
-
-
 def _in_inference_mode():
     with torch.inference_mode():
         return plain()
@@ -485,8 +479,7 @@ OF_ONE = {
     "another dtype": ("has changed", "overlapped", _in_float64),
     "bucket size": ("above 0 MB", "one bucket", lambda wrap: wrap(plain(), bucket_mb=0)),
     "bucket sizes": ("they differ", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 + dist.get_rank())),
-    "schedule": ("in one bucket", "one bucket", lambda wrap: wrap(plain(), schedule=lambda parameters: [["0.bias"]])),
-    "schedule on rank 1": ("expected", "one bucket", lambda wrap: wrap(plain(), schedule=_schedule_of_rank_0)),
+    "a size on rank 1": ("expected", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 - dist.get_rank())),
     "no such all-reduce": ("all_reduce must be", "naive", lambda wrap: wrap(plain(), all_reduce="pigeon")),
     "complex over shared memory": ("complex64", "naive, shared memory", lambda wrap: wrap(Conjugate())),
     "an error in the thread": ("not callable", "bucketed, shared memory", lambda wrap: _break_transport(wrap(plain()))),
@@ -622,11 +615,11 @@ def test_buckets_are_filled_in_order_by_bytes_and_dtype():
     mib = 2**20 // 4
     sizes = [mib // 2, mib // 2, 3 * mib, mib, mib, 8 * mib, mib // 4]
     parameters = [torch.empty(n, device="meta") for n in sizes]
-    assert assign_to_buckets(parameters, 4, 1) == [[0, 1], [2, 3], [4, 5], [6]]
-    assert assign_to_buckets(parameters, 1000, 1000) == [list(range(7))]
-    assert assign_to_buckets(parameters, 0.001, 0.001) == [[index] for index in range(7)]
+    assert assign_buckets(parameters, 4, 1) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert assign_buckets(parameters, 1000, 1000) == [list(range(7))]
+    assert assign_buckets(parameters, 0.001, 0.001) == [[index] for index in range(7)]
     mixed = [p.to(torch.bfloat16) if index % 2 else p for index, p in enumerate(parameters)]
-    for bucket in assign_to_buckets(mixed, 4, 1):
+    for bucket in assign_buckets(mixed, 4, 1):
         assert len({mixed[index].dtype for index in bucket}) == 1
 
 

@@ -70,7 +70,7 @@ def write_code(chosen: Configuration, model: str, context_length: int) -> str:
         "",
         "from labkit.nn.attention_implementations import attention_named",
         "from labkit.nn.transformer import Transformer, language_model_loss, shape_named",
-        "from labkit.parallel.data_parallel.implementations import wrap",
+        "from labkit.parallel.data_parallel import wrap",
         "",
         f'attend = attention_named("{chosen.attention}").attend',
         f'model = Transformer(shape_named("{model}"), context_length={context_length}, attention=attend)',

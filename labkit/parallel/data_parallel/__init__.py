@@ -1,17 +1,67 @@
-"""Data-parallel training: four ways to average gradients over ranks, under one contract.
+"""Data-parallel training: four wrappers that average gradients over ranks, and torch's, by name.
 
-``base``             what all wrappers share: `DataParallel`
-``synchronous``      `NaiveDDP`, a collective per parameter; `FlatDDP`, one collective for all
-``overlapped``       `BucketedDDP`, a collective per bucket; `OverlappedDDP`, one per parameter
-``consistency``      the same model on every rank, or a refusal on every rank
-``hooks``            how a wrapper hears of gradients
-``layout``           how gradients lie in memory
-``reducer``          what sums: torch.distributed, or labkit's all-reduce
-``join``             uneven inputs
+``base``         `DataParallel`, the contract: when a pass begins and ends, what is refused
+``wrappers``     `NaiveDDP`, `FlatDDP`, `OverlappedDDP`, `BucketedDDP`, and the assignment of gradients to buckets
+``reducer``      the collective that averages: torch.distributed's or labkit's
+``consistency``  the same model on every rank, or a refusal on every rank
+``join``         uneven inputs
 """
 
-from labkit.parallel.data_parallel.base import DataParallel, UnusedParameterError
-from labkit.parallel.data_parallel.overlapped import BucketedDDP, OverlappedDDP
-from labkit.parallel.data_parallel.synchronous import FlatDDP, NaiveDDP
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["BucketedDDP", "DataParallel", "FlatDDP", "NaiveDDP", "OverlappedDDP", "UnusedParameterError"]
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.parallel.data_parallel.base import DataParallel, UnusedParameterError
+from labkit.parallel.data_parallel.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from labkit.parallel.transport import SHARED
+
+__all__ = ["BucketedDDP", "DataParallel", "FlatDDP", "NaiveDDP", "OverlappedDDP", "UnusedParameterError", "wrap"]
+
+TORCH = "torch"
+LOCAL = "local"
+"""A model without a wrapper, the baseline of comparisons; no implementation has this name."""
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
+    TORCH: (DistributedDataParallel, {"gradient_as_bucket_view": True}),
+    "naive": (NaiveDDP, {}),
+    "flat": (FlatDDP, {}),
+    "overlapped": (OverlappedDDP, {}),
+    "bucketed": (BucketedDDP, {}),
+    "bucketed_shared": (BucketedDDP, {"all_reduce": SHARED}),
+    "naive_shared": (NaiveDDP, {"all_reduce": SHARED}),
+    "bucketed_sync": (BucketedDDP, {"overlap": False}),
+}
+"""Wrappers and their options by name. `register` adds a user's."""
+OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
+"""labkit's wrappers."""
+OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
+"""Wrappers for CPU tensors of ranks on one host only."""
+BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
+"""Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in torch's."""
+
+
+def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """Add a user's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
+
+    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that is taken.
+    """
+    if name in (taken := (LOCAL, TORCH, *OWN_NAMES)):
+        raise ValueError(f"expected a name other than {', '.join(taken)}")
+    IMPLEMENTATIONS[name] = (wrapper, {})
+    return IMPLEMENTATIONS
+
+
+def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True) -> nn.Module:
+    """Wrap the module. torch's wrapper always finishes in backward.
+
+    `bucket_mb`: MiB of every bucket, the first included; None for the default. ValueError for an unknown name.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    wrapper, options = IMPLEMENTATIONS[name]
+    if name in BUCKETED:
+        options = options | {"bucket_cap_mb": bucket_mb}
+    if name in OWN_NAMES:
+        options = options | {"finish_in_backward": finish_in_backward}
+    return wrapper(module, **options)

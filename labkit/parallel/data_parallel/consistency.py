@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
-from labkit.parallel.data_parallel.layout import strides_like
 from labkit.parallel.transport.select_transport import member_group
 
 COALESCED_BYTES = 2**26
@@ -100,8 +99,13 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
             )
 
 
+def strides_like(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor made like this one: its own if it is dense, else contiguous ones."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
 def describe(name: str, tensor: Tensor) -> str:
-    """Describe what has to be alike on all ranks."""
+    """Describe a parameter or buffer: shape, dtype, and strides of a gradient."""
     trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
     return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 

@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that have run out of batches take part in the collectives of those that have not."""
+"""Uneven inputs: a rank without batches joins the collectives of the ranks that still train."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ ACTIVE, TRAINS, BROADCASTS = 1, 2, 4
 class UnevenInputs(Joinable, JoinHook):
     """A wrapper's part in `torch.distributed.algorithms.Join`.
 
-    Before each forward pass under a `Join` every rank says, in one small all-reduce, whether it has a batch, and which
-    collectives follow. A joined rank adds zeros to the gradients; at the end all take the model of the last one.
+    Under a `Join`, each forward pass begins with a small all-reduce: does a rank have a batch, and which collectives
+    follow? A joined rank adds zeros to the gradients. At the end, all ranks copy the model of the last active one.
     """
 
     module: nn.Module
     group: dist.ProcessGroup | None
     _ready: list[bool]
     _mean_factor = 1.0
-    """What corrects a mean over all ranks to one over those with a batch."""
+    """Turns a mean over all ranks into one over the active ranks."""
     _divides_by_active = False
 
     def join(
@@ -39,12 +39,12 @@ class UnevenInputs(Joinable, JoinHook):
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
-        """Return the wrapper itself. Gradients are divided by the number of all ranks, or of those with a batch."""
+        """Return the wrapper. Gradients are divided by the number of all ranks, or of the active ones."""
         self._divides_by_active = not divide_by_initial_world_size
         return self
 
     def main_hook(self) -> None:
-        """Take part in one step of the others."""
+        """Take part in one step of the active ranks."""
         source, follows = self._exchange(0)
         if follows & BROADCASTS:
             broadcast(self.module.buffers(), self.group, source)
@@ -52,13 +52,13 @@ class UnevenInputs(Joinable, JoinHook):
             self.average(absent=range(len(self._ready)))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that had a batch last."""
+        """Copy the model of a rank that joined last."""
         source, _ = self._exchange(ACTIVE * is_last_joiner)
         broadcast([*self.module.parameters(), *self.module.buffers()], self.group, source)
         self._mean_factor, self._join_config = 1.0, _JoinConfig.construct_disabled_join_config()
 
-    def notify(self, trains: bool, broadcasts: bool) -> int:
-        """Under `join`, tell the others that a forward pass follows. Return the rank whose buffers count."""
+    def announce_forward(self, *, trains: bool, broadcasts: bool) -> int:
+        """Announce a forward pass to joined ranks. Return the rank whose buffers are broadcast."""
         if not self._join_config.enable:
             return 0
         Join.notify_join_context(self)
@@ -66,10 +66,10 @@ class UnevenInputs(Joinable, JoinHook):
 
     @abstractmethod
     def average(self, absent: Sequence[int]) -> None:
-        """Average gradients; those of parameters at `absent` take part as zeros."""
+        """Average gradients; parameters at `absent` count as zeros."""
 
     def _exchange(self, state: int) -> tuple[int, int]:
-        """Return the first rank that is not joined, and its state. A collective."""
+        """Return the first active rank and its state. A collective."""
         states = torch.zeros(dist.get_world_size(self.group), dtype=torch.int32, device=self.join_device)
         states[dist.get_rank(self.group)] = state
         dist.all_reduce(states, group=self.group)

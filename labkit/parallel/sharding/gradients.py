@@ -255,7 +255,7 @@ class GradientPass:
         for bucket in self._buckets:
             bucket.leave_pass()
         self._is_open, self._queue, self._begun = False, [], 0
-        self._pass.forget()
+        self._pass.reset()
 
     def _wait(self) -> None:
         waits, self._waits = self._waits, []

@@ -12,7 +12,6 @@ until it has been put into its bucket.
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2 (P_os+g) and 7.2.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
-from labkit.parallel.data_parallel.overlapped import MIB
+from labkit.parallel.data_parallel.wrappers import assign_buckets
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gradients import AveragesAtOnce, Bucket, GradientPass
@@ -71,8 +70,10 @@ class ReduceScatterDDP(AveragesAtOnce):
         device = parameters[0].device
         mesh = DeviceMesh.from_group(members, device.type)
         trained, frozen = ([p for p in parameters if p.requires_grad is is_trained] for is_trained in (True, False))
-        sizes = bucket_mb * MIB, first_bucket_mb * MIB
-        filled = [*fill_buckets(trained, *sizes), *fill_buckets(frozen, *sizes)]
+        kinds = (trained, frozen)
+        filled = [
+            [kind[i] for i in each] for kind in kinds for each in assign_buckets(kind, bucket_mb, first_bucket_mb)
+        ]
         self._buckets = []
         for number, bucket in enumerate(filled):
             shards = [shard_parameter(p, mesh, copy=False) for p in bucket]
@@ -107,17 +108,6 @@ class ReduceScatterDDP(AveragesAtOnce):
             p.register_post_accumulate_grad_hook(self._pass.hook(self._pass.note_gradient, bucket))
         if len(p._post_accumulate_grad_hooks or ()) > 1:
             raise ValueError("hooks after a gradient's accumulation would run before it is averaged: remove them")
-
-
-def fill_buckets(parameters: Sequence[nn.Parameter], size: float, first_size: float) -> list[list[nn.Parameter]]:
-    """Parameters in their order, in buckets of one dtype that are full from so many bytes up."""
-    buckets: list[list[nn.Parameter]] = []
-    for p in parameters:
-        n_bytes = sum(each.nbytes for each in buckets[-1]) if buckets else 0
-        if not buckets or n_bytes >= (first_size if len(buckets) == 1 else size) or p.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-        buckets[-1].append(p)
-    return buckets
 
 
 def _unsuitable(module: nn.Module) -> Exception | None:

@@ -15,7 +15,7 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50
-from labkit.parallel.data_parallel.implementations import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
+from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.timeline import ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, DataParallelPoint, measure

@@ -22,7 +22,7 @@ from labkit.lab.point import TimedPoint
 from labkit.lab.units import counted
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS, Workload, workload_of
-from labkit.parallel.data_parallel.implementations import LOCAL, OVER_SHARED_MEMORY, wrap
+from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use

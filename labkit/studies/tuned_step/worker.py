@@ -16,7 +16,7 @@ from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
-from labkit.parallel.data_parallel.implementations import wrap
+from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows

@@ -1,0 +1,265 @@
+"""The four wrappers: gradients averaged after backward, or bucket by bucket while backward runs."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.background_comm import Wait
+from labkit.parallel.data_parallel.base import DataParallel
+from labkit.parallel.data_parallel.consistency import strides_like
+
+CommHook = Callable[[Any, "Bucket"], torch.futures.Future[Any]]
+MIB = 2**20
+
+
+class NaiveDDP(DataParallel):
+    """One collective per parameter, one after the other, after backward: as many latencies as parameters."""
+
+    def _finish(self, pending: list[int]) -> None:
+        for parameter in self._parameters_in_order:
+            self._reducer.average(_flat_gradient(parameter))
+
+
+class FlatDDP(DataParallel):
+    """All gradients of a dtype copied into one vector, one collective, copied back: twice the memory."""
+
+    def _finish(self, pending: list[int]) -> None:
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in self._parameters_in_order:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(_flat_gradient(parameter))
+        for gradients in by_kind.values():
+            flat = torch.cat(gradients)
+            self._reducer.average(flat)
+            torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
+
+
+class BucketedDDP(DataParallel):
+    """One collective per bucket, started with the bucket's last gradient. Gradients become views of buckets.
+
+    Args:
+        bucket_mb: MiB of gradients that fill a bucket. `bucket_cap_mb`, torch's name, also sets the first bucket.
+        first_bucket_mb: the same for the first bucket.
+        overlap: if False, collectives start after backward.
+        gradient_as_bucket_view: if False, averaged gradients are copied out of the buckets.
+
+    Other arguments as `DataParallel`. ValueError, on all ranks, for sizes that are not positive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        *,
+        bucket_mb: float = 25.0,
+        first_bucket_mb: float = 1.0,
+        overlap: bool = True,
+        gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
+        **options: Any,
+    ):
+        self._sizes_mb = (bucket_mb, first_bucket_mb) if bucket_cap_mb is None else (bucket_cap_mb, bucket_cap_mb)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        super().__init__(module, device_ids, **options)
+        self._overlaps = overlap and not self.find_unused
+        parameters = self._parameters_in_order
+        buckets = assign_buckets(parameters, *self._sizes_mb)
+        self._buckets = [
+            Bucket({index: parameters[index] for index in indices}, number, is_last=number == len(buckets) - 1)
+            for number, indices in enumerate(buckets)
+        ]
+        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameters}
+        self._waits: list[Wait] = []
+        self._comm_hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
+        # torch's collectives sum: gradients are divided one by one, while they are in the cache
+        self._op, self._divisor = ("mean", 1) if self._reducer.channels else ("sum", self.world_size)
+
+    def _settings(self) -> dict[str, object]:
+        if not min(self._sizes_mb) > 0:
+            raise ValueError(f"expected bucket sizes above 0 MB, got {self._sizes_mb}")
+        return super()._settings() | {"bucket sizes": self._sizes_mb}
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Sizes of the buckets, in the order in which they are averaged."""
+        return [bucket.memory.nbytes for bucket in self._buckets]
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Let `hook(state, bucket)`, written for torch's wrapper, average buckets."""
+        self._comm_hook, self._divisor = partial(hook, state), 1
+
+    def _begin_pass(self) -> None:
+        super()._begin_pass()
+        for bucket in self._buckets:
+            if bucket.is_referenced():
+                bucket.allocate()
+
+    def _gradient_ready(self, index: int) -> None:
+        self._fill(index)
+        if not self._bucket_by_index[index].missing:
+            self._start_full_buckets()
+
+    def _finish(self, pending: list[int]) -> None:
+        for index in pending:
+            self._fill(index)
+        self._start_full_buckets()
+        self._wait()
+        if not self.gradient_as_bucket_view:
+            for bucket in self._buckets:
+                for index, parameter in bucket.parameters.items():
+                    _writable_gradient(parameter).copy_(bucket.views[index])
+
+    def _fill(self, index: int) -> None:
+        """Copy the divided gradient, or zeros, into its bucket. `p.grad` becomes a view of the bucket."""
+        bucket, parameter = self._bucket_by_index[index], self._parameters_in_order[index]
+        view, gradient = bucket.views[index], parameter.grad
+        bucket.missing -= 1
+        if gradient is not None and bucket.holds(index, gradient):
+            if self._divisor > 1:
+                view.div_(self._divisor)
+            return
+        if gradient is None:
+            view.zero_()
+        elif gradient.dtype != view.dtype or gradient.shape != view.shape:
+            raise RuntimeError(f"{self._names[index]} has changed since the model was wrapped: wrap it again")
+        else:
+            torch.div(gradient, self._divisor, out=view)
+        if self.gradient_as_bucket_view:
+            parameter.grad = view.detach()  # a new tensor each time: a user's `.data = ` changes only that one
+
+    def _start_full_buckets(self) -> None:
+        """Start the collectives of full buckets, in the same order on every rank."""
+        while (number := len(self._waits)) < len(self._buckets) and not self._buckets[number].missing:
+            bucket = self._buckets[number]
+            if self._comm_hook is None:
+                self._waits.append(self._reducer.start(bucket.memory, self._op))
+            else:
+                self._waits.append(partial(bucket.store, self._comm_hook(bucket)))
+
+    def _wait(self) -> None:
+        for wait in self._waits:
+            wait()
+
+    def _reset_pass(self) -> None:
+        super()._reset_pass()
+        self._waits = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+
+class OverlappedDDP(BucketedDDP):
+    """One collective per parameter, started as soon as its gradient is ready: buckets of one parameter each.
+
+    Gradients may become ready in a different order on each rank. Each waits until the collectives before it have
+    started, so that all ranks start them in one order.
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None, **options: Any):
+        super().__init__(module, device_ids, bucket_mb=1 / MIB, first_bucket_mb=1 / MIB, **options)
+
+
+def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
+    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are full.
+
+    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more; the first of a kind at
+    `first_bucket_mb`, so that communication starts early. A parameter is never split. As torch's
+    `_compute_bucket_assignment_by_size`.
+    """
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    limits: dict[tuple[torch.dtype, torch.device], float] = {}
+    for index, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(index)
+        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(kind, min(first_bucket_mb, bucket_mb)):
+            full.append(filling.pop(kind))
+            limits[kind] = bucket_mb
+    return full + sorted(filling.values())
+
+
+class Bucket:
+    """Parameters of one dtype and device, by index, and one vector with a view for each gradient."""
+
+    def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
+        self.parameters, self._number, self._is_last = parameters, number, is_last
+        self.missing = len(parameters)
+        """Gradients of this pass that are not ready yet."""
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take new memory. Gradients of earlier passes keep the old one alive."""
+        first = next(iter(self.parameters.values()))
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        self.memory = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = {
+            index: part.as_strided(parameter.shape, strides_like(parameter))
+            for (index, parameter), part in zip(self.parameters.items(), self.memory.split(sizes), strict=True)
+        }
+        self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
+        self._references = _count_references(self.memory)
+
+    def holds(self, index: int, gradient: Tensor) -> bool:
+        """Whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
+        return (gradient.data_ptr(), gradient.stride()) == self._places[index]
+
+    def is_referenced(self) -> bool:
+        """Whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
+        if (extra := _count_references(self.memory) - self._references) == 0:
+            return False
+        gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
+        return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
+
+    # The interface of torch's communication hooks
+
+    def buffer(self) -> Tensor:
+        """Return the memory, (n,)."""
+        return self.memory
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the memory."""
+        return list(self.views.values())
+
+    def index(self) -> int:
+        """Return the number of the bucket, from 0 up."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of a pass."""
+        return self._is_last
+
+    def store(self, average: torch.futures.Future[Any]) -> None:
+        """Wait for a hook's result, and copy it into the memory."""
+        result = average.wait()
+        self.memory.copy_(result[0] if isinstance(result, list) else result)
+
+
+def _flat_gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient's elements in the order of memory, a contiguous view, (n,)."""
+    gradient = _writable_gradient(parameter)
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+def _writable_gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient, zeros if there is none, with the parameter's strides, in memory of its own.
+
+    Collectives send elements in the order of memory, which must be the same on all ranks. Autograd may give several
+    leaves the same memory as gradient. A part of a larger vector stays: a user wants it there.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    elif gradient.stride() != strides_like(parameter) or gradient.is_conj() or gradient.is_neg():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    # two references: the tensor itself, and Python's object for its storage
+    elif _count_references(gradient) > 2 and gradient.untyped_storage().nbytes() == gradient.nbytes:
+        gradient = gradient.clone()
+    parameter.grad = gradient
+    return gradient
+
+
+def _count_references(tensor: Tensor) -> int:
+    """Count references to the tensor's storage: tensors, autograd's included, and Python's object for it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
