@@ -120,11 +120,13 @@ class VersionWatch:
     """Whether a tensor is modified in place from now on; holds none of its memory.
 
     With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
-    again if a caller has changed it.  Compiled code never changes it.
+    again if a caller has changed it.  Tensors of inference mode have no version, and no backward pass.
     """
 
     def __init__(self, x: Tensor):
         self._token = x.detach()  # shares the version counter
+        if x.is_inference():
+            return
         with _unsafe_preserve_version_counter(self._token):
             cast(Any, self._token).set_()
         self._version: int = self._token._version

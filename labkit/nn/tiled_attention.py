@@ -40,8 +40,9 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
         output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
-        ctx.save_for_backward(q, k, v, output.data, logsumexp)
-        ctx.watch = None if torch.compiler.is_compiling() else VersionWatch(output)
+        is_compiling = torch.compiler.is_compiling()
+        ctx.save_for_backward(q, k, v, output.clone() if is_compiling else output.data, logsumexp)
+        ctx.watch = None if is_compiling else VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
         return output
 

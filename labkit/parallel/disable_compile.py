@@ -20,6 +20,7 @@ def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
         if "torch._dynamo" not in sys.modules:  # nothing is compiled
             return function(*args, **kwargs)
         if not disabled:
+            torch._dynamo.decorators.skip(call)  # else it is compiled for each function and number of arguments
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 

@@ -68,12 +68,15 @@ def test_the_output_may_be_changed_in_place() -> None:
     assert_output_may_change(TiledAttention.apply, "cpu")
 
 
-def test_torch_compile_makes_one_graph() -> None:
-    compiled = torch.compile(lambda *x: TiledAttention.apply(*x), backend="aot_eager", fullgraph=True)
-    q, k, v = (torch.randn(1, 40, 16, requires_grad=True) for _ in range(3))
-    output = compiled(q, k, v, True)
-    output.sum().backward()
-    torch.testing.assert_close(output, naive_attention(q, k, v, True))
+def test_torch_compile_makes_one_graph_even_of_changes_in_place() -> None:
+    compiled = torch.compile(lambda *x: TiledAttention.apply(*x).mul_(2), backend="aot_eager", fullgraph=True)
+    inputs = [torch.randn(1, 40, 16, requires_grad=True) for _ in range(3)]
+    output, expected = compiled(*inputs, True), 2 * naive_attention(*inputs, True)
+    torch.testing.assert_close(output, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), inputs) for each in (output, expected)]
+    torch.testing.assert_close(*gradients)
+    with torch.inference_mode():
+        torch.testing.assert_close(TiledAttention.apply(*inputs, True), expected / 2)
 
 
 def test_hidden_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:

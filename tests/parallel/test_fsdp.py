@@ -77,6 +77,19 @@ def _check_bitwise() -> list[str]:
     return [name for name, value in alone.named_parameters() if not torch.equal(found[name], value)]
 
 
+def _check_compiled_in_place() -> list[str]:
+    """Layers compiled by `compile()`, before they are wrapped and after, are whole while they run."""
+    wrong = []
+    for is_before in (True, False):
+        bare = plain()
+        model = bare if is_before else FSDP(bare)
+        bare[0].compile(backend="eager")
+        model = FSDP(bare) if is_before else model
+        model(inputs()).sum().backward()
+        wrong += [name for name, p in model.named_parameters() if p.grad is None]
+    return wrong
+
+
 def _check_memory() -> list[str]:
     """Shards are total / p and a row at most per tensor; of whole parameters there is one unit at a time."""
     wrong, p = [], dist.get_world_size()
@@ -468,6 +481,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "scaler and clipping": (2, _check_scaler),
     "dtypes": (2, _check_dtypes),
     "hooks": (2, _check_hooks),
+    "compiled in place": (2, _check_compiled_in_place),
     "messages of three": (3, _check_messages),
     "saving": (3, _check_saving),
 }

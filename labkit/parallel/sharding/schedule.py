@@ -37,13 +37,19 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 def keep_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """Let a module compute in the dtype of its parameters and statistics, and return the compute dtype."""
     own = next((each.dtype for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()), None)
-    call = module._call_impl
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast((args, kwargs), own)
         return cast(call(*args, **kwargs), compute_dtype)
 
-    module._call_impl = run  # type: ignore[method-assign]
+    run_around(module, run)
+
+
+def run_around(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Let `run(call, *args, **kwargs)` run where the module is called; its hooks run inside, compiled in place or not."""
+    for name in ("_call_impl", "_compiled_call_impl"):
+        if (call := getattr(module, name)) is not None:
+            setattr(module, name, partial(run, call))
 
 
 class Schedule(GradientPass):
@@ -71,8 +77,8 @@ class Schedule(GradientPass):
         self._order: list[Unit] = []
         self._order_before: list[Unit] = []
         self._hooked: set[nn.Parameter] = set()
-        for unit in units:  # an attribute of the module: so that the unit is whole for all of its hooks
-            unit.module._call_impl = partial(self._run, unit, unit.module._call_impl)  # type: ignore[method-assign]
+        for unit in units:
+            run_around(unit.module, partial(self._run, unit))
 
     # Forward
 
