@@ -46,7 +46,7 @@ def keep_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
 
 
 def run_around(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let `run(call, *args, **kwargs)` run where the module is called; its hooks run inside, compiled in place or not."""
+    """Let `run(call, *args, **kwargs)` run a call of the module, hooks included, whether it is compiled or not."""
     for name in ("_call_impl", "_compiled_call_impl"):
         if (call := getattr(module, name)) is not None:
             setattr(module, name, partial(run, call))
