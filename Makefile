@@ -8,7 +8,7 @@ PROFILE ?= quick
 LABS ?=
 # Processes that share the files of the tests: three on two cores, as each waits for ranks and programs now and then.
 WORKERS ?= 3
-# More for `make lab`, as jupyter takes it.
+# More for `make lab`, as jupyter takes it, and for `make mutants`.
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,7 +28,7 @@ TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 .DEFAULT_GOAL := help
 # `make -j report test` would install into one environment twice at once, and measure beside the tests.
 .NOTPARALLEL:
-.PHONY: help install report test test-all stress faults torch-tests versions versions-oldest versions-newest of-these-versions lab lint clean
+.PHONY: help install report test test-all stress faults torch-tests mutants versions versions-oldest versions-newest of-these-versions lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -53,6 +53,10 @@ faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts
 
 torch-tests: $(VENV)/installed-test ## torch's own tests of its wrapper and of SyncBatchNorm, on labkit's (docs/torch-tests.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch_tests/ddp.py
+
+mutants: $(VENV)/installed-test ## random changes of a few modules, and which of them no test notices (tests/mutants.py); some hours
+	$(INSTALL) cosmic-ray
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)
 
 versions: versions-oldest versions-newest ## `make test` with the oldest and the newest torch and Triton allowed, each installed anew
 
