@@ -25,7 +25,6 @@ Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2, for zigzag and for gatherin
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,14 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from labkit.nn.attention import accumulator_dtype, check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
 from labkit.parallel.agreement import agree
-from labkit.parallel.background_comm import Channel
 from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.exchange import exchange
+from labkit.parallel.exchange import start_exchange
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.select_transport import member_group
 
@@ -139,13 +138,17 @@ def join_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zi
 
 
 def _positions(length: int, rank: int, p: int, layout: str) -> Tensor:
+    pieces = torch.arange(length).chunk(_count_parts(length, p, layout))
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
+
+
+def _count_parts(length: int, p: int, layout: str) -> int:
     if layout not in LAYOUTS:
         raise ValueError(f"expected a layout among {', '.join(LAYOUTS)}, got {layout!r}")
     parts = 2 * p if layout == "zigzag" else p
     if length < parts or length % parts:
         raise ValueError(f"expected a sequence that {parts} parts divide, got {length} positions")
-    pieces = torch.arange(length).chunk(parts)
-    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
+    return parts
 
 
 class _Call(NamedTuple):
@@ -174,7 +177,7 @@ def _attend(
     members, refusal = member_group(group), None
     try:
         check_attention_inputs(q, k, v)
-        local_positions(q.shape[-2] * members.size(), group=group, layout=layout)
+        _count_parts(q.shape[-2] * members.size(), members.size(), layout)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(f"expected as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
     except ValueError as error:
@@ -213,17 +216,23 @@ class _Attention(torch.autograd.Function):
         q, k, v, output, logsumexp = ctx.saved_tensors
         call, dtype = ctx.call, logsumexp.dtype
         wide, output, grad = (x.to(dtype) for x in (q, output, grad))
-        grad_q = torch.zeros_like(wide)
+        grad_q, length = torch.empty(0), q.shape[-2]
         blocks = call.method(call, k, v)
         for source, block in blocks.blocks():
-            gradients = torch.zeros_like(block, dtype=dtype)
-            if part := call.visible(source, q.shape[-2]):
+            if part := call.visible(source, length):
                 rows, columns, is_causal = part
                 keys, values = block[..., columns, :].to(dtype)
                 inputs = (wide[..., rows, :], keys, values, output[..., rows, :], logsumexp[..., rows])
-                changes = tiled_backward(*inputs, grad[..., rows, :], is_causal)
-                grad_q[..., rows, :] += changes[0]
-                gradients[..., columns, :] = torch.stack(changes[1:])
+                change, *others = tiled_backward(*inputs, grad[..., rows, :], is_causal)
+                gradients = torch.stack(others)
+                if unseen := length - keys.shape[-2]:
+                    gradients = pad(gradients, (0, 0, 0, unseen))
+                if source == call.group.rank():
+                    grad_q = change
+                else:
+                    grad_q[..., rows, :] += change
+            else:
+                gradients = torch.zeros_like(block, dtype=dtype)
             blocks.add(source, gradients)
         grad_k, grad_v = blocks.finish().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
@@ -272,11 +281,7 @@ class _Ring(_Gathered):
 
     _total: Tensor
     _landing: Tensor
-
-    def __init__(self, call: _Call, k: Tensor, v: Tensor) -> None:
-        super().__init__(call, k, v)
-        self._channel = _find_channel(call.group, k.device, call.transport)
-        self._wait: Callable[[], object] = lambda: None
+    _wait: Callable[[], None] = staticmethod(lambda: None)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         present, following = self.own, torch.empty_like(self.own)
@@ -298,21 +303,8 @@ class _Ring(_Gathered):
 
     def finish(self) -> Tensor:
         self._wait()
-        return self._total + self._landing if self.p > 1 else self._total
+        return self._total.add_(self._landing) if self.p > 1 else self._total
 
-    def _pass_on(self, sent: Tensor, received: Tensor) -> Callable[[], object]:
-        right, left, via = (self.rank + 1) % self.p, (self.rank - 1) % self.p, self._channel.transport
-        return self._channel.start(lambda: exchange(sent, right, received, left, self.group, transport=via))
-
-
-_Channels = dict[tuple[torch.device, str], Channel]
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
-
-
-def _find_channel(group: dist.ProcessGroup, device: torch.device, transport: str) -> Channel:
-    """Return the group's thread and transport for blocks; made once, by all ranks together."""
-    channels = _channels.setdefault(group, {})
-    if (device, transport) not in channels:
-        channels[device, transport] = channel = Channel(group, device, transport)
-        channel.group = None  # else the group would live as long as its channel, and that as long as the group
-    return channels[device, transport]
+    def _pass_on(self, sent: Tensor, received: Tensor) -> Callable[[], None]:
+        right, left = (self.rank + 1) % self.p, (self.rank - 1) % self.p
+        return start_exchange(sent, right, received, left, self.group, transport=self.transport)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import InPlace, cut
+from labkit.parallel.prepare import InPlace
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.select_transport import AUTO, find_transport
 
 
-@disable_compile
 def exchange(
     send: torch.Tensor | None,
     to: int | None,
@@ -29,6 +28,23 @@ def exchange(
     other rank receives. The first call in a group is a collective: call `find_transport` on all ranks before if only
     some exchange. Raises ValueError without a tensor, or for a rank that is not in the group.
     """
+    start_exchange(send, to, receive, source, group, transport=transport)()
+
+
+@disable_compile
+def start_exchange(
+    send: torch.Tensor | None,
+    to: int | None,
+    receive: torch.Tensor | None,
+    source: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    transport: str | Transport = AUTO,
+) -> Callable[[], None]:
+    """Start an `exchange`, and return a function that completes it: in between the caller computes.
+
+    Until then `send` must not change. Same arguments and errors.
+    """
     tensor = send if send is not None else receive
     if tensor is None:
         raise ValueError("expected a tensor to send, to receive, or both")
@@ -38,6 +54,12 @@ def exchange(
             raise ValueError(f"expected a rank from 0 to {transport.world_size - 1}, got {rank}")
     nothing = tensor.new_empty(0)
     outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
-    with InPlace(nothing if receive is None else receive, group, transport, "exchange", "direct") as (incoming, via):
-        pairs = zip_longest(*(cut([vector], via, depth=2)[0] for vector in (outgoing, incoming)))
-        via.run([Step(sent, to or 0, received, source or 0) for sent, received in pairs], depth=2)
+    place = InPlace(nothing if receive is None else receive, group, transport, "exchange", "direct")
+    incoming, via = place.__enter__()
+    finish = via.start(Step(outgoing, to or 0, incoming, source or 0))
+
+    def complete() -> None:
+        finish()
+        place.__exit__(None, None, None)
+
+    return complete

@@ -8,7 +8,7 @@ All groups, transports and threads of the process count. Bytes are those that an
 a transport adds to a message, and collectives of `torch.distributed`, are not counted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,6 +67,10 @@ class _Counting(Transport):
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
         self._transport.run(steps, depth)
+
+    def start(self, step: Step) -> Callable[[], None]:
+        self._call.sent_bytes += 0 if step.outgoing is None else step.outgoing.nbytes
+        return self._transport.start(step)
 
     def piece_bytes(self, depth: int) -> int:
         return self._transport.piece_bytes(depth)

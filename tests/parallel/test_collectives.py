@@ -24,7 +24,7 @@ from labkit.parallel.collectives import (
     reduce_scatter,
     ring_all_reduce,
 )
-from labkit.parallel.exchange import exchange
+from labkit.parallel.exchange import exchange, start_exchange
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.prepare import shard_sizes
 from labkit.parallel.ranks.messages import gather_json
@@ -250,7 +250,7 @@ def _check_bytes() -> list[str]:
 
 
 def _check_exchange() -> list[str]:
-    """Tensors are exchanged between pairs, and around a ring."""
+    """Tensors are exchanged between pairs, and around a ring, also two at a time with another collective under way."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
     for by in TRANSPORTS:
@@ -261,6 +261,13 @@ def _check_exchange() -> list[str]:
             exchange(sent, (rank + 1) % p, received, (rank - 1) % p, transport=by)
             if not torch.equal(received, torch.arange(length) + (rank - 1) % p):
                 wrong.append(f"rank {rank}: ring {by} {length}")
+            both, total = torch.zeros(2, length, dtype=torch.int64), torch.ones(length)
+            starts = [start_exchange(sent + i, (rank + 1) % p, both[i], (rank - 1) % p, transport=by) for i in (0, 1)]
+            all_reduce(total, op="sum", transport=by)
+            for complete in reversed(starts):
+                complete()
+            if not (torch.equal(both, received + torch.arange(2).view(2, 1)) and total.eq(p).all()):
+                wrong.append(f"rank {rank}: two at a time {by} {length}")
             back = torch.zeros(length + 1, 2)[:-1, 0]
             if rank == 0:
                 exchange(torch.arange(float(length)), 2, None, transport=by)

@@ -136,6 +136,9 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
     scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
     torch.set_num_threads(plan.threads)
+    # glibc gives freed memory back to the system, and new pages cost more than the work on them, until a process has
+    # freed a block as large as this one: in a training that happens early
+    torch.empty(31 << 20, dtype=torch.uint8)
     if plan.backend is not None:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
         dist.init_process_group(

@@ -22,7 +22,7 @@ A transport promises:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,14 @@ class Transport(ABC):
     @abstractmethod
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
+
+    def start(self, step: Step) -> Callable[[], None]:
+        """Start a step of any length, without `add`; return a function that completes it.
+
+        Steps that were started complete in that order, before any that `run` carries out afterwards. Here a step starts
+        when it is to be completed.
+        """
+        return lambda: self.run([step])
 
     @abstractmethod
     def piece_bytes(self, depth: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,9 @@ class StreamTransport(_GroupTransport):
         for started in in_flight:
             started.finish()
 
+    def start(self, step: Step) -> Callable[[], None]:
+        return self._start(step, None).finish
+
     def _start(self, step: Step, landing: torch.Tensor | None) -> _Started:
         place, outgoing = _place_message(step, landing), step.outgoing
         arrival = None if place is None else self._receive([place], step.source, self._tag)
@@ -94,9 +97,12 @@ class BatchTransport(_GroupTransport):
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         landings = self._landings(steps, depth)
         for start in range(0, len(steps), depth):
-            self._run_batch(steps[start : start + depth], landings)
+            self._launch(steps[start : start + depth], landings)()
 
-    def _run_batch(self, steps: Sequence[Step], landings: Sequence[torch.Tensor]) -> None:
+    def start(self, step: Step) -> Callable[[], None]:
+        return self._launch([step], [])
+
+    def _launch(self, steps: Sequence[Step], landings: Sequence[torch.Tensor]) -> Callable[[], None]:
         group = self._group()
         messages: list[dist.P2POp] = []
         received: list[tuple[Step, torch.Tensor]] = []
@@ -107,10 +113,15 @@ class BatchTransport(_GroupTransport):
                 received.append((step, place))
             if step.outgoing is not None and step.outgoing.numel():
                 messages.append(dist.P2POp(dist.isend, step.outgoing, group=group, tag=TAG, group_peer=step.target))
-        for work in dist.batch_isend_irecv(messages) if messages else []:
-            work.wait()
-        for step, place in received:
-            _apply_message(step, place)
+        works = dist.batch_isend_irecv(messages) if messages else []
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            for step, place in received:
+                _apply_message(step, place)
+
+        return finish
 
 
 class _Started(NamedTuple):

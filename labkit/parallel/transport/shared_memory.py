@@ -11,7 +11,8 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step
 
 _ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # `COMBINE` in C++
 
+PIECES_AHEAD = 3
+"""Pieces of a message that are sent before any is received: with all slots taken, a ring of ranks would deadlock."""
+
 
 class SharedTransport(Transport):
     """CPU memory of ranks on one host. A rank that waits for one that has ended raises RuntimeError."""
@@ -36,6 +40,7 @@ class SharedTransport(Transport):
         """A collective; raises SharedMemoryUnavailable, with one reason, on all ranks or on none."""
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
         self._slot_bytes, descriptor, failure = 0, -1, ""
+        self._started: list[Step] = []
         try:
             self._library = _declare(build.load(timeout_s / 4))
             self._slot_bytes = self._library.slot_bytes()
@@ -75,7 +80,25 @@ class SharedTransport(Transport):
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        if self._started:
+            self._finish()
         self._library.run_steps(self._link, [*steps], depth)
+
+    def start(self, step: Step) -> Callable[[], None]:
+        """Copy the message into slots; what does not fit follows while pieces of the other message arrive."""
+        outgoing, incoming = map(self._cut, (step.outgoing, step.incoming))
+        self.run([Step(piece, step.target, None, 0) for piece in outgoing[:PIECES_AHEAD]])
+        pairs = zip_longest(outgoing[PIECES_AHEAD:], incoming)
+        self._started = rest = [Step(sent, step.target, received, step.source) for sent, received in pairs]
+        return lambda: self._finish() if self._started is rest else None
+
+    def _finish(self) -> None:
+        """Complete the message that was started: messages are taken in the order in which they were sent."""
+        rest, self._started = self._started, []
+        self.run(rest, depth=2)
+
+    def _cut(self, part: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        return part.split(self._slot_bytes // part.itemsize) if part is not None and part.numel() else ()
 
     def piece_bytes(self, depth: int) -> int:
         return self._slot_bytes
