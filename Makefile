@@ -87,7 +87,7 @@ lab: install ## JupyterLab on the notebooks; ARGS="--port 9999 --no-browser" for
 	$(if $(IS_ROOT),@echo "running as root: JupyterLab is started with --allow-root")
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 		--KernelManager.transport_encryption=auto --ServerApp.terminado_settings="shell_command=['$${SHELL:-sh}']" \
-		--FileContentsManager.pre_save_hook=labkit.lab.saved_notebooks.forget_version \
+		--FileContentsManager.pre_save_hook=labkit.lab.project.forget_version \
 		$(if $(IS_ROOT),--allow-root) $(ARGS)
 
 clean: ## remove the environments and the pages; runs are kept

@@ -166,7 +166,7 @@ def measure(
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
     (err if as_json else out).print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
     if as_json:
-        from labkit.lab.json_output import answer_numbers
+        from labkit.lab.commands.console import answer_numbers
 
         print_json("measure", answer_numbers(study, run), run=str(run.path), points=counts)
     others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
@@ -188,7 +188,8 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
-    from labkit.lab.pages.index import write_index
+    from labkit.lab.pages.execute import Kernel
+    from labkit.lab.pages.record import write_index
     from labkit.lab.pages.report import check_report, report_lab
     from labkit.lab.project import (
         committed_notebook,
@@ -225,19 +226,21 @@ def report(
         calibrate_first(studies, profile or "quick")
     results = []
     say = err if as_json else out
-    for study in studies:
-        with progress("report", study.name) as show:
-            if resume is not None:
-                path = find_run([runs_directory() / study.name], resume)
-                parameters["run"] = str(measuring.resume(study, path, on_progress=show, on_output=print_output).path)
-            result = report_lab(study, parameters, output, show)
-        results.append(result)
-        outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
-        page = path_from_here(result.page)
-        say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
-        index = write_index(_all_studies(), output, to_come=studies[len(results) :])
-        if len(results) in (1, len(studies)):
-            say.print(f"index: {path_from_here(index)}", soft_wrap=True)
+    with Kernel() as kernel:
+        for study in studies:
+            with progress("report", study.name) as show:
+                if resume is not None:
+                    path = find_run([runs_directory() / study.name], resume)
+                    resumed = measuring.resume(study, path, on_progress=show, on_output=print_output)
+                    parameters["run"] = str(resumed.path)
+                result = report_lab(study, parameters, output, kernel, show)
+            results.append(result)
+            outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
+            page = path_from_here(result.page)
+            say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
+            index = write_index(_all_studies(), output, to_come=studies[len(results) :])
+            if len(results) in (1, len(studies)):
+                say.print(f"index: {path_from_here(index)}", soft_wrap=True)
     if as_json:
         pages = [{"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results]
         print_json("report", pages=pages)
@@ -246,7 +249,7 @@ def report(
 
 @app.command("compare")
 def compare_command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, folders of runs, or reports.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, or folders of runs.")],
     output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
     as_json: Json = False,
 ) -> None:
@@ -258,9 +261,8 @@ def compare_command(
 
     from labkit.check.class_page import write_class_page
     from labkit.check.hand_in import holds_hand_ins, read_hand_ins
-    from labkit.lab.pages.compare import load_runs, write_comparison
+    from labkit.lab.compare import compare_runs, load_runs, write_comparison
     from labkit.lab.project import check_writable, path_from_here, reports_directory
-    from labkit.lab.runs.comparison import compare_runs
 
     page = output or reports_directory() / "compare.html"
     if page.is_dir():
@@ -282,7 +284,7 @@ def compare_command(
         say.print(plain(line), soft_wrap=True)
     say.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
     if as_json:
-        from labkit.lab.json_output import comparison_numbers
+        from labkit.lab.commands.console import comparison_numbers
 
         print_json("compare", comparison_numbers(comparisons), page=str(page), left_out=left_out)
 

@@ -2,8 +2,8 @@
 
 The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
 the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's, which
-`tests/test_notebooks.py` sees in the labs that are reported by command, and a figure's second drawing, as a PNG. The
-model called nano is a ninth of it, so runs are kept with the pages, where nobody takes them for what they are not.
+`tests/test_notebooks.py` sees in the labs that are reported by command. The model called nano is a ninth of it, so
+runs are kept with the pages, where nobody takes them for what they are not.
 """
 
 import gc
@@ -23,7 +23,6 @@ from papermill.parameterize import parameterize_notebook
 from traitlets import Type
 from traitlets.config import Config
 
-from labkit.lab.figures import Plot
 from labkit.lab.pages.report import export_page
 from labkit.lab.project import notebook_path
 from labkit.studies import load_lab
@@ -86,7 +85,6 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
 
 
 def main(folder: Path, labs: list[str]) -> None:
-    Plot.png = lambda plot, title=None: b""
     os.environ["LABKIT_HOME"] = str(folder / "home")
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the fork server, which loads tests.small_nano
     program = sys.modules["__main__"]

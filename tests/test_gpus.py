@@ -8,9 +8,9 @@ import torch
 
 from labkit.__main__ import main
 from labkit.bench.products import settled_products
-from labkit.lab.capacity import skip_reason
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
+from labkit.lab.point import skip_reason
 from labkit.machine import description, gpus
 from labkit.machine.load import Load, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
@@ -149,7 +149,9 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
     assert machine.gpu_links == "NV18"
     assert machine.versions["driver"] == "580.65.06"
     assert machine.versions["CUDA"] == "13.0"
-    assert dict(doctor.machine_rows())["gpu"].startswith("3x NVIDIA H100 80GB HBM3, 80 GiB, 68.4 GiB free")
+    gpu = dict(doctor.machine_rows())["gpu"]
+    assert gpu.startswith("3x NVIDIA H100 80GB HBM3, 80 GiB, ")
+    assert "68.4 GiB, " in gpu
     assert skip_reason(machine, "cuda", 50 * GIB) is None
     assert "available" in skip_reason(machine, "cuda", 60 * GIB, ranks=2)  # 2 * 30000 MiB for both
     again = description.Machine.model_validate_json(machine.model_dump_json())

@@ -49,4 +49,4 @@ def test_a_recorded_run_is_drawn_in_an_empty_folder(installed, tmp_path):
     outcome = carry_out(command, tmp_path, installed)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert f"data/recorded/attention/{run.name}" in (tmp_path / "reports" / "attention.html").read_text()
-    assert list((tmp_path / "figures" / "attention" / run.stem).glob("*.png"))
+    assert list((tmp_path / "figures" / "attention" / run.stem).glob("*.svg"))

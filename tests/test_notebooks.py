@@ -16,11 +16,10 @@ from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
-from labkit.lab.pages.index import write_index
-from labkit.lab.pages.record import read_notebook_record
+from labkit.lab.pages.execute import notebook_parameters
+from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.parameters import COMMON_PARAMETERS, literal_assignments
 from labkit.lab.project import checkout, notebook_path, project_root
 from labkit.studies import LABS, load_lab

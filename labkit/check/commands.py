@@ -57,7 +57,7 @@ def check(
         _print(result)
     if bundle is not None:
         from labkit.check.bundle import write_bundle
-        from labkit.lab.json_output import document
+        from labkit.lab.commands.console import document
 
         write_bundle(bundle, result, document("check", **facts))
         err.print(f"bundle: {plain(path_from_here(bundle))}", soft_wrap=True)
@@ -77,7 +77,7 @@ def check(
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """The numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    from labkit.lab.json_output import number
+    from labkit.lab.commands.console import number
 
     at = result.run.header.started
     numbers = [

@@ -1,23 +1,29 @@
-"""Questions and answers: a lab declares what is compared, checked or reported, and one template per kind words it.
+"""Questions and answers: a lab declares what it compares, checks or reports; one template per kind words the answer.
 
-A question names the numbers that decide it. `Compare` asks whether an alternative is better than a baseline, `Check`
-whether a measurement is what was predicted, and `Report` how large something is. Each makes an `Answer` of the results
-of a run: verdict, one sentence, the table it rests on, advice, and the size of the effect.
+`Compare` asks whether an alternative beats a baseline, and in which configurations. Its verdict takes four steps:
+
+1. Ratio (`Metric.ratios_to`): each alternative over the baseline, per configuration. The slowest rank of a repeat
+   counts. Interleaved repeats are compared round by round; sessions, in other processes, are combined into one ratio.
+2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower" if its ratio differs
+   from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
+3. Choice (`Metric.best`): of several alternatives, the one that is faster in most configurations speaks for all.
+4. Count (`_judge`): in how many configurations it is better, and in how many worse, gives verdict and sentence.
+
+`Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from labkit.lab.columns import format_value, label
 from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
-from labkit.lab.units import counted, format_factor
-from labkit.lab.wording import describe_region, describe_regions, describe_scope, phrasing, quotable
+from labkit.lab.units import counted, format_factor, format_value, label
+from labkit.lab.wording import describe_region, describe_scope, phrasing, quotable
 
 Verdict = Literal[
     "yes", "no", "it depends", "no clear difference", "undecided", "measured", "counted", "predicted", "not measured"
@@ -36,14 +42,14 @@ TOPICS = {
     "checkpointing": "Activation checkpointing",
     "batch_norm": "Batch norm over all ranks",
 }
-"""What a report recommends for its machine, in this order."""
+"""Topics that a report recommends something for, in its order."""
 NO_ROWS = "This run has no rows for it."
 NO_CALIBRATION = "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run says of a question."""
+    """The answer of a run to a question."""
 
     verdict: Verdict
     headline: str
@@ -51,197 +57,160 @@ class Answer:
     table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
     advice: str | None = None
     effect: float = 1.0
-    """The typical ratio that the headline quotes; 1 if nothing differs."""
+    """Typical ratio behind the headline; 1 if nothing differs."""
     change: str | None = None
-    """That ratio in words: "1.4 to 2.1 times faster"."""
+    """The ratio in words: "1.4 to 2.1 times faster"."""
     scope: str = ""
-    """The configurations that the headline speaks of, counted and named."""
+    """Configurations that the headline covers, counted and named."""
     notes: tuple[str, ...] = ()
-    """Wrong results, failures, refusals, and what else a reader would act differently for."""
-
-    def record(self) -> dict[str, Any]:
-        """Everything but the table, as JSON has it."""
-        values = {name: value for name, value in asdict(self).items() if name != "table"}
-        return values | {"notes": list(self.notes)}
+    """Wrong results, failures, refusals, and other caveats that a reader would act on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a lab asks. The id stays the same over versions; the text may change."""
+    """A question of a lab. Its id stays the same over versions; its text may change."""
 
     id: str
     text: str
     figure: Figure | None = None
     topic: str | None = None
-    """A key of `TOPICS`, if the advice belongs to one."""
+    """Key of `TOPICS` that the advice belongs to."""
     is_expected: bool = False
-    """Whether everybody expects the answer: the index does not list it among the largest findings."""
+    """Whether the answer surprises nobody: the index leaves it out of the largest differences."""
     advice: str | None = None
-    """A template, filled as the headline is, for an answer that finds something better."""
+    """Template for an answer that finds something better; filled like the headline."""
 
     def __post_init__(self) -> None:
         if self.topic is not None and self.topic not in TOPICS:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
     def answer(self, results: Results) -> Answer:
-        """What these results say; "not measured", with the reasons, if they have no rows for it."""
-        return self.find(results) or Answer(
-            "not measured", f"Not measured: {self._lack(results)}", notes=results.missing
+        """Answer from the results of a run; "not measured", with reasons, if they have no rows for it."""
+        answer = self.find(results)
+        return answer or Answer(
+            "not measured", f"Not measured: {self._no_answer_reason(results)}", notes=results.missing
         )
 
     def find(self, results: Results) -> Answer | None:
+        """The answer, or None without rows."""
         raise NotImplementedError
 
-    def _lack(self, results: Results) -> str:
+    def _no_answer_reason(self, results: Results) -> str:
         return NO_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Question):
-    """Is an alternative better than the baseline, and in which configurations?
-
-    Of several alternatives the one that is better in most configurations is named; the table has all.
-    """
+    """Is an alternative better than the baseline, and in which configurations?"""
 
     metric: Metric
     baseline: Any
     among: Sequence[Any] | None = None
-    """The alternatives of this question; None: all that were measured."""
+    """Alternatives of this question; None: all that were measured."""
     keep: str | None = None
     """Advice if nothing is better."""
     names: Mapping[Any, str] = field(default_factory=dict)
-    """How sentences name alternatives, where their column's value is not the name."""
+    """Names of alternatives in sentences, if they differ from the values of their column."""
 
     def find(self, results: Results) -> Answer | None:
-        metric, notes = self.metric, (*self.metric.failures(results.frame, self._compared()), *results.missing)
+        metric, compared = self.metric, None if self.among is None else {self.baseline, *self.among}
+        notes = (*metric.failures(results.frame, compared), *results.missing)
         table = metric.ratios_to(self.baseline, results.frame, self.among)
         if table.empty:
             return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
         best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
-        summary = _summarize(rows, metric)
-        words = self._words(summary, best, table)
-        headline = _HEADLINES[summary.kind].format_map(words)
+        better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
+        is_undecided = bool(rows["p"].isna().all())
+        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, rows[metric.compare].nunique())
+        words = self._words(table, rows, better, worse, best)
         advice = self.keep
-        if summary.verdict in ("yes", "it depends"):
-            is_safe = len(summary.better) > len(summary.worse)
-            advice = self.advice.format_map(words) if self.advice and is_safe else None
-        quoted = quotable(summary.better if len(summary.better) else summary.worse)["ratio"].astype(float)
+        if verdict in ("yes", "it depends"):
+            advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
+        quoted = better if len(better) else worse
+        ratios = quotable(quoted)["ratio"].astype(float)
         return Answer(
-            summary.verdict,
-            headline,
+            verdict,
+            headline.format_map(words),
             table.assign(verdict=table["verdict"].replace({"faster": words["better"], "slower": words["worse"]})),
-            advice=advice if summary.verdict != "undecided" else None,
-            effect=float(np.exp(np.log(quoted).median())) if len(quoted) else 1.0,
-            change=_amount(words["change"]) if len(quoted) else None,
-            scope=f"{summary.counts(words)}: {describe_scope(rows, metric.configuration)}",
+            advice=None if is_undecided else advice,
+            effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
+            change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
+            scope=f"{_count(words, rows, better, worse)}: {describe_scope(rows, metric.configuration)}",
             notes=notes,
         )
 
-    def _compared(self) -> set[Any] | None:
-        """The alternatives of this question; None: all."""
-        return None if self.among is None else {self.baseline, *self.among}
-
-    def _words(self, summary: "_Summary", best: Any, table: pd.DataFrame) -> dict[str, Any]:
+    def _words(
+        self, table: pd.DataFrame, rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, best: Any
+    ) -> dict[str, Any]:
+        """Values for the placeholders of headlines and advice."""
         metric, phrases = self.metric, phrasing(self.metric.value)
         alternatives = list(dict.fromkeys(table[metric.compare]))
-        name = self._name(alternatives[0] if len(alternatives) == 1 else best)
-        quoted = summary.better if len(summary.better) else summary.worse
-        region = describe_region(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
-        where = describe_regions(summary.rows, summary.better, metric.configuration) if len(summary.better) else None
-        is_everywhere = len(summary.better) == len(summary.rows)
-        some = "in most configurations" if 2 * len(summary.better) > len(summary.rows) else "in some configurations"
+        name = alternatives[0] if len(alternatives) == 1 else best
+        quoted = better if len(better) else worse
+        region = describe_region(rows, better, metric.configuration) if len(better) else None
+        some = "in most configurations" if 2 * len(better) > len(rows) else "in some configurations"
         return {
-            "name": name if name is not None else f"any of {len(alternatives)} alternatives",
+            "name": f"any of {len(alternatives)} alternatives" if name is None else self._name(name),
             "baseline": self._name(self.baseline),
             "change": phrases.clause(quoted) if len(quoted) else "",
             "better": phrases.better,
             "worse": phrases.worse,
             "noun": phrases.noun,
             "region": region if region and len(re.findall(r"\d+", region)) <= 1 else some,
-            "where": "" if is_everywhere else f" {where}" if where else f" ({phrases.better} {some})",
+            "where": "" if len(better) == len(rows) else f" {region}" if region else f" ({phrases.better} {some})",
         }
 
-    def _name(self, alternative: Any) -> str | None:
-        if alternative is None:
-            return None
+    def _name(self, alternative: Any) -> str:
         return self.names.get(alternative) or label(self.metric.compare, alternative)
 
 
-def _amount(clause: str) -> str:
-    """ "takes 15 to 23% less time than" -> "15 to 23% less time"."""
-    return re.sub(r" (than|as|of)$", "", clause.partition(" ")[2])
-
-
-_HEADLINES = {
-    "all better": "Yes: {name} {change} {baseline}.",
-    "mostly better": "Yes, {region}: {name} {change} {baseline}.",
-    "partly better": "Only {region}: {name} {change} {baseline}.",
-    "both": "It depends: {name} {change} {baseline} {region}, and is {worse} in others.",
-    "all worse": "No: {name} {change} {baseline}.",
-    "partly worse": "No: {name} is never measurably {better} than {baseline}, and {worse} in some configurations.",
-    "none better": "No: none is measurably {better} than {baseline}.",
-    "no difference": "No clear difference in {noun} between {name} and {baseline}.",
-    "undecided": "Too few repeats to compare {name} with {baseline}.",
-}
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """How many rows are better and worse, and what that amounts to."""
-
-    verdict: Verdict
-    kind: str
-    rows: pd.DataFrame
-    better: pd.DataFrame
-    worse: pd.DataFrame
-
-    def counts(self, words: Mapping[str, Any]) -> str:
-        """ "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations" if they agree."""
-        n = len(self.rows)
-        if n in (len(self.better), len(self.worse)) or not len(self.better) + len(self.worse):
-            return {1: "the only configuration", 2: "both configurations"}.get(n, f"all {n} configurations")
-        parts = [f"{words[name]} in {len(rows)}" for name, rows in (("better", self.better), ("worse", self.worse))]
-        first, *others = [part for part in parts if not part.endswith(" in 0")]
-        return ", ".join([f"{first} of {n} configurations", *others])
-
-
-def _summarize(rows: pd.DataFrame, metric: Metric) -> _Summary:
-    better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
-    verdict, kind = _judge(len(rows), len(better), len(worse), rows["p"].isna().all(), rows[metric.compare].nunique())
-    return _Summary(verdict, kind, rows, better, worse)
-
-
 def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternatives: int) -> tuple[Verdict, str]:
+    """Verdict and headline from `n` configurations, of which the alternative is better or worse in some."""
     if is_undecided:
-        return "undecided", "undecided"
+        return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
-        return "no clear difference", "no difference"
+        return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
+    if not n_better and n_alternatives > 1:
+        return "no", "No: none is measurably {better} than {baseline}."
+    if n_worse == n:
+        return "no", "No: {name} {change} {baseline}."
     if not n_better:
-        return "no", "none better" if n_alternatives > 1 else "all worse" if n_worse == n else "partly worse"
+        return "no", "No: {name} is never measurably {better} than {baseline}, and {worse} in some configurations."
     if n_worse:
-        return "it depends", "both"
+        return "it depends", "It depends: {name} {change} {baseline} {region}, and is {worse} in others."
     if n_better == n:
-        return "yes", "all better"
-    return ("yes", "mostly better") if 2 * n_better > n else ("it depends", "partly better")
+        return "yes", "Yes: {name} {change} {baseline}."
+    if 2 * n_better > n:
+        return "yes", "Yes, {region}: {name} {change} {baseline}."
+    return "it depends", "Only {region}: {name} {change} {baseline}."
+
+
+def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> str:
+    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations" if they agree."""
+    n = len(rows)
+    if n in (len(better), len(worse)) or not len(better) + len(worse):
+        return {1: "the only configuration", 2: "both configurations"}.get(n, f"all {n} configurations")
+    parts = [f"{words[name]} in {len(some)}" for name, some in (("better", better), ("worse", worse)) if len(some)]
+    return ", ".join([f"{parts[0]} of {n} configurations", *parts[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Question):
-    """Is the measurement what was predicted? "Yes" if all are within a factor of `within`, "it depends" if half are."""
+    """Does the measurement match the prediction? "Yes" if all rows are within a factor, "it depends" if half are."""
 
     table: Table
     measured: str
     predicted: str
     within: float = 1.5
     subject: str = "times"
-    """What is measured, in the plural."""
+    """Plural noun for what is measured."""
     reference: str = "the prediction"
-    """What it is compared with."""
+    """Noun for what it is compared with."""
     configuration: tuple[str, ...] = ()
-    """Columns that say of what the table speaks."""
+    """Columns that describe what the table covers."""
     needs_calibration: bool = False
-    """Whether the prediction is made of the machine's calibration."""
+    """Whether the prediction uses the machine's calibration."""
 
     def find(self, results: Results) -> Answer | None:
         table = self.table(results).dropna(subset=[self.measured, self.predicted])
@@ -274,7 +243,7 @@ class Check(Question):
             f"the worst is {worst} times that."
         )
 
-    def _lack(self, results: Results) -> str:
+    def _no_answer_reason(self, results: Results) -> str:
         return NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
 
 
@@ -285,7 +254,7 @@ class Report(Question):
     table: Table
     says: str
     pick: Callable[[pd.DataFrame], Any] = lambda table: table.index[-1]
-    """The label of the row; by default the last."""
+    """Returns the label of the row; the last by default."""
     verdict: Verdict = "measured"
     configuration: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""From a run of the lab `limits` to the calibration of its machine, and the newest one that this machine has."""
+"""The calibration of a machine from a run of the lab `limits`, and the newest one of this machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ from labkit.machine import Machine
 LIMITS = "limits"
 FRESH = timedelta(days=1)
 LEAST_ROWS = 512
-"""Of the largest products: the rate of smaller ones is that of their calls."""
+"""Rows of the largest matrices: smaller products measure the cost of their calls."""
 PRODUCTS = Metric("seconds", "shape", ("world_size", "device", "dtype", "flops"), where={"sweep": "products"})
 MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "bytes"), where={"sweep": "memory"})
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
@@ -38,7 +38,7 @@ NEW, COPY = "new", "copy"  # operations of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> Calibration | None:
-    """The calibration that a limits run gives its machine; None if it lacks what every prediction needs."""
+    """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which predictions need."""
     frame = run.frame()
     rates = tuple(_rates(frame))
     if not any(rate.ranks == 1 for rate in rates):
@@ -57,12 +57,7 @@ def calibrate_machine(run: Run) -> Calibration | None:
 
 
 def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
-    """Of the newest limits run of this machine that predictions can be made of, at most `within` old; None: no such.
-
-    It is complete and large enough (`_is_enough`). One during which the machine was slow or busy gives way to one of
-    the day before it that was not disturbed.
-    """
-    disturbed: tuple[datetime, Calibration] | None = None
+    """The calibration from the newest complete and large enough limits run of this machine, at most `within` old."""
     for path in sorted((runs_directory() / LIMITS).glob("*.jsonl"), reverse=True):
         try:
             run = Run.load(path)
@@ -70,21 +65,16 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
             continue
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
-        if disturbed is not None and disturbed[0] - run.header.started > FRESH:
-            break
-        if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run, machine):
+        if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
             continue
         calibration = calibrate_machine(run)
-        if calibration is None or not calibration.knows(machine.device("auto")):
-            continue
-        if not run.busy:
-            return calibration
-        disturbed = disturbed or (run.header.started, replace(calibration, is_disturbed=True))
-    return disturbed[1] if disturbed else None
+        if calibration is not None and calibration.knows(machine.device("auto")):
+            return replace(calibration, is_disturbed=bool(run.busy))
+    return None
 
 
 def describe_calibration(run: Run) -> str:
-    """Name the calibration behind a run's predictions, with doubts about its age, source and quiet."""
+    """Name the calibration behind a run's predictions, with doubts about its age, source and disturbances."""
     calibration = run.header.calibration
     if calibration is None:
         return "nothing: the machine was not calibrated (labkit measure limits)"
@@ -92,31 +82,22 @@ def describe_calibration(run: Run) -> str:
     if run.header.started - calibration.measured > FRESH:
         text += ", more than a day before this run"
     if calibration.is_disturbed:
-        text += ", while the machine was slower or busy for a part: predictions may be too long"
+        text += ", while the machine was slow or busy for a part: predictions may be too long"
     if calibration.source and calibration.source != str(run.header.machine.source):
         text += f", by another source ({calibration.source})"
     return text
 
 
-def _is_enough(run: Run, machine: Machine) -> bool:
-    """Whether it asks for the devices, dtypes and transports of predictions, and for large products.
-
-    Not whether it has them all: a machine that has no products in bfloat16 has a calibration all the same.
-    """
+def _is_enough(run: Run) -> bool:
+    """Whether a run planned large matrix products and messages between ranks, which predictions need."""
     planned = run.header.planned.values()
-    largest = {
-        (point.get("device"), point.get("dtype")): max(point.get("sizes") or [0])
-        for point in planned
-        if point.get("sweep") == "products" and point.get("world_size") == 1
-    }
-    device = machine.device("auto")
-    needed = {("cpu", "float32"), (device, "float32"), (device, "bfloat16")}
-    is_large = all(largest.get(products, 0) >= LEAST_ROWS for products in needed)
+    products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]
+    is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
     return run.header.profile != "smoke" and is_large and any(point.get("sweep") == "exchange" for point in planned)
 
 
 def _is_same_machine(theirs: Machine, here: Machine) -> bool:
-    """With the same cores and the same torch: another one multiplies at another rate."""
+    """Whether cores and torch are the same, too: other ones multiply at another rate."""
     one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (theirs, here))
     return one == other
 
@@ -140,9 +121,9 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
 
 
 def autograd(frame: pd.DataFrame) -> Autograd | None:
-    """From passes over chains of few and of many operators, of one device and number of ranks; None without both.
+    """Fit the cost of autograd from chains of few and many operators, on one device; None without both.
 
-    Medians: what a pass costs after others ran is asked, not what it costs at best.
+    Medians count, not minima: passes in training run after others, too.
     """
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
@@ -153,28 +134,28 @@ def autograd(frame: pd.DataFrame) -> Autograd | None:
 
 
 def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
-    """The shortest of the repeats: other programs only add to the time of a rank."""
+    """Shortest of the repeats: other programs only add to the time of a rank."""
     return metric.samples(frame).groupby(metric.columns, as_index=False)["seconds"].min()
 
 
 def _curve(table: pd.DataFrame, work: str) -> Curve:
-    """Pairs by size; where something larger took less time, which is noise, the larger one's time holds for both."""
+    """(work, seconds) by size. If something larger took less time, which is noise, its time holds for both."""
     ordered = table.sort_values(work)
     seconds = ordered["seconds"][::-1].cummin()[::-1]
     return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
 
 
 def _faster_with_size(table: pd.DataFrame) -> Curve:
-    """Of square products, which reach at least the rate of smaller ones: where one did not, something else ran."""
+    """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are disturbances."""
     ordered = table.sort_values("flops")
     rate = (ordered["flops"] / ordered["seconds"]).cummax()
     return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
 
 
 def transports(frame: pd.DataFrame) -> Iterator[Transport]:
-    """Alpha and beta of every way, by ranks: of an all-reduce, of messages in a row, and of messages at once.
+    """Fit alpha and beta of every transport and number of ranks: all-reduce, messages in a row, messages at once.
 
-    What a call costs beside its messages is what the shortest all-reduce by recursive doubling takes less they do.
+    The cost of a call is the time of the shortest all-reduce by recursive doubling minus that of its messages.
     """
     for (way, ranks), table in EXCHANGE.medians(frame).groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")

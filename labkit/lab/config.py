@@ -1,6 +1,6 @@
-"""Parameters of a lab: checked before anything runs, with a message that says what was meant.
+"""Parameters of a lab, checked before anything runs, with a message that says what was expected.
 
-The notebook's parameters cell, `--set name=value` and papermill's own options all end in `resolve_config`.
+The notebook's parameters cell, `--set name=value` and papermill's options all end in `resolve_config`.
 """
 
 import ast
@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 T = TypeVar("T")
 Some = Annotated[list[T], Field(min_length=1)]
 """A list that is not empty."""
-# What several labs let a reader set, each with the bounds of what can be meant.
+# Parameters that several labs have, with plausible bounds.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
-"""Timed calls, at most. Below six there is no interval, and so no verdict."""
+"""Timed calls, at most. Fewer than six give no interval, and so no verdict."""
 RatioWithin = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 RoundsSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Warmup = Annotated[int, Field(ge=0, le=10_000)]
@@ -30,7 +30,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
-    """A word among `names()`, which are asked for when a value is checked: a registry may have grown since."""
+    """Validator for a word among `names()`, called at each check: a registry may have grown."""
 
     def check(value: str) -> str:
         valid = list(names())
@@ -47,16 +47,16 @@ SMOKE_REPEATS = 6  # the fewest that give an interval
 
 
 class ParameterError(ValueError):
-    """What a lab does not have or cannot use; the message names it and what was expected. A notebook shows it alone."""
+    """A parameter that a lab cannot use; the message says what was expected. A notebook shows the message alone."""
 
-    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+    def _render_traceback_(self) -> list[str]:  # IPython calls it
         return [f"{type(self).__name__}: {self}"]
 
 
 class LabConfig(BaseModel):
-    """What a reader may set. One subclass a study, one instance a profile.
+    """Parameters of a lab: one subclass per lab, one instance per profile.
 
-    Strict: "[2, 4]" is a string, not a list, and stops there instead of being measured letter by letter.
+    Strict: "[2, 4]" is a string, not a list, and is refused instead of being read letter by letter.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -68,21 +68,21 @@ class LabConfig(BaseModel):
 
 
 class TimedConfig(LabConfig):
-    """What every lab lets a reader set whose alternatives take turns before the clock."""
+    """Parameters of every lab that times alternatives in interleaved rounds."""
 
     warmup: Warmup = 1
     repeats: Repeats = 30
     ratio_within: RatioWithin = 0.05
-    """Rounds end when the ratio of any two alternatives is known to this share; 0: they do not."""
+    """Rounds end once the ratio of any two alternatives is known to this share; 0: they do not."""
     rounds_s: RoundsSeconds | None = 30.0
-    """They end after so many seconds, too, once there are six; None: they do not."""
+    """Seconds after which rounds end, once there are six; None: no limit."""
     seed: Seed = 0
     timeout_s: TimeoutSeconds = 300.0
     """Deadline of one point."""
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
-    """The profile `smoke`: the smallest model, the first of each list of numbers, one session, and few repeats."""
+    """Make the profile `smoke`: the smallest model, the first of each list of numbers, one session, few repeats."""
     values = {name: getattr(config, name) for name in type(config).model_fields}
     short = {
         name: [SMALLEST_MODEL] if name in models else value[:1]
@@ -94,7 +94,7 @@ def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
 
 
 def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Parameters whose numbers of ranks end with the number of GPUs; without these numbers if there is one GPU."""
+    """Limit numbers of ranks in parameters to the number of GPUs; leave them out if there is one GPU."""
     values = {name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name}
     for name in values:
         if name.endswith("world_sizes"):
@@ -107,7 +107,7 @@ def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 def resolve_config(
     lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
 ) -> LabConfig:
-    """The profile's parameters with `overrides` in their place; None leaves the profile's value.
+    """Replace a profile's parameters by `overrides`; None leaves the profile's value.
 
     ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
     """
@@ -130,7 +130,7 @@ def resolve_config(
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """["world_sizes=[2, 4]", "dtype=bfloat16"] -> values. JSON or a Python literal; else the text itself."""
+    """Parse ["world_sizes=[2, 4]", "dtype=bfloat16"]: values are JSON or Python literals, else plain text."""
     values = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
@@ -141,7 +141,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def nearest(name: Any, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the most similar valid name, or nothing."""
+    """Suggest the most similar valid name, as `; did you mean 'x'?`, or nothing."""
     close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -156,14 +156,12 @@ def _parse_value(text: str) -> Any:
 
 
 def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
-    """Pydantic's errors as one line: parameter, what was expected, the value, the profile's value."""
-    texts = []
-    for problem in error.errors(include_url=False):
-        name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
-        place = f" (item {inside[0]})" if inside else ""
-        message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        message, hints, hint = message.partition("; did you mean")
-        text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
-        value = json.dumps(base.model_dump(mode="json").get(name))
-        texts.append(text if value == "null" else f"{text}; {profile} has {name}={value.replace(', ', ',')}")
-    return "; ".join(texts)
+    """Say the first of pydantic's errors in one line: parameter, expectation, value, the profile's value."""
+    problem = error.errors(include_url=False)[0]
+    name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
+    place = f" (item {inside[0]})" if inside else ""
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message, hints, hint = message.partition("; did you mean")
+    text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
+    value = json.dumps(base.model_dump(mode="json").get(name))
+    return text if value == "null" else f"{text}; {profile} has {name}={value.replace(', ', ',')}"

@@ -18,62 +18,58 @@ from labkit.machine import Machine, describe_machine
 Say = Callable[[str], None]
 """Shows a few words of progress."""
 Register = Callable[[str, Any], dict[str, Any]]
-"""Makes a user's alternative known under a name in this process; returns the registry it is removed from afterwards.
-
-ValueError for a name that is taken.
-"""
-
+"""Registers a user's alternative under a name and returns the registry. ValueError for a name that is taken."""
 
 PAPER = {"ratio_within": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
-"""Of every lab's profile `paper`, where the config has them and the lab says nothing else: rounds do not end early."""
+"""Defaults of the profile `paper` of every lab: rounds do not end early."""
 
 
 def refuse_alternatives(name: str, alternative: Any) -> dict[str, Any]:
-    """The `register` of a lab that compares nothing a user could add to."""
+    """Refuse alternatives, for a lab that compares nothing a user could add to."""
     raise ValueError("this lab compares nothing of the kind")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """What a lab measures and asks."""
+    """A lab: points to measure, the worker that measures them, and questions to answer."""
 
     name: str
-    """The name of its package, its notebook and its page."""
+    """Name of its package, its notebook and its page."""
     title: str
     summary: str
     """One line for `labkit list` and the index."""
     config: type[LabConfig]
     """Parameters; the defaults are the profile `quick`."""
     points: Callable[[Any, Machine], Iterable[Point]]
-    """What to measure, in order. Points of equal rank groups next to one another share their ranks."""
+    """Plans the points in order. Neighbors with equal groups of ranks share their ranks."""
     worker: Callable[..., Iterable[Mapping[str, Any]] | None]
-    """Runs on every rank for each point and yields rows; from a module that imports nothing heavy."""
+    """Runs on every rank for each point and yields rows; its module imports nothing heavy."""
     questions: Sequence[Question]
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the published measurements."""
     smoke: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of `smoke`, where the shortened ones of `quick` would still take long."""
+    """Parameters of `smoke` if the shortened ones of `quick` would still take long."""
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of `quick` on GPUs, where sizes that suit a CPU would measure launches only.
+    """Parameters of `quick` on GPUs, where sizes that suit a CPU would only measure kernel launches.
 
     Numbers of ranks end with the number of GPUs; with one GPU the lab's defaults stay.
     """
     plugin_parameter: str | None = None
-    """The parameter that names what is compared, if a user may add an alternative to it."""
+    """Parameter that names the alternatives, if a user may add to them."""
     register: Register = field(default=refuse_alternatives)
     model_parameters: tuple[str, ...] = ()
-    """Parameters that name models; the profile `smoke` has the smallest one in each."""
+    """Parameters that name models; the profile `smoke` takes the smallest model in each."""
     takes_models: bool = False
     """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False
-    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run, in
-    which `<point.id>/` is the point's; None on ranks that are not to write."""
+    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run with
+    one folder `<point.id>/` per point; None on ranks that must not write."""
     check_inputs: Callable[[Any, Say], None] = lambda config, say: None
-    """Checks the files that the config names, before anything is planned or fetched. ParameterError if one is bad."""
+    """Checks the files that the config names, before anything is planned or fetched. ParameterError for a bad one."""
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
-    """Fetches what all points need; returns why nothing can be measured here, or None."""
+    """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
     progress: Callable[[Any, Mapping[str, Any]], str | None] = lambda point, values: None
-    """A few words for the progress line from a row of rank 0, or None."""
+    """Makes a few words for the progress line from a row of rank 0, or None."""
 
     @cached_property
     def profiles(self) -> dict[str, LabConfig]:
@@ -91,23 +87,23 @@ class Lab:
         return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))}
 
     def configure(self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None) -> LabConfig:
-        """The profile's parameters on a machine (None: this one), with `overrides` in their place.
+        """Parameters of a profile on a machine (None: this one), replaced by `overrides`.
 
-        ParameterError for what is wrong.
+        ParameterError for a wrong name or value.
         """
         profiles = self.profiles_on(machine or describe_machine(), overrides.get("device") or AUTO)
         return resolve_config(self.name, profiles, profile, overrides)
 
     def plan(self, config: LabConfig, machine: Machine) -> list[Point]:
-        """What to measure, in order; a point that is named twice is measured once."""
+        """Points in order; a point that is planned twice is measured once."""
         return list({point.id: point for point in self.points(config, machine)}.values())
 
     def answers(self, results: Results) -> dict[str, Answer]:
-        """What a run's results say of each question, by its id."""
+        """Answer each question from a run's results, by its id."""
         return {question.id: question.answer(results) for question in self.questions}
 
     def question(self, identifier: str) -> Question:
-        """The question of an id. ParameterError, with the nearest one, if there is none."""
+        """Look up a question. ParameterError, with the nearest id, if there is none."""
         questions = {question.id: question for question in self.questions}
         if identifier not in questions:
             raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")

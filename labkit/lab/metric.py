@@ -1,4 +1,4 @@
-"""What a lab measures: the results of a run, and metrics, which make samples, medians and ratios of its rows."""
+"""The results of a run, and metrics, which turn its rows into samples, medians and ratios."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,22 +16,21 @@ from labkit.bench.statistics import (
     with_verdicts,
 )
 from labkit.costs.calibration import Calibration
-from labkit.lab.columns import label
-from labkit.lab.units import join_words
+from labkit.lab.units import join_words, label
 
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What a run offers to its questions: the long frame, the machine's calibration, and why points are missing."""
+    """Input of questions: the long frame, the machine's calibration, and why points are missing."""
 
     frame: pd.DataFrame
-    """One row per (point, rank, repeat), with the point's fields beside the values."""
+    """One row per (point, rank, repeat), with the point's fields and the values."""
     calibration: Calibration | None = None
     missing: tuple[str, ...] = ()
-    """Reasons of points that did not end `ok`, the most frequent first."""
+    """Reasons for points that did not end `ok`, the most frequent first."""
     machine_bytes: float = float("nan")
     link_bytes_per_s: float = float("nan")
-    """Data-sheet peak of the links between its GPUs."""
+    """Data-sheet peak of the links between the machine's GPUs."""
 
 
 Table = Callable[[Results], pd.DataFrame]
@@ -39,36 +38,33 @@ Table = Callable[[Results], pd.DataFrame]
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured column, smaller is better: what is compared in it, and the columns that make a configuration.
+    """A measured column in which smaller is better, the column of alternatives, and the columns of a configuration.
 
-    The slowest rank of each repeat counts. Sessions, which are measurements of the same configuration by other
-    processes at another time, are combined into one ratio.
+    The slowest rank of each repeat counts. Sessions, which measure the same configuration in other processes at another
+    time, are combined into one ratio.
     """
 
     value: str
     compare: str
-    """The column that names the alternatives."""
+    """Column of the alternatives."""
     configuration: tuple[str, ...]
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Column -> the value, or a tuple of values, that rows must have."""
+    """Values that rows must have, by column; a tuple allows several."""
     prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows
-    """Makes samples of the selected rows, if these are not samples yet."""
+    """Turns selected rows into samples, if they are not samples yet."""
     without: tuple[Any, ...] = ()
-    """Alternatives that are measured and not compared."""
+    """Alternatives that are measured but not compared."""
     interleaved: bool = True
     """Whether repeat i of all alternatives was measured in one round."""
     exact: bool = False
-    """Whether values are counts without noise; the largest of all ranks and repeats then stands for its alternative."""
+    """Whether values are counts without noise; then the largest of all ranks and repeats counts."""
 
     @property
     def columns(self) -> list[str]:
         return [*self.configuration, self.compare]
 
     def select(self, frame: pd.DataFrame, *, with_missing: bool = False) -> pd.DataFrame:
-        """Samples of the rows that meet `where`; `with_missing`: also of rows that lack one of its columns.
-
-        A frame without one of the columns has no such rows.
-        """
+        """Select rows that meet `where` and turn them into samples; `with_missing`: also rows that lack its columns."""
         rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *self.columns, *self.where, self.value])))
         for name, wanted in self.where.items():
             is_wanted = rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))
@@ -77,7 +73,7 @@ class Metric:
         return rows if with_missing or rows.empty else self.prepare(rows)
 
     def samples(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """One row per (configuration, alternative, session, repeat): the slowest rank's value."""
+        """Return the slowest rank's value: one row per (configuration, alternative, session, repeat)."""
         rows = self.select(frame).dropna(subset=[self.value])
         rows = rows.assign(session=rows["session"].astype(object).fillna(1) if "session" in rows else 1)
         keys = [*self.columns, "session"]
@@ -86,9 +82,9 @@ class Metric:
         )
 
     def medians(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """One row per (configuration, alternative): the median in the value's column, its interval, and `n`.
+        """Return medians with intervals and `n`: one row per (configuration, alternative).
 
-        The interval of several sessions reaches over those of all.
+        With several sessions the interval covers those of all.
         """
         samples = self.samples(frame)
         table = summarize_groups(samples, self.value, self.columns)
@@ -97,23 +93,21 @@ class Metric:
             groups = sessions.groupby(self.columns, dropna=False, sort=False)
             ends = groups.agg(first_low=("low", "min"), last_high=("high", "max")).reset_index()
             table = table.merge(ends, on=self.columns)
-            table["low"], table["high"] = (
-                table[["low", "first_low"]].min(axis=1),
-                table[["high", "last_high"]].max(axis=1),
-            )
+            table["low"] = table[["low", "first_low"]].min(axis=1)
+            table["high"] = table[["high", "last_high"]].max(axis=1)
         return table.rename(columns={"median": self.value})[[*self.columns, self.value, "low", "high", "n"]]
 
     def largest(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """One row per (configuration, alternative): the largest value of any rank and repeat."""
+        """Return the largest value of any rank and repeat: one row per (configuration, alternative)."""
         rows = self.select(frame).dropna(subset=[self.value])
         return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
 
     def largest_table(self, results: Results) -> pd.DataFrame:
-        """`largest` of a run's results, as a question or a figure takes a table."""
+        """Return `largest` of a run's results, for a question or a figure."""
         return self.largest(results.frame)
 
     def ratios_to(self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None) -> pd.DataFrame:
-        """Each alternative (or those `among`) over `baseline` in each configuration that has both.
+        """Divide each alternative (of `among`, if given) by `baseline` in each configuration that has both.
 
         Columns: configuration, alternative, `ratio`, `low`, `high`, `p`, `verdict`.
         """
@@ -134,10 +128,10 @@ class Metric:
         return with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
 
     def best(self, table: pd.DataFrame) -> Any:
-        """The alternative better in most configurations, less those in which it is worse; None if none is better.
+        """Return the alternative with most wins less losses over configurations; None if none is better anywhere.
 
-        Alternatives are ranked over the configurations that all of them have, if there are any. Of several within the
-        smallest relevant difference of the fastest, the first in the table is taken.
+        Alternatives are ranked over the configurations that all of them have, if there are any. Among those within the
+        smallest relevant difference of the fastest, the first in the table wins.
         """
         name, keys = self.compare, list(self.configuration)
         if table[name].nunique() == 1:
@@ -158,7 +152,7 @@ class Metric:
         return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
 
     def failures(self, frame: pd.DataFrame, among: Collection[Any] | None = None) -> tuple[str, ...]:
-        """Notes on alternatives (or those `among`) without a value: wrong results, failures, refusals."""
+        """Note alternatives (of `among`, if given) without a value: wrong results, failures, refusals."""
         rows = self.select(frame, with_missing=True)
         rows = rows if among is None else rows[rows[self.compare].isin(among)]
         rows = rows.reindex(columns=[self.compare, "check", "not_measured"])

@@ -1,16 +1,18 @@
 """What a notebook calls: open the lab, measure, show figures and tables, answer, close.
 
-Everything shown is escaped HTML that reads the same in JupyterLab, in papermill's notebook and on the
-exported page; nothing fetched.
+Displays are escaped HTML that reads the same in JupyterLab, in papermill's notebook and on the exported page, and
+fetches nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 from rich.console import Console
 
@@ -18,26 +20,23 @@ from labkit.lab.answers import Answer, Check, Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Figure, Plot
-from labkit.lab.guesses import check_guesses, with_guesses
-from labkit.lab.own_check import NAME, OwnCheck, check_own
+from labkit.lab.own_check import NAME, OwnCheck, check_guesses, check_own, with_guesses
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import record_card, run_record
 from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
-from labkit.lab.progress_lines import MeasuringInterrupted, notebook_line
-from labkit.lab.project import check_writable, figures_directory, relative_to_project
-from labkit.lab.runs.calibrate import calibrate, needs_calibration
-from labkit.lab.runs.measure import measure, resume
-from labkit.lab.runs.progress import terminal_line
+from labkit.lab.project import check_writable, figures_directory, notebook_path
+from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
+from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
 from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import Plugins, check_plugins
 from labkit.machine import Machine, describe_machine
 
 
 def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
-    """The lab of a study with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
+    """Open a lab with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
 
-    A parameter may be set again in any later cell. ParameterError for an unknown name in the parameters cell (or in
-    the one that papermill adds below it), a wrong type or an impossible value: before anything is measured.
+    A parameter may be set again in any later cell. ParameterError, before anything is measured, for a wrong value, a
+    wrong type, and an unknown name in the parameters cell or in the one that papermill adds below it.
     """
     return OpenLab(study, check_parameters(study, read_parameters(study, namespace)))
 
@@ -87,11 +86,11 @@ class OpenLab:
         """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
 
         Args:
-            alternatives: yours by name, as `{"mine": my_all_reduce}`; checked, interleaved with labkit's and plotted
-                like these. The docstring of the lab's `register` says what they must do.
+            alternatives: yours by name, such as `{"mine": my_all_reduce}`; checked, interleaved with labkit's and
+                plotted with them. The docstring of the lab's `register` says what they must do.
             models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
-            guess: your numbers by the names of rows; the answers of predictions show them next to the measured ones.
-            only: whether yours alone are measured, with the baseline, and not labkit's.
+            guess: your numbers by the names of rows; answers on predictions show them next to the measured ones.
+            only: whether to measure yours alone, with the baseline, without labkit's.
 
         Returns:
             One row per (point, rank, repeat), units in the column names.
@@ -116,14 +115,14 @@ class OpenLab:
         return self.run.frame()
 
     def check(self, own: Callable[..., Any]) -> OwnCheck:
-        """Check one alternative of your own within seconds: right, wrong (and where), fails, or hangs.
+        """Check one alternative of yours within seconds: right, wrong (and where), fails, or hangs.
 
         Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as `measure`.
         """
         return check_own(self.study, own)
 
     def resume(self) -> pd.DataFrame:
-        """Measure what an interrupted `measure()` has left, with the same alternatives; return the whole frame.
+        """Measure the rest of an interrupted `measure()`, with the same alternatives; return the whole frame.
 
         After a complete run there is nothing to do. ValueError before anything is measured.
         """
@@ -134,7 +133,7 @@ class OpenLab:
         return self.run.frame()
 
     def source(self, *studied: Any) -> None:
-        """Show the source of functions or classes, with their docstrings; folded on a page. ValueError for others."""
+        """Show the source of functions or classes, folded on a page. ValueError for objects without source."""
         for one in studied:
             display(cards.render_source(one))
 
@@ -145,23 +144,23 @@ class OpenLab:
     def show(self, figure: Plot | Figure, name: str, caption: str = "") -> None:
         """Show a figure that belongs to no question; save it and its points under `figures/`."""
         plot = figure.draw(self.run.results(), None) if isinstance(figure, Figure) else figure
-        display(self._figure(plot, name, caption))
+        display(self._figure(plot, name, caption or name, caption))
 
-    def answer(self, question_id: str, **plots: Plot) -> None:
+    def answer(self, question_id: str) -> None:
         """Show the answer to a question: verdict and headline, the question's figure, then the numbers.
 
-        `plots` replace the figure, by the names under which they are saved. ValueError for an unknown id.
+        ValueError for an unknown id.
         """
-        question, answer = self.study.question(question_id), self.answers()[question_id]
-        if not plots and question.figure is not None and answer.verdict != "not measured":
-            plots = {question_id: question.figure.draw(self.run.results(), answer.table)}
+        question, answer, figures = self.study.question(question_id), self.answers()[question_id], []
+        if question.figure is not None and answer.verdict != "not measured":
+            plot = question.figure.draw(self.run.results(), answer.table)
+            figures = [self._figure(plot, question_id, question.text)] if len(plot.data) else []
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)
-        figures = [self._figure(plot, name, title=question.text) for name, plot in plots.items() if len(plot.data)]
         display(cards.answer(question, answer, figures))
 
     def answers(self) -> dict[str, Answer]:
-        """The answer to each question by its id."""
+        """Answers to all questions by id."""
         if not self._answers:
             self._answers = self.study.answers(self.run.results())
         return self._answers
@@ -171,15 +170,13 @@ class OpenLab:
         record = run_record(self.study, self.run, self.answers(), elsewhere=self._is_of_another_machine())
         display(record_card(record))
 
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> cards.Piece:
-        """A figure, once it is saved; `title` stands above it in its file."""
-        stem = figures_directory() / self.study.name / self.run.name / name
-        png = plot.save(stem, title)
-        file, saved = f"{self.study.name}_{name}", f"{relative_to_project(stem)}.png"
-        return cards.figure(plot, png, caption or title or name, file, caption, saved)
+    def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> cards.Piece:
+        """Save a figure and make its piece."""
+        plot.save(figures_directory() / self.study.name / self.run.name / name)
+        return cards.figure(plot, alt, f"{self.study.name}_{name}", caption)
 
     def _plugin_failures(self) -> dict[str, None]:
-        """Which of the reader's alternatives are wrong or failed, and where, each said once."""
+        """Which of the reader's alternatives are wrong or failed, and where, each once."""
         names, frame = list(self._plugins["alternatives"] or ()), self.run.frame()
         metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
         return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))
@@ -197,21 +194,21 @@ class OpenLab:
         self._run = run
 
     def _measure(self, measure_all: Callable[..., Run]) -> Run:
-        line = notebook_line()
+        line = NotebookLine() if hasattr(get_ipython(), "kernel") else None
         try:
-            with line or terminal_line(Console(stderr=True), "measuring") as show:
+            with nullcontext(line.update) if line else terminal_line(Console(stderr=True), "measuring") as show:
                 if needs_calibration([self.study], self.parameters.profile):
                     calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
                 if self._interrupted is None:
                     self._refuse_hanging()
                 run = measure_all(**self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
-            raise MeasuringInterrupted(f"interrupted{self._way_on()}") from None
+            raise MeasuringInterrupted(f"interrupted{self._resume_hint()}") from None
         self._interrupted = None
         if line is None:
             display(cards.coverage(run))
         else:
-            line.finish(run)
+            line.show(cards.coverage(run).data)
         return run
 
     def _refuse_hanging(self) -> None:
@@ -221,11 +218,20 @@ class OpenLab:
             if result.verdict == "hangs" and f"in {NAME}" in result.details:  # not a baseline that is slow today
                 raise ParameterError(f"{self.study.name}: nothing was measured: {name} hangs: {result.details}")
 
-    def _way_on(self) -> str:
-        """How the interrupted run goes on; in a terminal, too, unless only this notebook has its alternatives."""
+    def _resume_hint(self) -> str:
+        """How to resume the interrupted run; in a terminal, too, unless only this notebook has its alternatives."""
         if self._interrupted is None:
             return ""
-        way = "; what was measured is kept: lab.resume() goes on"
+        hint = "; what was measured is kept: lab.resume() goes on"
         if any(self._plugins.values()):
-            return way
-        return f"{way}, or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
+            return hint
+        return f"{hint}, or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
+
+
+def labs_table(studies: Iterable[Lab]) -> str:
+    """Markdown table of labs for the tour: a link to each notebook, and what it shows."""
+    rows = ["| lab | what it shows | questions |", "|---|---|---|"]
+    for study in studies:
+        link = f"[{study.title}]({notebook_path(study.name).name})"
+        rows.append(f"| {link} | {study.summary} | {len(study.questions)} |")
+    return "\n".join(rows)

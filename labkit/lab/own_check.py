@@ -1,4 +1,4 @@
-"""Is a reader's own alternative right? The lab's correctness check alone, within seconds."""
+"""Checks of a reader's own: an alternative, which is right or wrong within seconds, and guesses of the results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,25 +6,30 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from labkit.lab.config import ParameterError
+import numpy as np
+import pandas as pd
+
+from labkit.lab.answers import Answer, Check
+from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
 from labkit.lab.runs.measure import measure
+from labkit.lab.units import format_factor, labels
 
 NAME = "mine"
 DEADLINE_S = 20.0
-"""Of one point: who takes longer hangs."""
+"""Deadline of one point; an alternative that takes longer hangs."""
 RANKS = (2, 3, 4)
 """Two ranks have one route; a mistake in the order of messages shows with three or four."""
 SHORTEST = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": DEADLINE_S}
 UNEVEN_BYTES = 4088  # 1,022 elements of float32, which neither three nor four ranks divide evenly
 
 Verdict = Literal["right", "wrong", "fails", "hangs"]
-VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "fails", "hangs")
+STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
 
 
 @dataclass(frozen=True)
 class OwnCheck:
-    """What the check says of a reader's own alternative."""
+    """Result of checking a reader's alternative; true if it is right."""
 
     verdict: Verdict
     details: str = ""
@@ -33,7 +38,7 @@ class OwnCheck:
     @property
     def status(self) -> int:
         """Exit status for a grader: 0 right, 1 wrong, 2 fails, 3 hangs."""
-        return VERDICTS.index(self.verdict)
+        return STATUS[self.verdict]
 
     def __bool__(self) -> bool:
         return self.verdict == "right"
@@ -41,22 +46,21 @@ class OwnCheck:
     def __str__(self) -> str:
         return f"{self.verdict}: {self.details}" if self.details else self.verdict
 
-    def _repr_markdown_(self) -> str:
+    def _repr_markdown_(self) -> str:  # IPython calls it
         return f"**{self.verdict}**" + (f": {self.details}" if self.details else "")
 
 
 def check_own(lab: Lab, own: Callable[..., Any]) -> OwnCheck:
-    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, where it has ranks; nothing is kept.
+    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first failure; keep nothing.
 
-    It ends at the first result that is not right. ParameterError, before anything starts, for a lab that compares
-    nothing of the kind, and for what is no function.
+    ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a value that is no
+    function.
     """
     if lab.plugin_parameter is None:
         raise ParameterError(f"{lab.name}: compares nothing that a reader could add to")
     names = lab.config.model_fields
-    settings = {"sizes_bytes": [UNEVEN_BYTES], **SHORTEST}
     for ranks in RANKS if "world_sizes" in names else (1,):
-        wanted = settings | {"world_sizes": [ranks]}
+        wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
         result = _check(lab, own, {name: value for name, value in wanted.items() if name in names})
         if not result:
             where = f", on {ranks} ranks" if ranks > 1 else ""
@@ -74,11 +78,50 @@ def _check(lab: Lab, own: Callable[..., Any], settings: Mapping[str, Any]) -> Ow
         if status != "ok":
             return OwnCheck("hangs" if status == "timeout" else "fails", str(reason))
     rows = run.frame()
-    checks = rows[rows.eq(NAME).any(axis=1)].get("check")
-    if checks is None or checks.dropna().empty:
+    checks = rows[rows.eq(NAME).any(axis=1)].get("check", pd.Series(dtype=object)).dropna()
+    if checks.empty:
         return OwnCheck("fails", "it was not measured")
-    for check in checks.dropna():
-        if check != "ok":
-            kind, _, details = str(check).partition(": ")
-            return OwnCheck("wrong" if kind == "wrong" else "fails", details)
+    for check in checks[checks != "ok"]:
+        kind, _, details = str(check).partition(": ")
+        return OwnCheck("wrong" if kind == "wrong" else "fails", details)
     return OwnCheck("right")
+
+
+def check_guesses(guesses: object) -> dict[str, float]:
+    """Return guesses that are positive numbers by name. ParameterError otherwise."""
+    if not isinstance(guesses, Mapping):
+        raise ParameterError(f"guess: expected {{name: seconds}}, got {guesses!r:.80}")
+    for name, value in guesses.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ParameterError(f"guess: expected a number above zero for {name!r}, got {value!r}")
+    return {str(name): float(value) for name, value in guesses.items()}
+
+
+def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) -> Answer:
+    """Add a column of guesses to the answer, and a note on how far off they are.
+
+    A guess belongs to the row whose name has all its parts: "2 ranks, ring" may stand for "gloo, 2 ranks, 4 KiB, ring".
+    ParameterError for a guess that belongs to no row or to several.
+    """
+    if answer.table is None:
+        return answer
+    table = answer.table.reset_index(drop=True)
+    place = list(table.columns).index(question.measured)
+    names = labels(table, list(table.columns[:place]))
+    column = pd.Series(np.nan, index=table.index)
+    for guess, value in guesses.items():
+        rows = [row for row, name in enumerate(names) if set(guess.split(", ")) <= set(name.split(", "))]
+        if len(rows) != 1:
+            hint = f"{len(rows)} rows, such as {names[rows[0]]!r}" if rows else f"no row{nearest(guess, names)}"
+            raise ParameterError(f"guess: {guess!r} belongs to {hint}")
+        column[rows[0]] = value
+    table.insert(place, "your_guess_s", column)
+    guessed = table.dropna(subset="your_guess_s")
+    if guessed.empty:
+        return replace(answer, table=table)
+    yours, predictions = (
+        format_factor(float(np.exp(np.log(guessed[question.measured] / guessed[name]).abs().mean())))
+        for name in ("your_guess_s", question.predicted)
+    )
+    note = f"Your guesses are off by a factor of {yours}, the predictions of the same times by {predictions}."
+    return replace(answer, table=table, notes=(note, *answer.notes))

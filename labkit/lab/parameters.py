@@ -1,7 +1,7 @@
 """Parameters of a notebook: `profile`, `run`, `config` and fields of the lab's config; checked before any work."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +16,7 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
 
 COMMON_PARAMETERS = ("profile", "run", "config")
-PAPERMILL_MARK = "# Parameters"  # the first line of the cell that papermill adds
+PAPERMILL_MARK = "# Parameters"  # first line of the cell that papermill adds
 OPENS = "open_lab("
 
 
@@ -29,14 +29,9 @@ class Parameters:
     config: LabConfig
 
 
-def parameter_names(study: Lab) -> tuple[str, ...]:
-    """`profile`, `run`, `config`, and the fields of the lab's config."""
-    return (*COMMON_PARAMETERS, *study.config.model_fields)
-
-
 def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
-    """The parameters of a notebook. ParameterError for a wrong name or value."""
-    names, more = parameter_names(study), values.get("config") or {}
+    """Check the parameters of a notebook. ParameterError for a wrong name or value."""
+    names, more = (*COMMON_PARAMETERS, *study.config.model_fields), values.get("config") or {}
     if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
         raise ParameterError(f"{study.name}: parameter 'config' should hold others by name, got {more!r:.80}")
     for name in (*values, *more):
@@ -57,58 +52,53 @@ def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
 
 
 def locate_run(study: Lab, text: str) -> Path:
-    """A run of a lab by its path, or by its name among the recorded ones and this machine's."""
+    """Find a run of a lab by its path, or by its name among the recorded ones and this machine's."""
     return find_run([parent / study.name for parent in (recorded_directory(), runs_directory())], text)
 
 
 def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a notebook's cells have set, mistyped names included; `namespace` is its `globals()`.
+    """Collect the parameters that a notebook's cells have set, mistyped names included; `namespace` is its `globals()`.
 
-    All names of the last cell that sets `profile`, and of the one that papermill adds below it; from later cells only
-    names of parameters. A script has no cells, and only names of parameters count. ParameterError if nothing sets
-    `profile`, or if the parameters cell came after papermill's and has set its values back.
+    Every name counts in the last cell that sets `profile`, and in the cell that papermill adds below it; in later
+    cells, and in a script, only names of parameters count. ParameterError if nothing sets `profile`, or if the
+    parameters cell came after papermill's and has set its values back.
     """
-    parameters = parameter_names(study)
-    own: list[str] = []
-    more: list[str] = []
-    is_own_marked = is_above = False
-    for source in namespace.get("In", []):
-        assigned = list(_assigned_names(source))
-        is_marked = source.lstrip().splitlines()[:1] == [PAPERMILL_MARK]
-        if is_marked and own and not is_own_marked:
-            more = assigned
-        elif "profile" in assigned:
-            if is_above and not is_marked:
-                raise ParameterError(
-                    f"{study.name}: this cell sets back what papermill has passed: tag it `parameters`, and start again"
-                )
-            own, more, is_own_marked = assigned, [], is_marked
-        else:
-            more += [name for name in assigned if name in parameters]
-        is_above |= is_marked and (is_own_marked or not own)
-    if not own and "profile" not in namespace:
+    known = (*COMMON_PARAMETERS, *study.config.model_fields)
+    cells = [(_is_papermills(source), _assigned_names(source)) for source in namespace.get("In", [])]
+    injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
+    setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]
+    own = [place for place in setting if place not in injected] or setting
+    if not setting and "profile" not in namespace:
         raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    names = dict.fromkeys([*own, *more] if own else parameters)
+    if own and injected and injected[0] < own[0]:
+        raise ParameterError(
+            f"{study.name}: this cell sets back what papermill has passed: tag it `parameters`, and start again"
+        )
+    names = dict.fromkeys(known if not own else cells[own[-1]][1])
+    for is_papermills, assigned in cells[own[-1] + 1 :] if own else ():
+        names |= dict.fromkeys(name for name in assigned if is_papermills or name in known)
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def _assigned_names(source: str) -> Iterator[str]:
-    """Names that a cell sets at its top level, above the line that opens a lab; those with a leading _ are left out."""
+def _is_papermills(source: str) -> bool:
+    return source.lstrip().splitlines()[:1] == [PAPERMILL_MARK]
+
+
+def _assigned_names(source: str) -> list[str]:
+    """Names that a cell sets at its top level, above the line that opens a lab; none that begin with `_`."""
     if source.lstrip().startswith("%%"):  # the body of a cell magic such as %%time
         source = source.lstrip().partition("\n")[2]
     lines = takewhile(lambda line: OPENS not in line, TransformerManager().transform_cell(source).splitlines())
     try:
         symbols = symtable("\n".join(lines), "cell", "exec").get_symbols()
     except SyntaxError:  # it did not run either
-        return
-    for symbol in symbols:
-        is_variable = symbol.is_assigned() and not symbol.is_imported() and not symbol.is_namespace()
-        if is_variable and not symbol.get_name().startswith("_"):
-            yield symbol.get_name()
+        return []
+    assigned = [one for one in symbols if one.is_assigned() and not one.is_imported() and not one.is_namespace()]
+    return [one.get_name() for one in assigned if not one.get_name().startswith("_")]
 
 
 def literal_assignments(source: str) -> dict[str, Any]:
-    """The `name = literal` statements of a parameters cell. ValueError for a value that is no literal."""
+    """Read the `name = literal` statements of a parameters cell. ValueError for a value that is no literal."""
     values: dict[str, Any] = {}
     for statement in ast.parse(TransformerManager().transform_cell(source)).body:
         match statement:

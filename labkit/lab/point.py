@@ -1,7 +1,7 @@
 """A point: one thing to measure, described completely.
 
-The measuring function gets the point and nothing else, and the same point is what is recorded, so that the
-record and the run cannot differ. Imports nothing heavy: every rank loads this module.
+The worker gets the point and nothing else, and the run records the same point, so that the two cannot differ.
+Imports nothing heavy: every rank loads this module.
 """
 
 import hashlib
@@ -13,19 +13,21 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from labkit.lab.units import format_bytes
+from labkit.machine import available_memory_bytes
+
 if TYPE_CHECKING:
     from labkit.machine import Machine
 
-
 START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
-"""Allowances in a plan: for ranks to start, and for the inputs, checks and warm-up of a point."""
+"""Seconds that a plan allows for ranks to start, and for the inputs, checks and warm-up of a point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The fields of every point. A study adds others; all must be JSON-able.
+    """Fields of every point. A lab adds others; all must be JSON-able.
 
-    Lists are tuples here (a point is hashable) and come back from a run's file as lists.
+    Lists are tuples here (a point is hashable), and lists again when read from a run.
     """
 
     world_size: int = 1
@@ -35,38 +37,38 @@ class Point:
     scheduling: str = "batch"
     """Scheduling policy of CPU ranks, "batch" (SCHED_BATCH) or "default"."""
     timeout_s: float = 120.0
-    """After this the ranks are ended and the point is recorded as `timeout`."""
+    """Deadline, after which the ranks are ended and the point is recorded as `timeout`."""
 
     fresh_ranks: bool = False
-    """Whether new processes measure it: for what happens once in the life of a process."""
+    """Whether new processes measure it, for effects that occur once per process."""
 
     @classmethod
     def of(cls, config: Any, **values: Any) -> Self:
-        """The point with these fields, and all others that `config` has under the same name; lists become tuples."""
+        """Make a point with these fields, and with all others that `config` has; lists become tuples."""
         shared = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
         lists = {name: tuple(value) for name, value in (shared | values).items() if isinstance(value, list)}
         return cls(**shared | values | lists)
 
     @cached_property
     def id(self) -> str:
-        """Twelve hexadecimal digits that identify the description, in every process and on every machine."""
+        """Twelve hexadecimal digits that identify the description, in every process on every machine."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def describe(self) -> dict[str, Any]:
-        """The point as JSON has it: fields by name, tuples as lists."""
+        """Fields by name as JSON has them, with tuples as lists."""
         description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return description
 
     @property
     def of_ranks(self) -> tuple[Any, ...]:
-        """Neighbors that are equal in this share one group of ranks."""
+        """Key of the group of ranks: neighbors with equal keys share one."""
         shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
         return (*shared, self.id) if self.fresh_ranks else shared
 
     @property
     def series(self) -> tuple[Hashable, float] | None:
-        """(series, size): after one of a series runs out of memory or takes far too long, larger ones are skipped."""
+        """(series, size): larger points of a series are skipped after one that ran out of memory or took too long."""
         return None
 
     def skip_reason(self, machine: "Machine") -> str | None:
@@ -75,13 +77,13 @@ class Point:
 
     @property
     def start_s(self) -> float:
-        """The seconds that its ranks take to start, by the plan."""
+        """Planned seconds for its ranks to start."""
         is_on_gpu = self.backend == "nccl" or getattr(self, "device", "cpu") == "cuda"
         return START_ON_GPU_S if is_on_gpu else START_S
 
     @property
     def planned_s(self) -> float:
-        """The seconds it takes by the plan: nothing is measured."""
+        """Planned seconds of the point itself."""
         return POINT_S
 
     def mentions(self, names: Set[str]) -> bool:
@@ -90,27 +92,27 @@ class Point:
         return any(not names.isdisjoint(value if isinstance(value, tuple) else (value,)) for value in values)
 
     def title(self) -> str:
-        """A few words for a progress line."""
+        """Short name for a progress line."""
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPoint(Point):
-    """One whose alternatives take turns before the clock."""
+    """A point whose alternatives are timed in interleaved rounds."""
 
     warmup: int = 2
-    """Rounds that are thrown away."""
+    """Rounds that do not count."""
     repeats: int = 10
-    """Rounds that are kept, at most."""
+    """Rounds that count, at most."""
     ratio_within: float = 0.0
-    """Rounds end when the ratio of any two alternatives is known to this share; 0: they do not."""
+    """Rounds end once the ratio of any two alternatives is known to this share; 0: they do not."""
     rounds_s: float | None = None
-    """They end after so many seconds, too; None: they do not."""
+    """Seconds after which rounds end; None: no limit."""
     seed: int = 0
 
     @property
     def contests(self) -> int:
-        """How often alternatives take turns in it, each time for at most `rounds_s`."""
+        """Number of sets of rounds in the point, each of at most `rounds_s`."""
         return 1
 
     @property
@@ -119,18 +121,18 @@ class TimedPoint(Point):
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """Options of `time_parts_interleaved`: how many rounds, until when, and the seed of their order."""
+        """Options of `time_parts_interleaved`: number and end of the rounds, and the seed of their order."""
         ends = {"ratio_within": self.ratio_within, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
     def seed_of(self, rank: int) -> int:
-        """The seed of a rank's batch."""
+        """Seed of a rank's batch."""
         return (1000 * self.seed + rank) % 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPoint(TimedPoint):
-    """One that may be measured once more, by another group of ranks at another time (`labkit.bench.sessions`)."""
+    """A point that may be measured again, by other ranks at another time (`labkit.bench.sessions`)."""
 
     session: int = 1
 
@@ -146,20 +148,36 @@ P = TypeVar("P", bound=SessionPoint)
 
 
 def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
-    """The points again in each session but the first, the last one first: what drifts evenly hits all alike."""
+    """Yield the points of each further session, in reverse order, so that a steady drift affects all alike."""
     for _ in range(1, sessions):
         points = [point.next_session() for point in reversed(points)]
         yield from points
 
 
 def planned_s(points: Iterable[Point]) -> float:
-    """The seconds that points take by the plan: all rounds until their time is up, and allowances.
+    """Planned seconds of points: allowances, and all rounds until their time is up.
 
-    A device for which six rounds take longer than `rounds_s` takes longer.
+    Devices on which six rounds take longer than `rounds_s` need more.
     """
     return sum(group[0].start_s + sum(point.planned_s for point in group) for group in by_ranks(points))
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
-    """Neighbors that can share one group of ranks."""
+    """Group neighbors that can share ranks."""
     return [list(group) for _, group in groupby(points, key=lambda point: point.of_ranks)]
+
+
+def skip_reason(
+    machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1, says: str = "needs {}"
+) -> str | None:
+    """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
+
+    On "cuda" each rank has a GPU, as far as there are enough, and the smallest of them decides. `says` words the bytes.
+    """
+    if reason := machine.no_device_reason(device):
+        return reason
+    gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
+    available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
+    if needed_bytes <= available:
+        return None
+    return f"{says.format(format_bytes(needed_bytes))}, {format_bytes(available)} available"

@@ -1,30 +1,30 @@
-"""Where things are: what comes with labkit, found from the package, and the folder that a user's results go to."""
+"""Paths: files that come with labkit, and the folder of a user's results."""
 
 import json
 import os
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal
+from typing import Any, Literal
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def checkout() -> Path | None:
-    """The checkout that labkit is used from; None for one that is installed elsewhere."""
+    """Root of the checkout; None for an installed labkit."""
     root = PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir() else None
 
 
 def project_root() -> Path:
-    """Where runs, figures, reports and data sets go: $LABKIT_HOME, else the checkout, else the working directory."""
+    """Folder of runs, figures, reports and data sets: $LABKIT_HOME, else the checkout, else the working directory."""
     if home := os.environ.get("LABKIT_HOME"):
         return Path(home).expanduser().resolve()
     return checkout() or Path.cwd()
 
 
 def shipped() -> Path:
-    """What comes with labkit: notebooks and data, in the checkout, or with the package where that is installed."""
+    """Folder of the notebooks and data that come with labkit: the checkout, or inside an installed package."""
     return checkout() or PACKAGE / "shipped"
 
 
@@ -44,7 +44,7 @@ def reference_directory() -> Path:
 
 
 def datasets_directory() -> Path:
-    """What was fetched to train on, ignored by git."""
+    """Downloaded data sets, ignored by git."""
     return project_root() / "data" / "datasets"
 
 
@@ -61,7 +61,7 @@ def notebooks_directory() -> Path:
 
 
 def check_writable(*folders: Path) -> None:
-    """ParameterError, with the way out, for a folder in which no file can be made, or which itself cannot be made."""
+    """ParameterError, with the way out, for a folder that cannot be made or takes no files."""
     from labkit.lab.config import ParameterError  # ranks look for folders, too, and start without pydantic
 
     for folder in folders:
@@ -69,17 +69,13 @@ def check_writable(*folders: Path) -> None:
             there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
             TemporaryFile(dir=there).close()
         except OSError as error:
-            way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports to a folder of yours"
             is_ours = folder.resolve().is_relative_to(project_root())
-            message = f"{folder} cannot be written ({error.strerror})"
-            raise ParameterError(message + (way_out if is_ours else "")) from None
+            way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere" if is_ours else ""
+            raise ParameterError(f"{folder} cannot be written ({error.strerror}){way_out}") from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: under a temporary name next to it, then renamed.
-
-    OSError, with the name of the file, if that fails.
-    """
+    """Write a file whole or not at all, by renaming a temporary one. OSError with the file's name if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -92,7 +88,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def notebook_path(lab: str) -> Path:
-    """The notebook of a lab: `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
+    """Path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
@@ -100,9 +96,9 @@ def notebook_path(lab: str) -> Path:
 
 
 def committed_notebook(lab: str) -> tuple[str, bool]:
-    """The notebook of a lab as text, for a report, and whether its file is an edited one, which a reader explores with.
+    """Text of a lab's notebook for a report, and whether the file was edited.
 
-    Of an edited notebook git's last commit is taken; without git the file.
+    The text is that of git's last commit if the file was edited; without git it is the file's.
     """
     path = notebook_path(lab)
     text = path.read_text(encoding="utf-8")
@@ -116,7 +112,7 @@ def committed_notebook(lab: str) -> tuple[str, bool]:
 
 
 def _code_cells(text: str) -> list[str] | None:
-    """The source of each code cell; None for what is no notebook, as after a failed merge."""
+    """Source of each code cell; None for a file that is no notebook, as after a failed merge."""
     try:
         cells = json.loads(text)["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -125,21 +121,27 @@ def _code_cells(text: str) -> list[str] | None:
 
 
 def relative_to_project(path: Path) -> str:
-    """A path as a reader of a page can use it: relative to the project, or to what comes with labkit, where inside."""
+    """Path for a page: relative to the project, or to the files that come with labkit, if inside."""
     resolved = path.resolve()
     root = next((root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None)
     return str(resolved.relative_to(root) if root else path)
 
 
 def path_from_here(path: Path) -> str:
-    """A path as a reader of the terminal can use it: relative to the working directory where inside."""
+    """Path for a terminal: relative to the working directory if inside."""
     resolved, here = path.resolve(), Path.cwd()
     return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
-    """What lies at a path that a reader gave; None also for what can be no path, as a text of 10,000 characters."""
+    """Kind of a path from a user; None if nothing is there, or if the text can be no path (10,000 characters)."""
     try:
         return "file" if Path(path).is_file() else "folder" if Path(path).is_dir() else None
     except (OSError, ValueError):
         return None
+
+
+def forget_version(model: dict[str, Any], **_: Any) -> None:
+    """Hook that JupyterLab calls before it saves: a notebook does not record which Python ran it."""
+    if model["type"] == "notebook":
+        model["content"]["metadata"].get("language_info", {}).pop("version", None)

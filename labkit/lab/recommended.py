@@ -1,8 +1,8 @@
-"""What this machine's own runs recommend, topic by topic, joined into one configuration of a training step.
+"""Recommendations from this machine's runs, by topic, joined into one configuration of a training step.
 
 A recommendation is an alternative that was significantly faster than the default in the newest run of a lab here, on
-the model asked for or the measured one nearest in size. It is the alternative that is best in all of the lab's
-configurations, unless that nearest one shows no gain for it.
+the requested model or the measured one nearest in size. It is the best alternative over all configurations of the lab,
+unless the nearest one shows no gain for it.
 """
 
 import math
@@ -14,18 +14,18 @@ import numpy as np
 import pandas as pd
 
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.columns import label
 from labkit.lab.metric import Metric
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.units import label
 from labkit.machine import Machine, describe_machine
 
-MAX_LENGTH_RATIO = 2.0  # by which a measured sequence may differ in length for its result to be taken over
+MAX_LENGTH_RATIO = 2.0  # factor by which a measured sequence may differ in length for its result to apply
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a step is trained. The defaults are those of a script that changes nothing."""
+    """Configuration of a training step. The defaults are those of a script that changes nothing."""
 
     precision: str = "float32"
     attention: str = "explicit"
@@ -40,7 +40,7 @@ RANK_FIELDS = ("wrapper",)
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A field of `Configuration`, the value to take, and the comparison behind it: time over that of the default."""
+    """A field of `Configuration`, the value to use, and the comparison behind it: its time over the default's."""
 
     topic: str
     lab: str
@@ -54,17 +54,17 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Topic:
-    """A field of `Configuration`, and the comparison of the lab that decides it."""
+    """A field of `Configuration`, and the lab's comparison that decides it."""
 
     field: str
     lab: str
     baseline: str
     metric: Metric
     near: str
-    """The column in which the nearest configuration is looked for: a model, or "sequence"."""
+    """Column in which the nearest configuration is found: a model, or "sequence"."""
 
     def recommend(self, frame: pd.DataFrame, model: str, context_length: int) -> Recommendation:
-        """The alternative to take, from the frame of a run."""
+        """Recommend an alternative from the frame of a run."""
         table = self.metric.ratios_to(self.baseline, frame)
         distance = self._distances(table, model, context_length)
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
@@ -84,7 +84,7 @@ class Topic:
         return getattr(DEFAULT, self.field)
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
-        """How far each row is from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
+        """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
         if self.near == "sequence":
             distance = np.log(table["sequence"].astype(float) / context_length).abs()
             return distance.where(distance <= math.log(MAX_LENGTH_RATIO))
@@ -116,7 +116,7 @@ TOPICS = (
 
 
 def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> list[Recommendation]:
-    """One for each field of `Configuration`, in its order."""
+    """Recommend a value for each field of `Configuration`, in its order."""
     return [
         topic.recommend(runs[topic.lab].frame(), model, context_length)
         if topic.lab in runs
@@ -126,12 +126,12 @@ def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> list[
 
 
 def join(recommendations: Sequence[Recommendation]) -> Configuration:
-    """The configuration that follows all of them."""
+    """Join recommendations into one configuration."""
     return Configuration(**{one.topic: one.value for one in recommendations})  # type: ignore[arg-type]
 
 
 def newest_runs(machine: Machine | None = None, labs: Container[str] | None = None) -> dict[str, Run]:
-    """By lab, of `labs` (None: those that decide a topic), the newest run of this machine that holds anything."""
+    """Newest run of this machine with rows, by lab; of `labs`, or of those that decide a topic."""
     here = machine or describe_machine()
     wanted = {topic.lab for topic in TOPICS} if labs is None else labs
     runs: dict[str, Run] = {}

@@ -1,14 +1,26 @@
-"""Numbers as people read them: times, sizes and rates with a unit and three digits."""
+"""Numbers as people read them, and what every column of a frame is called: once for tables, figures and sentences.
+
+A column that is not listed is called by its name, and the end of its name gives the unit: `step_s`, `peak_bytes`.
+Imports nothing heavy: ranks load this module.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def format_seconds(seconds: float) -> str:
-    """0.00123 -> "1.23 ms". Above two minutes as minutes and seconds."""
+    """0.00123 -> "1.23 ms"; minutes and seconds above two minutes."""
     if math.isnan(seconds):
         return "not measured"
     if seconds >= 119.5:
@@ -21,12 +33,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """65536 -> "64 KiB"; binary units, as sizes of tensors usually are."""
+    """65536 -> "64 KiB"."""
     return _scale(n_bytes, _SIZE_UNITS, "B")
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """1.5e9 -> "1.5 GB/s"; decimal units, as bandwidths usually are."""
+    """1.5e9 -> "1.5 GB/s"; decimal units, as usual for bandwidths."""
     return _scale(bytes_per_s, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
 
 
@@ -36,12 +48,12 @@ def format_flops(flops: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three digits, and from a thousand on whole numbers with separators: 0.784, 1,822."""
+    """Three digits, or a whole number with separators from 1000 up: 0.784, 1,822."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.3g}"
 
 
 def format_factor(value: float) -> str:
-    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47"; "many" of what is zero or less."""
+    """1.25 -> "1.2", 3.0 -> "3", 47.3 -> "47", infinity -> "many"."""
     if math.isinf(value):
         return "many"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}".removesuffix(".0")
@@ -54,11 +66,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun[:-1]}ies" if noun.endswith("ty") else f"{number} {noun}s"
 
 
-def join_words(words: list[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _three_digits(value: float) -> str:
@@ -66,10 +76,145 @@ def _three_digits(value: float) -> str:
 
 
 def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
-    """In the largest unit of which there is one at least, or whole in the smallest."""
+    """The value in the largest unit that is not larger than it, or whole in the smallest unit."""
     if math.isnan(value):
         return "not measured"
     for scale, unit in units:
         if abs(value) >= scale:
             return f"{_three_digits(value / scale)} {unit}"
     return f"{value:.0f} {smallest}"
+
+
+Form = Callable[[float], str]
+INTERVAL = "interval"
+"""Key in a table's `attrs`: the confidence of its intervals, if that is not 95%."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column reads: `title` above a table, `axis` in a figure, `form` of its values, `label` of a single value.
+
+    `doubles`: values double along an axis. `is_internal`: the column tells rows apart and means nothing to a reader.
+    """
+
+    title: str
+    axis: str
+    form: Form
+    label: str = "{title} {value}"
+    doubles: bool = False
+    is_internal: bool = False
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _flops_per_s(value: float) -> str:
+    return f"{format_flops(value)}/s"
+
+
+# (ending of a name, its replacement in the title, form): cells carry their unit, so most titles drop it.
+_ENDINGS: tuple[tuple[str, str, Form], ...] = (
+    ("_flops_per_s", "", _flops_per_s),
+    ("_gb_per_s", " (GB/s)", format_number),
+    ("_bytes_per_s", "", format_rate),
+    ("_per_s", " per second", format_number),
+    ("_flops", "", format_flops),
+    ("_bytes", "", format_bytes),
+    ("_s", "", format_seconds),
+    ("_percent", " (%)", format_number),
+    ("_ns_per_byte", " (ns/byte)", format_number),
+)
+_COLUMNS = {
+    "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
+    "bytes": Column("bytes", "memory", format_bytes, "{value}"),
+    "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
+    "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
+    "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
+    "gpu_hours": Column("GPU-hours per 1B tokens", "GPU-hours per billion tokens", format_number),
+    "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
+    "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
+    "seconds": Column("time", "time", format_seconds),
+    "sequence": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True),
+    "context_length": Column("context", "context length (tokens)", _whole, "{value} tokens", doubles=True),
+    "head_dim": Column("head dim", "head dimension", _whole),
+    "batch": Column("batch", "batch", _whole),
+    "features": Column("features", "features", _whole, "{value} features"),
+    "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
+    "algbw_gb_per_s": Column("algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number),
+    "flops_per_s": Column("FLOP/s", "FLOP/s", _flops_per_s),
+    "bytes_per_s": Column("bytes per second", "bytes per second", format_rate),
+    "flops": Column("FLOPs", "FLOPs", format_flops),
+    "ratio": Column("ratio", "ratio of times", format_number),
+    "warmup": Column("warm-up steps", "warm-up steps", format_number),
+    "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
+    "keep_trace": Column("with a trace", "with a trace", format_number),
+    "detail": Column("in detail", "in detail", format_number),
+    "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
+    "tflop_per_s": Column("TFLOP/s", "TFLOP/s", format_number),
+    "gflop": Column("GFLOP", "GFLOP", format_number),
+    "sweep": Column("sweep", "sweep", format_number, is_internal=True),
+    "panel": Column("panel", "panel", format_number, is_internal=True),
+    "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
+    "of_bucket_mb": Column("of bucket", "of bucket", format_number, is_internal=True),
+}
+
+_BETTER = {
+    "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
+    "lower is better": ("bytes", "loss", "waiting_percent", "error", "gpu_hours"),
+    "lower is faster": ("seconds", "_s", "ratio"),
+}
+"""Endings of column names by the direction that is better."""
+
+
+def better(name: str) -> str | None:
+    """Direction that is better along a column, such as "lower is faster"; None if neither is."""
+    return next((words for words, endings in _BETTER.items() if name.endswith(endings)), None)
+
+
+def column(name: str) -> Column:
+    """Look up a column, or derive it from its name."""
+    if name in _COLUMNS:
+        return _COLUMNS[name]
+    for ending, unit, form in _ENDINGS:
+        if name.endswith(ending):
+            title = name.removesuffix(ending).replace("_", " ") + unit
+            return Column(title, title, form, "{value}" if ending == "_bytes" else "{title} {value}")
+    words = name.replace("_", " ")
+    return Column(words, words, format_number)
+
+
+def label(name: str, value: Any) -> str:
+    """Format a value on its own: "butterfly", "4 ranks", "64 KiB", "batch 8", "compiled"."""
+    if isinstance(value, str):
+        return value.replace("_", " ")
+    about = column(name)
+    if isinstance(value, bool | np.bool_):
+        return about.title if value else f"not {about.title}"
+    if not isinstance(value, Real):
+        return f"{about.title} {value}"
+    text = about.label.format(title=about.title, value=about.form(float(value)))
+    return text.removesuffix("s") if value == 1 and about.label.startswith("{value} ") else text  # "1 rank"
+
+
+def format_value(name: str, value: Any) -> str:
+    """Format a value of a column for a sentence, with its unit."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
+    return column(name).form(float(value)) if is_number else label(name, value)
+
+
+def label_range(name: str, values: Sequence[float]) -> str:
+    """Label ascending numbers together: "2 and 4 ranks", "4 KiB to 10 MiB", "batch 8"."""
+    if len(values) == 1 or not all(isinstance(value, Real) for value in values):
+        return join_words([label(name, value) for value in values])
+    about = column(name)
+    text = (" and " if len(values) == 2 else " to ").join(about.form(float(end)) for end in (values[0], values[-1]))
+    return about.label.format(title=about.title, value=text)
+
+
+def labels(table: "pd.DataFrame", columns: Sequence[str]) -> list[str]:
+    """Name each row by its values in some columns, such as "small, forward"; missing values are left out."""
+    return [
+        ", ".join(label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
+        for row in table.to_dict("records")
+    ]

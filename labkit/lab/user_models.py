@@ -1,13 +1,13 @@
-"""Models of a user, measured beside the named sizes: `lab.measure(models={"mine": mine})`.
+"""A user's models, measured with the named sizes: `lab.measure(models={"mine": mine})`.
 
     def mine():
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         return model, torch.randn(16, 8, 8), torch.randint(10, (16,)), nn.functional.cross_entropy
 
 A model is a function without arguments that returns (model, inputs, targets, loss), so that `loss(model(inputs),
-targets)` is one number; or a `TransformerShape`, which is measured like the named sizes, with the lab's batches. Ranks
-call the function with the lab's device as the default one, and seeded: all have the same parameters, and a random batch
-is another one on each. Imports nothing heavy but torch: every rank loads this module.
+targets)` is one number; or a `TransformerShape`, measured like the named sizes with the lab's batches. Ranks call the
+function with the lab's device as default and seeded: all have the same parameters, and different random batches.
+Imports nothing heavy but torch: every rank loads this module.
 """
 
 import copy
@@ -35,19 +35,19 @@ EXPECTED = "a TransformerShape, or a function that returns (model, inputs, targe
 Model = TransformerShape | Callable[[], Any]
 MODEL_FIELDS = ("size", "model", "workload")
 """Fields of points that name a model."""
-# Files of labkit and of Python, and code without a file.
+# files of labkit and of Python, and code without a file
 NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
 
 _models: dict[str, Model] = {}
 
 
 class ModelError(RuntimeError):
-    """An error of a user's model, with the line that raised it."""
+    """Error in a user's model, with the line that raised it."""
 
 
 @contextmanager
 def registered_models(models: Mapping[str, Model]) -> Iterator[None]:
-    """Within the block, these are models by name, as the named sizes are."""
+    """Register models by name within the block, next to the named sizes."""
     before = dict(_models)
     _models.update(models)
     try:
@@ -58,30 +58,30 @@ def registered_models(models: Mapping[str, Model]) -> Iterator[None]:
 
 
 def model_names() -> tuple[str, ...]:
-    """The named sizes, and the user's models."""
+    """Names of the named sizes and the user's models."""
     return (*SIZES, *_models)
 
 
 def user_model_names() -> tuple[str, ...]:
-    """The user's models."""
+    """Names of the user's models."""
     return tuple(_models)
 
 
 def shape_of(name: str) -> TransformerShape | None:
-    """The shape of a named size, or of a user's; None for a model that is no Transformer of labkit's."""
+    """Shape of a named size or of a user's `TransformerShape`; None for other models."""
     model = {**SIZES, **_models}.get(name)
     return model if isinstance(model, TransformerShape) else None
 
 
 def source_of(name: str) -> TransformerShape | Callable[[], Trained]:
-    """The shape or function that `TrainingStep` and `workload_of` make a model from. ValueError for an unknown name."""
+    """Shape or function from which `TrainingStep` and `workload_of` build a model. ValueError for an unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
     return shape_of(name) or partial(_call, _models[name])
 
 
 def parameters_of(name: str) -> int | None:
-    """The number of parameters of a model; None if it can't be made on the meta device."""
+    """Number of parameters of a model; None if it cannot be built on the meta device."""
     if (shape := shape_of(name)) is not None:
         return n_parameters(shape)
     try:
@@ -93,7 +93,7 @@ def parameters_of(name: str) -> int | None:
 
 
 def describe_model(name: str) -> dict[str, Any]:
-    """Columns for the rows of a user's model, from which a run is read where the model is not at hand."""
+    """Columns for the rows of a user's model, by which a run can be read without the model."""
     if name not in _models:
         return {}
     shape = shape_of(name)
@@ -102,7 +102,7 @@ def describe_model(name: str) -> dict[str, Any]:
 
 
 def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
-    """Register, for the time of the block, the shapes of the user's Transformers that the rows of a run record."""
+    """Register, within the block, the shapes of the user's Transformers that are recorded in the rows of a run."""
     own: dict[str, Model] = {}
     for column in {*MODEL_FIELDS} & {*frame.columns} if "model_shape" in frame else ():
         for name, written in frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False):
@@ -113,9 +113,9 @@ def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
 
 @contextmanager
 def errors_with_line(name: str | None) -> Iterator[None]:
-    """Raise errors of a user's model as `ModelError` with its line, or with that of the function if it has none.
+    """Raise errors of a user's model as `ModelError` with its line, or with the line of the function.
 
-    Running out of memory is raised as it is.
+    Out-of-memory errors pass through.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def errors_with_line(name: str | None) -> Iterator[None]:
 
 
 def user_line(error: Exception) -> str:
-    """ ", line 3 of the cell", or of a file: the deepest line that is neither labkit's nor installed; else ""."""
+    """The deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if place := user_file(frame.filename):
             return f", line {frame.lineno} of {place}"
@@ -136,7 +136,7 @@ def user_line(error: Exception) -> str:
 
 
 def user_file(path: str) -> str:
-    """The name of a file that is neither labkit's nor installed, "the cell" for code without one; "" for others."""
+    """Name of a user's file, "the cell" for code without one; "" for files of labkit and of installed packages."""
     return "" if path.startswith(NOT_THE_USERS) or "site-packages" in path else _place(path)
 
 
@@ -150,7 +150,7 @@ def _place(filename: str) -> str:
 
 
 def _call(make: Any) -> Trained:
-    """Call a user's function: the result on the default device, sharing nothing with earlier results."""
+    """Call a user's function; its result is on the default device and shares nothing with earlier results."""
     result = make()
     if not isinstance(result, tuple) or len(result) != 4:
         raise ValueError(f"expected (model, inputs, targets, loss), got {_kind(result)}")
@@ -174,7 +174,7 @@ def _call(make: Any) -> Trained:
             raise ValueError("expected a loss with a gradient, got one that does not depend on the parameters")
         return value
 
-    # a copy of everything around tensors that are copied here: those on a fake device can be in no other way
+    # deepcopy cannot copy tensors on a fake device, so these are copied first
     tensors: dict[int, Any] = {id(one): nn.Parameter(moved(one), one.requires_grad) for one in model.parameters()}
     tensors |= {id(one): moved(one) for one in model.buffers()}
     return Trained(copy.deepcopy(model, tensors), tree_map(moved, inputs), tree_map(moved, targets), one_number)

@@ -1,4 +1,4 @@
-"""A user's own alternatives and models beside those of a lab: checked, carried to the ranks, measured in turns."""
+"""A user's alternatives and models, measured with those of a lab: checked, sent to the ranks, interleaved."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ from labkit.nn.workloads import RESNET50
 
 @dataclass(frozen=True)
 class Plugins:
-    """A user's own, by name: alternatives for the lab's `register`, models as `lab.user_models` describes them."""
+    """A user's alternatives for the lab's `register`, and models (`lab.user_models`), by name."""
 
     alternatives: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Plugins:
 
 @contextmanager
 def registered(register: Register, plugins: Plugins) -> Iterator[None]:
-    """Register them in this process for the time of the block. ParameterError for a name that is taken."""
+    """Register plugins in this process within the block. ParameterError for a name that is taken."""
     with ExitStack() as added:
         for name, alternative in plugins.alternatives.items():
             try:
@@ -39,7 +39,7 @@ def registered(register: Register, plugins: Plugins) -> Iterator[None]:
 
 
 def check_plugins(study: Lab, plugins: Plugins) -> None:
-    """Refuse, with a ParameterError, alternatives or models that the lab has no place for, bad names and bad values."""
+    """ParameterError for alternatives or models that the lab has no place for, bad names and bad values."""
     for kind, plugged, has_place in (
         ("alternatives", plugins.alternatives, study.plugin_parameter is not None),
         ("models", plugins.models, study.takes_models),
@@ -64,9 +64,9 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
 
 
 def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False) -> LabConfig:
-    """The config with these names in its lists of alternatives and of models; empty lists of models stay empty.
+    """Add these names to the config's lists of alternatives and of models; empty lists of models stay empty.
 
-    `only`: in place of labkit's. ParameterError if there are none then.
+    `only`: they replace labkit's. ParameterError if there are none then.
     """
     if only and not plugins.alternatives and not plugins.models:
         raise ParameterError(f"{study.name}: only=True measures alternatives or models of yours: pass some")
@@ -81,11 +81,10 @@ def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: 
 
 
 def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:
-    """The lab's worker; in a rank it registers the user's own first."""
-    worker: Callable[..., Any] = study.worker
-    if not plugins.alternatives and not plugins.models:
-        return worker
-    return partial(_work, study.register, plugins, worker)
+    """Wrap the lab's worker so that it registers the plugins in the rank first."""
+    if plugins.alternatives or plugins.models:
+        return partial(_work, study.register, plugins, study.worker)
+    return study.worker
 
 
 def _work(

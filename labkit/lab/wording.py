@@ -1,29 +1,26 @@
-"""How answers word sizes and places: "15 to 23% less time", "from 1 MiB up", "2 and 4 ranks, 4 KiB to 10 MiB"."""
+"""How answers word amounts and regions: "15 to 23% less time", "from 1 MiB up", "2 and 4 ranks, 4 KiB to 10 MiB"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
-from labkit.lab.columns import column, label, label_of_several
-from labkit.lab.units import counted, format_factor, join_words
+from labkit.lab.units import column, counted, format_factor, join_words, label, label_range
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
-UNEVEN = 2.0  # an interval whose ends differ by more than this factor does not give a size
-MAX_REGIONS = 2
-MAX_NAMES = 4  # names that a scope lists before it counts them
+UNEVEN = 2.0  # an interval whose ends differ by more than this factor gives no size
+MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 
 
 @dataclass(frozen=True)
 class Phrasing:
-    """Words for less and more of a quantity, after a subject and before a baseline; `{n}` is the amount."""
+    """Words for less and more of a quantity, between a subject and a baseline; `{n}` is the amount."""
 
     noun: str
     less: str
     """For a share: "takes {n} less time than"."""
     fraction: str
-    """For less than half, as the factor the other way round."""
+    """For less than half, as the inverse factor: "is {n} times faster than"."""
     more: str
     multiple: str
     better: str
@@ -34,13 +31,13 @@ class Phrasing:
         ratios = quotable(rows)["ratio"].astype(float)
         is_less = ratios.iloc[0] < 1
         factors = sorted(1 / ratios if is_less else ratios)
-        if factors[-1] >= TWOFOLD:
-            words = self.fraction if is_less else self.multiple
-            if is_less and "of the" in words:
-                return words.format(n=_percent_span(1 / factors[-1], 1 / factors[0]))
-            return words.format(n=_span(*(format_factor(factor) for factor in (factors[0], factors[-1]))))
-        shares = [1 - 1 / factor if is_less else factor - 1 for factor in (factors[0], factors[-1])]
-        return (self.less if is_less else self.more).format(n=_percent_span(*shares))
+        least, most = factors[0], factors[-1]
+        if most < TWOFOLD:
+            shares = [1 - 1 / factor if is_less else factor - 1 for factor in (least, most)]
+            return (self.less if is_less else self.more).format(n=_percent_span(*shares))
+        if is_less and "of the" in self.fraction:
+            return self.fraction.format(n=_percent_span(1 / most, 1 / least))
+        return (self.fraction if is_less else self.multiple).format(n=_span(format_factor(least), format_factor(most)))
 
 
 TIME = Phrasing(
@@ -64,7 +61,7 @@ MEMORY = Phrasing(
 
 
 def phrasing(value: str) -> Phrasing:
-    """Words for the quantity in a column, by its name."""
+    """Choose words for the quantity in a column by its name."""
     if value.endswith("bytes"):
         return MEMORY
     if value == "seconds" or value.endswith("_s"):
@@ -75,15 +72,15 @@ def phrasing(value: str) -> Phrasing:
 
 
 def quotable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows whose interval is narrow enough to quote their ratio; all rows if none is."""
+    """Keep rows whose interval is narrow enough to quote their ratio; all rows if none is."""
     even = rows[(rows["high"] <= UNEVEN * rows["low"]).to_numpy(dtype=bool)]
     return even if len(even) else rows
 
 
 def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
-    """Name what `rows` share and no other row of the table has: "from 1 MiB up", "with 4 ranks", "for mini".
+    """Name the values that `rows` share and other rows of the table lack: "from 1 MiB up", "with 4 ranks", "for mini".
 
-    None if `rows` are no unbroken part of the table along any of the columns `along`.
+    None if `rows` are no unbroken range of any of the columns `along`.
     """
     for name in along:
         values, theirs = table[name], set(rows[name])
@@ -101,61 +98,32 @@ def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str
     return None
 
 
-def describe_regions(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
-    """`describe_region`, or a region for each value of one column: "up to 64 KiB with 2 ranks, up to 1 MiB with 4".
-
-    None if that takes more than `MAX_REGIONS`.
-    """
-    if (region := describe_region(table, rows, along)) is not None:
-        return region
-    for name in sorted(along, key=lambda name: table[name].nunique()):
-        regions: dict[str | None, list[Any]] = {}
-        for value, group in table.groupby(name):
-            better = group[group.index.isin(rows.index)]
-            is_whole = len(better) == len(group)
-            if len(better):
-                regions.setdefault("" if is_whole else describe_region(group, better, along), []).append(value)
-        if None not in regions and len(regions) <= MAX_REGIONS and table[name].nunique() > 1:
-            word = "in" if name == "dtype" else "with" if name == "world_size" else "at"
-            parts = [f"{region} {word} {_label_several(name, values)}".strip() for region, values in regions.items()]
-            return join_words(parts)
-    return None
-
-
-def _label_several(name: str, values: Sequence[Any]) -> str:
-    """ "4 and 6 ranks", "float32"; a unit that all share is said once."""
-    *first, last = [label(name, value) for value in values]
-    number, _, unit = last.partition(" ")
-    is_shared = number[:1].isdigit() and all(text[:1].isdigit() and text.partition(" ")[2] == unit for text in first)
-    return join_words([*(text.partition(" ")[0] if is_shared else text for text in first), last])
-
-
 def describe_scope(table: pd.DataFrame, columns: Sequence[str]) -> str:
-    """Say which configurations a table covers: "gloo, 2 and 4 ranks, 4 KiB to 10 MiB"."""
-    parts = [_values_of(name, table[name].dropna()) for name in columns if name in table]
+    """Say which configurations a table covers: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"."""
+    parts = [_describe_values(name, table[name].dropna()) for name in columns if name in table]
     return " · ".join(filter(None, parts))
 
 
 def capitalize(text: str) -> str:
-    """The first letter as a capital, unless the first word is a name in code."""
+    """Capitalize the first letter, unless the first word is a name in code."""
     return text if "_" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
-def _values_of(name: str, values: pd.Series) -> str:
+def _describe_values(name: str, values: pd.Series) -> str:
     if column(name).is_internal or values.empty:
         return ""
     distinct = sorted(set(values))
     if isinstance(distinct[0], str | bool):
         names = [label(name, value) for value in values.unique()]
         return counted(len(names), column(name).title) if len(names) > MAX_NAMES else join_words(names)
-    return label_of_several(name, distinct)
+    return label_range(name, distinct)
 
 
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _percent_span(low: Any, high: Any) -> str:
-    """ "15 to 23%", with a digit behind the point below one percent."""
+def _percent_span(low: float, high: float) -> str:
+    """Format two shares as "15 to 23%", with one decimal if the first is below one percent."""
     digits = 0 if 100 * low >= 0.95 else 1
     return f"{_span(f'{100 * low:.{digits}f}', f'{100 * high:.{digits}f}')}%"

@@ -8,15 +8,15 @@ from datetime import UTC, datetime
 import nbformat
 import pytest
 
-from labkit.lab.commands.execute import notebook_parameters
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.pages import cards
+from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.html import piece
 from labkit.lab.pages.record import provenance_rows
 from labkit.lab.pages.report import export_page
 from labkit.lab.parameters import check_parameters
+from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
-from labkit.lab.runs.writer import RunWriter
 from labkit.machine import describe_machine
 from labkit.studies import LABS, load_lab
 from tests.faults.worker import FaultyPoint

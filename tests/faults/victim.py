@@ -21,7 +21,7 @@ project.runs_directory = lambda: FOLDER / "runs"
 from labkit.lab.answers import Report  # noqa: E402
 from labkit.lab.config import LabConfig  # noqa: E402
 from labkit.lab.declaration import Lab  # noqa: E402
-from labkit.lab.runs.writer import RunWriter  # noqa: E402
+from labkit.lab.runs.records import RunWriter  # noqa: E402
 from labkit.parallel.ranks import group as rank_group  # noqa: E402
 from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_time, measure_point  # noqa: E402
 

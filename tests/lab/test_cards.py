@@ -10,15 +10,15 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.answers import Answer, Question
-from labkit.lab.columns import INTERVAL
 from labkit.lab.figures import Lines
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import piece
 from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
+from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunHeader
-from labkit.lab.runs.writer import RunWriter
+from labkit.lab.units import INTERVAL
 from labkit.machine import Source, describe_machine
 from labkit.parallel.collectives import ALGORITHMS, ring_all_reduce
 from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
@@ -41,7 +41,7 @@ def answer_pieces(text):
     answer = Answer(text, text, pd.DataFrame({text: [text]}), text, 0.5, text, text, (text,))
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
     plot = Lines(x="n_bytes", y="seconds", hue="algorithm").plot(frame)
-    answered = cards.answer(question, answer, [cards.figure(plot, b"PNG", text, text, text)])
+    answered = cards.answer(question, answer, [cards.figure(plot, text, text, text)])
     return [answered.data, answered.on_page]
 
 
@@ -51,7 +51,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
     hosts = {text: [0], f"other {text}": [1]}
     pieces = [
         *answer_pieces(text),
-        cards.progress(Progress(1, 2, text)),
+        piece("progress", text=Progress(1, 2, text).line()),
         cards.table(pd.DataFrame({text: [text]}), text).data,
         cards.machine_card(machine, elsewhere=True, hosts=hosts).data,
     ]
@@ -94,7 +94,7 @@ def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path)
     assert rows["Resumed at"].split("; ") == [
         "2030-01-02 03:04:05 UTC, commit not recorded, by labkit measure fake --resume a",
         "2030-01-03 03:04:05 UTC, commit abc1234def with local changes, by labkit measure fake --resume a",
-        "a time that was not recorded, not a git checkout",
+        "a time that was not recorded, commit not recorded, by an unknown command",
     ]
 
 
@@ -146,7 +146,7 @@ def test_headings_name_medians_next_to_means_and_the_share_of_an_interval():
 def test_a_console_that_shows_no_html_gets_text():
     answer = Answer("yes", "Ring.", advice="Use `ring`.")
     answered = cards.answer(Question(id="which", text="Which?"), answer)
-    assert repr(answered) == "Which? [yes]\nRing.\nUse `ring`."
+    assert repr(answered).splitlines() == ["yes Ring.", "On this machine Use ring."]
     assert "Use <code>ring</code>." in answered.data
     frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
     assert repr(cards.table(frame, "Times.")) == "Times.\nname  time\nb  2 ms\nlonger  1.5 s"
@@ -161,11 +161,11 @@ def test_records_travel_with_a_piece_unseen():
     assert data == {"application/vnd.labkit.page+json": {}, "text/html": "<b>yes</b>", "text/plain": "yes"}
 
 
-def test_progress_says_how_long_it_has_taken_and_may_take():
-    begun = Progress(3, 9, "ring", elapsed_s=61.4, left_s=150.0, run="a")
-    assert "3 of 9 points   61 s so far, about 2 min 30 s left   ring" in cards.progress(begun)
-    assert begun.after(100).times() == "2 min 41 s so far, about 50 s left"
-    assert "0 of 9 points   fetching" in cards.progress(Progress(0, 9, "fetching"))
+def test_progress_says_how_far_it_is_and_how_long_it_has_taken():
+    begun = Progress(3, 9, "ring", elapsed_s=61.4, run="a")
+    assert begun.line() == "3 of 9 points   61 s so far   ring"
+    assert begun.line(100) == "3 of 9 points   2 min 41 s so far   ring"
+    assert Progress(0, 9, "fetching").line() == "0 of 9 points   fetching"
 
 
 def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():

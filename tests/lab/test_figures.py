@@ -48,26 +48,17 @@ def interval_lines(plot):
     return sum(segment[1][1] > segment[0][1] for line in lines for segment in line.get_segments())
 
 
-def test_published_points_are_saved_and_drawn_on_demand_only_and_the_file_has_exactly_what_is_drawn(tmp_path):
-    plot = draw(published=lambda: FRAME.assign(seconds=1e3), panel="world_size")
-    assert set(plot.data["source"]) == {"measured here"}
-    assert plot.figure.axes[0].get_ylim()[1] < 1  # not stretched by them
+def test_the_files_of_a_figure_have_exactly_what_is_drawn(tmp_path):
+    plot = draw(panel="world_size")
     plot.save(tmp_path / "figure_2.7B")
-    assert {path.name for path in tmp_path.iterdir()} == {"figure_2.7B.png", "figure_2.7B.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"figure_2.7B.svg", "figure_2.7B.csv"}
     saved = pd.read_csv(tmp_path / "figure_2.7B.csv")
-    assert saved["source"].value_counts().to_dict() == {"measured here": 4, "published": 4}
-    lines = [line for axis in plot.with_published.figure.axes for line in axis.get_lines()]
-    points = {tuple(point) for line in lines for point in line.get_xydata()}
-    assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} <= points
-    assert draw().with_published is None
-    alone = draw(FRAME.iloc[:0], published=lambda: FRAME)
-    assert set(alone.data["source"]) == {"published"}
+    points = {tuple(point) for axis in plot.figure.axes for line in axis.get_lines() for point in line.get_xydata()}
+    assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} == points
 
 
-def test_in_the_legend_what_ends_highest_is_first_and_published_lines_are_named_once():
-    plot = draw(published=lambda: FRAME)
-    names = [texts(one.figure.legends[0].get_texts()) for one in (plot, plot.with_published)]
-    assert names == [["torch", "ring"], ["torch", "ring", "published"]]
+def test_in_the_legend_what_ends_highest_is_first():
+    assert texts(draw().figure.legends[0].get_texts()) == ["torch", "ring"]
 
 
 def test_several_points_at_one_x_are_dots_and_no_line_goes_up_and_down_there():
@@ -91,7 +82,7 @@ def test_a_panel_has_few_lines_and_many_panels_take_several_rows():
 @pytest.mark.parametrize("values", [[1.0, 1.09], [0.9996, 1.0001], [3.0, 41.0], [1.03, 1.19]])
 def test_ticks_are_written_exactly(values, log):
     plot = Lines(x="n_bytes", y="ratio", log=log).plot(FRAME.iloc[:2].assign(ratio=values))
-    plot.png()
+    assert plot.svg
     axis = plot.figure.axes[0]
     labels = texts(axis.get_yticklabels())
     assert [float(text) for text in labels] == pytest.approx(list(axis.get_yticks()), rel=1e-9)
@@ -106,7 +97,7 @@ def test_a_logarithmic_axis_has_ticks_to_read_it_by_and_room_for_their_labels(en
 
 def test_axes_carry_units_and_say_which_way_is_better():
     plot = draw()
-    plot.png()
+    assert plot.svg
     axis = plot.figure.axes[0]
     assert "1 KiB" in texts(axis.get_xticklabels())
     assert any(text.endswith("ms") for text in texts(axis.get_yticklabels()))
@@ -125,12 +116,13 @@ def test_logarithmic_axes_are_named_or_refused():
 
 def test_a_drawing_has_its_text_as_text_the_colors_of_the_page_and_values_to_point_at():
     plot, again = draw(panel="world_size"), draw(panel="world_size")
-    svg = plot.svg("one")
-    assert (svg, plot.places()) == (again.svg("one"), again.places())
+    svg = plot.page_svg()
+    assert (svg, plot.places()) == (again.page_svg(), again.places())
     elements = ElementTree.fromstring(svg).iter()
     assert {"1 KiB", "ring", "torch"} <= {element.text for element in elements if element.tag.endswith("text")}
     assert not re.findall(r"#[0-9a-fA-F]{6}\b", svg)
-    assert not set(re.findall(r'id="([^"]*)"', svg)) & set(re.findall(r'id="([^"]*)"', plot.svg("two")))
+    other = draw(FRAME.assign(seconds=1.0)).page_svg()
+    assert not set(re.findall(r'id="([^"]*)"', svg)) & set(re.findall(r'id="([^"]*)"', other))
     places = json.loads(plot.places())
     assert all(0 <= edge <= 100 for *edges, _ in places for edge in edges)
     assert places[0][-1] == "ring · 1 KiB · 100 µs [90 µs, 120 µs]"
@@ -211,7 +203,7 @@ def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(ki
     figure = KINDS[kind]
     for empty in (STEPS.iloc[:0], STEPS.assign(seconds=float("nan"), low=float("nan"))):
         assert "nothing was measured" in figure.plot(empty).figure.texts[0].get_text()
-    assert figure.plot(STEPS).png() == figure.plot(STEPS).png()
+    assert figure.plot(STEPS).svg == figure.plot(STEPS).svg
     with pytest.raises(ValueError, match="no column"):
         figure.plot(STEPS.drop(columns="phase"))
 
@@ -229,7 +221,7 @@ def test_without_a_hue_all_is_of_one_color_and_needs_no_legend(kind):
     figure = ONE_COLOR[kind]
     plot = figure.plot(FRAME.iloc[:2].assign(model=["nano", "mini"]))
     assert plot.figure.legends == []
-    assert set(plot.data) - {"source", "low", "high"} <= {value for value in vars(figure).values() if value}
+    assert set(plot.data) - {"low", "high"} <= {value for value in vars(figure).values() if value}
 
 
 @pytest.mark.parametrize("kind", [Lines, Bars])
@@ -248,7 +240,7 @@ def test_an_interval_is_drawn_around_its_own_column_alone(kind):
 @pytest.mark.parametrize("hue", ["algorithm", "world_size"])
 def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
     plot = kind(x="algorithm", y="seconds", hue=hue).plot(FRAME.iloc[[2, 0]])  # torch, then ring
-    plot.png()
+    assert plot.svg
     axis = plot.figure.axes[0]
     assert texts(axis.get_xticklabels()) == ["torch", "ring"]
     if kind is Bars:
@@ -261,5 +253,5 @@ def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
 
 def test_a_plot_is_a_picture_for_a_notebook_and_a_line_for_a_console():
     plot = draw()
-    assert list(DisplayFormatter().format(plot)[0]) == ["text/plain", "image/png"]
-    assert repr(plot) == "figure of 4 rows: n_bytes, seconds, low, high, algorithm, source"
+    assert list(DisplayFormatter().format(plot)[0]) == ["text/plain", "image/svg+xml"]
+    assert repr(plot) == "figure of 4 rows: n_bytes, seconds, low, high, algorithm"

@@ -3,9 +3,9 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from labkit.lab.commands.execute import _as_in_cell
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
+from labkit.lab.pages.execute import _as_in_cell
 from labkit.lab.parameters import literal_assignments, read_parameters
 from labkit.studies import load_lab
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from labkit.lab.pages.cards import stepper
 from labkit.lab.pages.html import render, script, style_sheet
-from labkit.lab.pages.stepper import stepper
 from labkit.parallel.collectives import ALGORITHMS
 from tests.browser import opened_browser
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from labkit.lab.columns import column
 from labkit.lab.units import (
+    column,
     format_bytes,
     format_flops,
     format_number,

@@ -31,10 +31,10 @@ class LabOnRun(notebook.OpenLab):
         check_plugins(self.study, Plugins(alternatives or {}, options.get("models") or {}))
         return self.run.frame()
 
-    def _figure(self, plot: Plot, name: str, caption: str = "", title: str | None = None) -> Piece:
+    def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> Piece:
         plot.csv()
         plt.close(plot.figure)
-        return Piece("", name)
+        return Piece("")
 
 
 @cache

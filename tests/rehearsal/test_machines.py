@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from labkit.lab import capacity, notebook, project
+from labkit.lab import notebook, project
 from labkit.lab.config import PROFILES
 from labkit.lab.point import planned_s
 from labkit.lab.runs.store import Run
@@ -35,7 +35,7 @@ def _plan(study, machine, profile):
 @pytest.fixture(autouse=True)
 def _this_machine_has_no_say(monkeypatch):
     """A plan depends on its machine alone: not on the compiler or the free memory of the machine that plans."""
-    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 32 * GIB)
+    monkeypatch.setattr("labkit.lab.point.available_memory_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("labkit.studies.training_step.worker.no_compiler_reason", lambda device: None)
 
 
@@ -57,7 +57,7 @@ def test_a_lab_uses_the_gpus_that_are_there(lab):
 @pytest.mark.parametrize("count", ["one", "eight"])
 def test_the_sizes_of_an_h100_are_planned_within_its_time(lab, count, monkeypatch):
     machine = MACHINES[f"{count} H100"].model_copy(update={"cores": 64})
-    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 900 * GIB)
+    monkeypatch.setattr("labkit.lab.point.available_memory_bytes", lambda: 900 * GIB)
     for profile, most_s in {"quick": 120, "paper": 45 * 60}.items():
         planned, _ = _plan(load_lab(lab), machine, profile)
         assert planned_s(planned) <= most_s, profile

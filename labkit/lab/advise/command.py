@@ -109,7 +109,7 @@ def _advise_here(options: Options, apply: bool, page: Path | None) -> Iterator[s
 def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
     """Yield the step time of each layout as JSON has it, with memory and MFU."""
     from labkit.lab.advise.report import describe_layout
-    from labkit.lab.json_output import number
+    from labkit.lab.commands.console import number
 
     for one in predictions:
         low, high = one.interval_90
@@ -154,7 +154,7 @@ def _write_page(report: "Report", page: Path) -> None:
     def show(section: "Section") -> dict[str, Any]:
         table = cards.table(pd.DataFrame(section.rows, columns=list(section.headings))).data
         alt = "The parts of a step in seconds."
-        figure = cards.page_figure(draw_steps(section.steps), alt, "steps") if section.steps else ""
+        figure = cards.figure(draw_steps(section.steps), alt, "steps").on_page if section.steps else ""
         return {"title": section.title, "mark": section.mark, "note": section.note, "table": table, "figure": figure}
 
     command = shlex.join(["labkit", *sys.argv[1:]])

@@ -1,1 +1,1 @@
-"""What the command line does beside the labs: looks at the machine, carries out notebooks, says how far it is."""
+"""Parts of the command line: output in a terminal, `doctor`, `predict`."""

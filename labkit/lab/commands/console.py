@@ -1,8 +1,13 @@
-"""What a command says in a terminal: results on stdout; how far it is, and what else there is to tell, on stderr."""
+"""Output of a command in a terminal: results or one JSON document on stdout; progress and notes on stderr.
+
+`docs/for-scripts.md` describes the document.
+"""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +15,19 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from labkit.lab.compare import LabComparison
     from labkit.lab.declaration import Lab
     from labkit.lab.runs.progress import Progress
+    from labkit.lab.runs.store import Run
 
+FORMAT = 1
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
 @contextmanager
 def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal that says how far a lab is, and after Ctrl-C the command that goes on from there."""
+    """A line in the terminal on the progress of a lab; after Ctrl-C the command that resumes it."""
     from labkit.lab.runs.progress import terminal_line
 
     run: str | None = None
@@ -33,20 +41,20 @@ def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
         with terminal_line(err, lab) as show:
             yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        way_on = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
-        err.print(f"interrupted{way_on if run else ''}", soft_wrap=True)
+        hint = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        err.print(f"interrupted{hint if run else ''}", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
 def print_output(line: str) -> None:
-    """What the ranks print, above the progress line."""
+    """Print output of the ranks above the progress line."""
     err.print(plain(line), soft_wrap=True)
 
 
 def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
-    """Measure this machine's limits if one of these labs predicts, and there are none of this source and day."""
+    """Measure this machine's limits if one of these labs needs a calibration of this source and day."""
     from labkit.lab.calibration import LIMITS
-    from labkit.lab.runs.calibrate import CALIBRATING, calibrate, needs_calibration
+    from labkit.lab.runs.measure import CALIBRATING, calibrate, needs_calibration
 
     if studies[0].name != LIMITS and needs_calibration(studies, profile):
         err.print(CALIBRATING)
@@ -55,7 +63,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
 
 
 def tell_of_load(run: Path | None = None) -> None:
-    """Say why GPUs or shared memory are not used, and what else keeps the machine busy; the page says so, too."""
+    """Say why GPUs or shared memory are not used, and what else keeps the machine busy."""
     from labkit.machine import describe_machine
     from labkit.machine.load import busy_reason, load_before_measuring
     from labkit.parallel.transport.build import unavailable_reason
@@ -70,7 +78,7 @@ def tell_of_load(run: Path | None = None) -> None:
 
 
 def require_device(device: object) -> None:
-    """End the command with status 1 and one line, if this machine cannot use the device that was asked for."""
+    """End the command with status 1 and one line if this machine lacks the requested device."""
     from labkit.machine import describe_machine
 
     if reason := describe_machine().no_device_reason(str(device)):
@@ -78,13 +86,86 @@ def require_device(device: object) -> None:
         raise typer.Exit(1)
 
 
-def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: Any) -> None:
-    """The document of a command on standard output, which has nothing else then (`labkit.lab.json_output`)."""
-    from labkit.lab.json_output import document
+def plain(value: object) -> str:
+    """Text that rich prints as it is: brackets are not markup."""
+    return str(value).replace("[", r"\[")
 
+
+def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: Any) -> None:
+    """Print the document of a command."""
     print(json.dumps(document(command, numbers, **facts)))
 
 
-def plain(value: object) -> str:
-    """Text that rich shows as it is: brackets are not markup."""
-    return str(value).replace("[", r"\[")
+def document(command: str, numbers: Iterable[dict[str, Any]], **facts: Any) -> dict[str, Any]:
+    """The document of a command: where and when it ran, its numbers (`number`), and further facts."""
+    from labkit.machine import describe_machine
+
+    machine = describe_machine()
+    return {
+        "format": FORMAT,
+        "command": command,
+        "labkit": str(machine.source),
+        "machine": machine.label,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "numbers": list(numbers),
+        **facts,
+    }
+
+
+def number(
+    name: str,
+    value: float | None,
+    unit: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    validity: str = "ok",
+    measured: datetime | None = None,
+    **facts: Any,
+) -> dict[str, Any]:
+    """A number with its interval, unit, validity and age; unknown and infinite values are null."""
+    age_s = None if measured is None else round((datetime.now(UTC) - measured).total_seconds())
+    ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
+    return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **facts}
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
+    """Yield the effect of each question of a run, then the ratios behind it."""
+    from labkit.lab.answers import Compare
+    from labkit.lab.units import labels
+
+    results, at = run.results(), run.header.started
+    disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
+    validity = f"{disturbed}: {next(iter(run.busy.values()))}" if run.busy else "ok"
+    for question in lab.questions:
+        answer = question.answer(results)
+        facts: dict[str, Any] = {"lab": lab.name, "question": question.id}
+        name = f"{lab.name}.{question.id}"
+        if answer.verdict == "not measured":
+            yield number(name, None, "ratio", validity=answer.headline, measured=at, **facts)
+            continue
+        said: dict[str, Any] = {"verdict": answer.verdict, "headline": answer.headline, "notes": list(answer.notes)}
+        yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
+        if not isinstance(question, Compare) or answer.table is None:
+            continue
+        for where, row in zip(
+            labels(answer.table, question.metric.columns), answer.table.to_dict("records"), strict=True
+        ):
+            ends: dict[str, Any] = {"low": row.get("low"), "high": row.get("high")}
+            yield number(f"{name}: {where}", row["ratio"], "ratio", **ends, validity=validity, measured=at, **facts)
+
+
+def comparison_numbers(comparisons: "Iterable[LabComparison]") -> Iterator[dict[str, Any]]:
+    """Yield every ratio that two runs share: the later run's, with that of the first one."""
+    for comparison in comparisons:
+        for pair in comparison.pairs:
+            for question, configuration, *ends, difference in pair.ratios.itertuples(index=False, name=None):
+                first, first_low, first_high, ratio, low, high = map(_finite, ends)
+                facts = {"run": pair.name, "first": first, "first_low": first_low, "first_high": first_high}
+                name = f"{comparison.lab.name}.{question}: {configuration}, {pair.name}"
+                at = pair.run.header.started
+                yield number(name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts)

@@ -1,12 +1,13 @@
 """`labkit predict`: a table of training runs in, their predictions out."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from labkit.lab.commands.console import err, out, plain, print_json
+from labkit.lab.commands.console import err, number, out, plain, print_json
 from labkit.lab.config import ParameterError
 from labkit.lab.project import reference_directory
 
@@ -28,9 +29,7 @@ def predict(
         table = read_rows(rows)
         predicted = predict_rows(table)
         if as_json:
-            from labkit.lab.json_output import prediction_numbers
-
-            print_json("predict", prediction_numbers(predicted))
+            print_json("predict", (_number(line, row) for line, row in enumerate(predicted, start=1)))
         elif output is None:
             write_rows(predicted, sys.stdout)
         if output is not None:
@@ -46,3 +45,9 @@ def predict(
         counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}"
         (err if as_json else out).print(counts, soft_wrap=True)
     raise typer.Exit(1 if refused else 0)
+
+
+def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
+    """The predicted step time of a row, with its input and the other predictions."""
+    value, low, high = (float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high"))
+    return number(f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row))

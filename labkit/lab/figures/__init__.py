@@ -6,10 +6,8 @@
 ``Timeline``  boxes in lanes: events, or a whole from its parts
 """
 
-from labkit.lab.figures.bars import Areas, Bars
-from labkit.lab.figures.figure import RATIO, Figure
+from labkit.lab.figures.bars import Areas, Bars, Timeline
+from labkit.lab.figures.figure import RATIO, Figure, Plot
 from labkit.lab.figures.lines import Lines
-from labkit.lab.figures.plot import Plot
-from labkit.lab.figures.timeline import Timeline
 
 __all__ = ["RATIO", "Areas", "Bars", "Figure", "Lines", "Plot", "Timeline"]

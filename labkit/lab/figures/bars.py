@@ -1,28 +1,30 @@
-"""Bars by category, side by side or stacked, and areas over a numeric axis."""
+"""Bars by category, stacked areas over a numeric axis, and boxes in lanes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import seaborn
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 
-from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.figure import ValueFigure, patches, tidy
-from labkit.lab.figures.plot import Mark, Plot, mark_text, plot_nothing
+from labkit.lab.figures.figure import Figure, Mark, Plot, ValueFigure, mark_text, plot_nothing, tidy
+from labkit.lab.units import column, format_value, label
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
+LANE_INCHES, SPARE_INCHES = 0.3, 1.0  # height of a lane, and of the titles around a panel
+ROOM = 0.28  # of the x axis: for the values next to boxes
+FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its left
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(ValueFigure):
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`, from zero.
 
-    `low` and `high` right behind the value are its interval. ParameterError for two rows of the same bar.
+    `low` and `high` directly after the value are its interval. ParameterError for two rows of the same bar.
     """
 
     stacked: bool = False
@@ -39,7 +41,7 @@ class Bars(ValueFigure):
         panels = style.split_panels(data, self.panel)
         n_places = [max(2, rows[self.x].nunique()) for _, rows in panels]
         width = min(style.WIDE, max(style.WIDTH, 0.9 * sum(n_places) + style.MARGIN_INCHES))
-        figure = Figure(figsize=(width, style.PANEL_HEIGHT))
+        figure = Canvas(figsize=(width, style.PANEL_HEIGHT))
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=n_places)[0]
         marks: list[Mark] = []
         for axis, (value, rows), places in zip(axes, panels, n_places, strict=True):
@@ -49,7 +51,7 @@ class Bars(ValueFigure):
             names = [style.name_text(name) for name in dict.fromkeys(rows[self.x])]
             style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
         style.format_axis(axes[0].yaxis, self.value)
-        entries = patches(colors)
+        entries = style.patches(colors)
         style.add_legend(figure, self.color, dict(reversed(entries.items())) if self.stacked else entries)
         return Plot(figure, data, marks)
 
@@ -109,5 +111,71 @@ class Areas(ValueFigure):
             axis.set_xlim(table.index.min(), table.index.max())
             style.format_axis(axis.xaxis, self.x)
         style.format_axis(axes[0].yaxis, self.value)
-        style.add_legend(figure, self.color, patches({name: colors[name] for name in layers[::-1]}))
+        style.add_legend(figure, self.color, style.patches({name: colors[name] for name in layers[::-1]}))
         return Plot(figure, data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Figure):
+    """Boxes from `start` over `duration`, counted from the first start: one lane per name, from the top down.
+
+    `low` and `high` directly after the duration are its interval. If each lane has one box, its duration is written
+    next to it.
+    """
+
+    start: str
+    duration: str
+    lane: str
+
+    def plot(self, frame: pd.DataFrame) -> Plot:
+        data = tidy(frame, self.duration, self.start, self.lane, self.panel, hue=self.color)
+        data = data.dropna(subset=[self.start])
+        if data.empty:
+            return plot_nothing(data)
+        data = data.assign(**{self.start: data[self.start] - data[self.start].min()})
+        lanes, colors = list(dict.fromkeys(data[self.lane])), style.colors(data[self.color])
+        panels = style.split_panels(data, self.panel)
+        figure, axes = style.panel_grid(len(panels), LANE_INCHES * len(lanes) + SPARE_INCHES)
+        figure.set_figwidth(style.WIDE)
+        has_values = not data.duplicated([name for name in (self.panel, self.lane) if name]).any()
+        longest = data.reindex(columns=["high", self.duration]).max(axis=1)
+        reach = (data[self.start] + longest).max() * (1 + ROOM * has_values)
+        marks: list[Mark] = []
+        for axis, (value, rows) in zip(axes, panels, strict=True):
+            axis.set_xlim(0, reach)
+            at = rows[self.lane].map(lanes.index)
+            colored = rows[self.color].map(colors)
+            axis.barh(at, rows[self.duration], 0.76, rows[self.start], color=colored, linewidth=0)
+            marks += self._finish_boxes(axis, rows.assign(at=at), has_values)
+            style.finish_axes(axis, style.panel_title(self.panel, value), grid="x")
+            axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
+            style.format_axis(axis.xaxis, self.duration)
+        axes[0].set_ylim(len(lanes) - 0.4, -0.6)
+        title = column(self.duration).axis if has_values else "time since the first event"
+        figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
+        style.add_legend(figure, self.color, style.patches(colors))
+        return Plot(figure, data, marks)
+
+    def _finish_boxes(self, axis: Axes, rows: pd.DataFrame, has_values: bool) -> Iterator[Mark]:
+        """Draw intervals and values; yield the area and text of each box."""
+        for row in rows.to_dict("records"):
+            begin, length, place = row[self.start], row[self.duration], row["at"]
+            end = begin + length
+            text = mark_text([style.name_text(row[self.lane])], self.duration, row)
+            if row.get("low", float("nan")) == row.get("low"):
+                axis.hlines(place, begin + row["low"], begin + row["high"], colors=style.TEXT, linewidth=1.2)
+                end = max(end, begin + row["high"])
+            if has_values:
+                _write_value(axis, place, begin, end, format_value(self.duration, length))
+            else:
+                text = f"{text} from {format_value(self.duration, begin)} on"
+            yield Mark(axis, begin, place + 0.4, begin + length, place - 0.4, text)
+
+
+def _write_value(axis: Axes, place: float, left: float, right: float, text: str) -> None:
+    """Write a value on the side of a box that has room."""
+    width = axis.get_xlim()[1]
+    is_left = right > FLIP * width and left > (1 - FLIP) * width
+    looks: dict[str, Any] = {"va": "center", "fontsize": style.FONT, "color": style.TEXT}
+    at, shift, align = (left, -3, "right") if is_left else (right, 3, "left")
+    axis.annotate(text, (at, place), xytext=(shift, 0), textcoords="offset points", ha=align, **looks)

@@ -1,42 +1,148 @@
-"""Declarations of figures: which table of a run's results is drawn, and along which columns.
+"""Figures as a lab declares them, and as drawn: an SVG for files and notebooks, and one with values on hover for pages.
 
-A lab declares one with a question; a notebook draws its own: `lab.show(Lines(source=TIME, x="n_bytes"), "my_figure")`.
+A lab declares a figure with a question; a notebook draws others: `lab.show(Lines(source=TIME, x="n_bytes"), "name")`.
+A drawing is the same to the byte for the same points. On a page its colors are variables of the style sheet
+(`pieces.css`), so that it is light or dark with the page.
 """
 
-from collections.abc import Callable, Mapping
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import matplotlib as mpl
 import pandas as pd
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from labkit.lab.config import ParameterError
-from labkit.lab.figures import style
-from labkit.lab.figures.plot import Plot
+from labkit.lab.figures.style import ALL, FONT, GRID, PAGE, PALETTE, SOFT, TEXT, WIDTH
 from labkit.lab.metric import Metric, Results
+from labkit.lab.project import write_file
+from labkit.lab.units import counted, format_value
 
 RATIO: Literal["ratio"] = "ratio"
-"""Draws the ratios in the answer's own table."""
+"""Source of a figure: the ratios in the answer's table."""
 Source = Metric | Callable[[Results], pd.DataFrame] | Literal["ratio"]
+
+_VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumerate(PALETTE)} | {
+    TEXT.lower(): "currentColor",
+    SOFT.lower(): "var(--labkit-soft)",
+    GRID.lower(): "var(--labkit-grid)",
+    PAGE.lower(): "var(--labkit-page)",
+}
+_HEAD = re.compile(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+_LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
+
+
+class Mark(NamedTuple):
+    """An area that a reader can point at, in the coordinates of its axes: a point, bar or box, and its text."""
+
+    axis: Axes
+    left: float
+    bottom: float
+    right: float
+    top: float
+    text: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plot:
+    """A drawn figure and the frame of exactly its points. As the last expression of a cell it displays itself."""
+
+    figure: Canvas
+    data: pd.DataFrame
+    marks: Sequence[Mark] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", self.data.drop(columns=[ALL], errors="ignore"))
+
+    def __repr__(self) -> str:
+        return f"figure of {counted(len(self.data), 'row')}: {', '.join(map(str, self.data.columns))}"
+
+    def _repr_svg_(self) -> str:  # IPython calls it
+        return self.svg
+
+    @cached_property
+    def svg(self) -> str:
+        """The figure as a file; text stays text."""
+        ConstrainedLayoutEngine().execute(self.figure)
+        buffer = io.StringIO()
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.data.to_csv()}):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        return buffer.getvalue()
+
+    def page_svg(self) -> str:
+        """The figure as an element of a page: without a size, in the page's font and colors."""
+        text = _HEAD.sub("", self.svg)
+        text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
+        text = text.replace("xlink:href", "href")
+        text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag[0]), text)  # to a hundredth of a point
+        text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+        text = re.sub(r"#[0-9a-f]{6}\b", lambda color: _VARIABLES.get(color[0], color[0]), text)
+        referred = set(re.findall(r"(?:url\(|href=\")#([\w.]+)", text))
+        text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", text)
+        text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--labkit-font, sans-serif)", text)
+        return re.sub(r"\s*\n\s*", " ", text).strip()
+
+    def places(self) -> str:
+        """Marks as JSON, once the figure is drawn: left, top, right, bottom in percent of its size, and the text."""
+        width, height = self.figure.bbox.width, self.figure.bbox.height
+        places: list[list[Any]] = []
+        for axis, left, bottom, right, top, text in self.marks:
+            (x0, y0), (x1, y1) = axis.transData.transform([(left, bottom), (right, top)])
+            percent = (100 * x0 / width, 100 - 100 * y1 / height, 100 * x1 / width, 100 - 100 * y0 / height)
+            places.append([*(round(float(value), 2) for value in percent), text])
+        return json.dumps(places, ensure_ascii=False)
+
+    def csv(self) -> str:
+        """The plotted points as comma-separated values."""
+        return self.data.to_csv(index=False)
+
+    def save(self, stem: Path) -> None:
+        """Write `<stem>.svg`, and `<stem>.csv` with the plotted points."""
+        write_file(stem.with_name(stem.name + ".svg"), self.svg)  # a stem may have a dot, as in a model's size
+        write_file(stem.with_name(stem.name + ".csv"), self.csv())
+
+
+def plot_nothing(data: pd.DataFrame) -> Plot:
+    """Draw a figure that says it has no rows."""
+    figure = Canvas(figsize=(WIDTH, 1.0))
+    figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
+    return Plot(figure, data)
+
+
+def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
+    """Text of a point: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
+    value = format_value(y, row[y])
+    if "low" in row and row["low"] == row["low"]:
+        value += f" [{format_value(y, row['low'])}, {format_value(y, row['high'])}]"
+    return " · ".join([*filter(None, dict.fromkeys(names)), value])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of the medians of a metric, of a table of the lab, or of the ratios of an answer (`RATIO`)."""
+    """Declares a figure of the medians of a metric, of a table of the lab, or of the ratios of an answer (`RATIO`)."""
 
     source: Source = RATIO
     panel: str | None = None
-    """The column that makes panels."""
+    """Column of panels."""
     hue: str | None = None
-    """The column of colors; by default the alternatives of the metric."""
+    """Column of colors; by default the alternatives of the metric."""
 
     @property
     def color(self) -> str:
-        """The column of colors, or `ALL` for a figure of one color."""
-        return self.hue or (self.source.compare if isinstance(self.source, Metric) else style.ALL)
+        """Column of colors, or `ALL` for a figure of one color."""
+        return self.hue or (self.source.compare if isinstance(self.source, Metric) else ALL)
 
     def draw(self, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
-        """The figure of these results; one without rows says so. ParameterError for a missing column."""
+        """Draw these results; a figure without rows says so. ParameterError for a missing column."""
         if isinstance(self.source, Metric):
             return self.plot(self.source.medians(results.frame))
         if callable(self.source):
@@ -44,39 +150,34 @@ class Figure:
         return self.plot(pd.DataFrame() if answer_table is None else answer_table)
 
     def plot(self, frame: pd.DataFrame) -> Plot:
-        """The figure of a tidy frame, one row per point, bar or box. ParameterError for a missing column."""
+        """Draw a tidy frame with one row per point, bar or box. ParameterError for a missing column."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueFigure(Figure):
-    """A figure of a value `y` along `x`; by default the value of the metric, or a ratio."""
+    """Declares a figure of a value `y` along `x`; by default the value of the metric, or a ratio."""
 
     x: str
     y: str | None = None
 
     @property
     def value(self) -> str:
-        """The column of the y axis."""
+        """Column of the y axis."""
         return self.y or (self.source.value if isinstance(self.source, Metric) else "ratio")
 
 
 def tidy(frame: pd.DataFrame, y: str, *columns: str | None, hue: str) -> pd.DataFrame:
-    """The rows that have a value, with the columns of a figure; for the hue `ALL`, one of empty texts.
+    """Select the rows that have a value and the columns of a figure; the hue `ALL` becomes a column of empty texts.
 
-    `low` and `high` right behind `y` are its interval. ParameterError for a missing column.
+    `low` and `high` directly after `y` are its interval. ParameterError for a missing column.
     """
-    names = [name for name in dict.fromkeys((*columns, y, hue)) if name not in (None, style.ALL)]
+    names = [name for name in dict.fromkeys((*columns, y, hue)) if name not in (None, ALL)]
     frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
     if missing := [str(name) for name in names if name not in frame]:
         raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
     place = list(frame.columns).index(y)
     if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:  # a frame has intervals of one column only
         names[names.index(y) + 1 : names.index(y) + 1] = ["low", "high"]
-    extra = {style.ALL: ""} if hue == style.ALL else {}
+    extra = {ALL: ""} if hue == ALL else {}
     return frame[list(dict.fromkeys(names))].dropna(subset=[y]).assign(**extra)
-
-
-def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
-    """Entries of a legend by their names."""
-    return {str(name): Patch(color=color) for name, color in colors.items()}

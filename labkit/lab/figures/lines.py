@@ -1,7 +1,7 @@
 """Lines over a numeric axis, or dots over names: one panel per facet, intervals as vertical lines."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -10,56 +10,42 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from labkit.lab.columns import column, label
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.figure import ValueFigure, tidy
-from labkit.lab.figures.plot import Mark, Plot, mark_text, plot_nothing
+from labkit.lab.figures.figure import Mark, Plot, ValueFigure, mark_text, plot_nothing, tidy
+from labkit.lab.units import column, label
 
-MEASURED, PUBLISHED = "measured here", "published"
 MAX_LINES = 6  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
-SPREAD = 0.5  # of the distance between two names on the x axis: for the dots of one
+SPREAD = 0.5  # of the distance between two names on the x axis: room for the dots of one
 FEW_PLACES = 4  # on the x axis: each gets a tick
-FIRST = "nccl"  # among panels: whoever has GPUs reads it first
-AT = "at"  # the column of places on the x axis
+FIRST = "nccl"  # panel that comes first: readers with GPUs look for it
+AT = "at"  # column of places on the x axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(ValueFigure):
     """One line per `hue`, one panel per `panel`; a panel with more than six lines becomes several.
 
-    `low` and `high` right behind the value are its interval. An `x` of names gets dots, and so do lines that would
-    have several points at one `x`. Published lines are dashed and hollow.
+    `low` and `high` directly after the value are its interval. An `x` of names gets dots instead of lines, and so do
+    several points at one `x`.
     """
 
     log: str = "xy"
-    """The logarithmic axes: "x", "y", "xy" or ""."""
+    """Logarithmic axes: "x", "y", "xy" or ""."""
     level: float | None = None
-    """A horizontal line, such as 1 for a ratio."""
-    published: Callable[[], pd.DataFrame] | None = None
-    """Published rows with the same columns, drawn on demand, or at once if nothing was measured."""
+    """Height of a horizontal line, such as 1 for a ratio."""
 
     def __post_init__(self) -> None:
         if not set(self.log) <= set("xy"):
             raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {self.log!r}")
 
     def plot(self, frame: pd.DataFrame) -> Plot:
-        rows = tidy(frame, self.value, self.x, self.panel, hue=self.color).assign(source=MEASURED)
-        if self.published is None:
-            return self._plot(rows, rows)
-        reference = tidy(self.published(), self.value, self.x, self.panel, hue=self.color).assign(source=PUBLISHED)
-        both = pd.concat([rows, reference], ignore_index=True) if len(rows) else reference
-        plot = self._plot(rows if len(rows) else both, both)
-        return replace(plot, with_published=self._plot(both, both)) if len(rows) and len(reference) else plot
-
-    def _plot(self, rows: pd.DataFrame, all_rows: pd.DataFrame) -> Plot:
-        """The figure of `rows`; `all_rows` decide the colors, so that they stay when published rows appear."""
+        rows = tidy(frame, self.value, self.x, self.panel, hue=self.color)
         if rows.empty:
             return plot_nothing(rows)
         names = None if _has_numbers(rows[self.x]) else list(dict.fromkeys(rows[self.x]))
-        hues = sorted(set(all_rows[self.color]))
-        at = rows[self.x]
+        hues, at = sorted(set(rows[self.color])), rows[self.x]
         if names:  # dots of several colors stand side by side
             step = 0.0 if self.color == self.x else SPREAD / len(hues)
             at = at.map(names.index) + step * (rows[self.color].map(hues.index) - (len(hues) - 1) / 2)
@@ -85,7 +71,7 @@ class Lines(ValueFigure):
         return Plot(figure, data.drop(columns=AT), marks)
 
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
-        """The rows of each facet, or several parts of them if they are too many lines."""
+        """Yield the rows of each panel, in several parts if they are too many lines."""
         for value, rows in sorted(style.split_panels(data, self.panel), key=lambda panel: panel[0] != FIRST):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
@@ -95,21 +81,14 @@ class Lines(ValueFigure):
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
     ) -> list[Mark]:
-        is_line = self._has_lines(rows)
-        for source, group in rows.groupby("source", sort=False):
-            is_here = source == MEASURED
-            before = len(axis.lines)
-            seaborn.lineplot(
-                group, x=AT, y=self.value, hue=self.color, style=self.color, palette=colors, markers=markers,
-                dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, markeredgewidth=1.0,
-                linestyle=("-" if is_here else "--") if is_line else "none",
-                linewidth=1.8 if is_here else 1.0, markersize=5 if len(group) <= MANY_POINTS else 2.2,
-            )  # fmt: skip
-            for line in axis.lines[before:]:
-                line.set_markeredgecolor(line.get_color())
-                line.set_markerfacecolor(line.get_color() if is_here else style.PAGE)
-            if is_here:
-                style.draw_intervals(axis, group[AT], group, [colors[name] for name in group[self.color]])
+        seaborn.lineplot(
+            rows, x=AT, y=self.value, hue=self.color, style=self.color, palette=colors, markers=markers,
+            dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, linewidth=1.8,
+            linestyle="-" if self._has_lines(rows) else "none", markersize=5 if len(rows) <= MANY_POINTS else 2.2,
+        )  # fmt: skip
+        for line in axis.lines:
+            line.set_markeredgecolor(line.get_color())
+        style.draw_intervals(axis, rows[AT], rows, [colors[name] for name in rows[self.color]])
         if self.level is not None:
             axis.axhline(self.level, color=style.TEXT, linewidth=1.0, zorder=1)
         return [
@@ -119,13 +98,11 @@ class Lines(ValueFigure):
 
     def _has_lines(self, rows: pd.DataFrame) -> bool:
         """Whether each color of a panel has one point at each number of the x axis."""
-        keys = [name for name in (self.panel, self.x, self.color, "source") if name]
+        keys = [name for name in (self.panel, self.x, self.color) if name in rows]
         return _has_numbers(rows[self.x]) and not rows.duplicated(keys).any()
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        source = row["source"] if row["source"] != MEASURED else ""
-        names = label(self.color, row[self.color]), source, label(self.x, row[self.x])
-        return mark_text(names, self.value, row)
+        return mark_text((label(self.color, row[self.color]), label(self.x, row[self.x])), self.value, row)
 
     def _place_ticks(self, axis: Axes, places: list[float]) -> None:
         if "x" in self.log:
@@ -136,19 +113,10 @@ class Lines(ValueFigure):
             axis.margins(x=0.15)  # room for the first and the last label next to another panel
 
     def _handles(self, data: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]) -> dict[str, Line2D]:
-        """Lines in the order in which they end, from the top down; then published ones, once."""
-        here = data[data["source"] == MEASURED]
-        ends = (here if len(here) else data).groupby(self.color, sort=False)[self.value].last()
-        ends = ends.sort_values(ascending=False, kind="stable")
-        names = dict.fromkeys([*ends.index, *data[self.color]])
+        """Legend entries in the order of the lines' ends, from the top down."""
+        ends = data.groupby(self.color, sort=False)[self.value].last().sort_values(ascending=False, kind="stable")
         line: dict[str, Any] = {"linestyle": "-" if self._has_lines(data) else "none", "markersize": 5}
-        handles = {
-            str(name) or MEASURED: Line2D([], [], color=colors[name], marker=markers[name], **line) for name in names
-        }
-        for source in sorted(set(data["source"]) - {MEASURED} if len(here) else ()):
-            hollow: dict[str, Any] = {"markerfacecolor": style.PAGE, "linestyle": "--", "marker": "o"}
-            handles[source] = Line2D([], [], color=style.SOFT, markersize=4.5, **hollow)
-        return handles
+        return {str(name): Line2D([], [], color=colors[name], marker=markers[name], **line) for name in ends.index}
 
 
 def _has_numbers(values: pd.Series) -> bool:

@@ -1,6 +1,6 @@
 """Looks that all figures share: colors, panels, titles with units, ticks at round numbers, the legend.
 
-Colors are close to Okabe and Ito's, which are safe for color-blind readers, and each has a marker.
+Colors are close to Okabe and Ito's, which are safe for color-blind readers; each has a marker.
 """
 
 import math
@@ -12,11 +12,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
 from matplotlib.ticker import NullLocator as NoTicks
 from pandas.api.types import is_numeric_dtype
 
-from labkit.lab.columns import better, column, label
+from labkit.lab.units import better, column, label
 
 PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#5E3FBE", "#5B5B5B", "#8C564B", "#3A86C8", "#2A8C95")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
@@ -24,43 +25,48 @@ TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
 FONT = 9  # points
 WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and the height of a panel
 ALL = "all"
-"""The column of colors of a figure that has one color."""
+"""Column of colors of a figure in one color."""
 MAX_PANELS_IN_ROW = 3
 LONGEST_LINE = 34  # characters next to a panel
-LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters make a legend stand below the panels
+LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters put a legend below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
-BOLD_INCHES, PANELS_SHARE = 0.085, 0.8  # the width of a character of a panel's title; of a figure, the panels' share
-LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # the width of a character, and of the y axis
-STEEP_INCHES = 0.5  # names that are nearer to one another are slanted more
+BOLD_INCHES, PANELS_SHARE = 0.085, 0.8  # width of a character of a panel's title; share of the panels in a figure
+LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # width of a character, and of the y axis
+STEEP_INCHES = 0.5  # names closer to one another are slanted more
 MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
-MIN_TICKS, MAX_TICKS = 3, 10  # on a logarithmic axis: fewer do not show its scale, more have no room
+MIN_TICKS, MAX_TICKS = 3, 10  # of a logarithmic axis: fewer do not show its scale, more have no room
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
 
 
 def colors(values: Iterable[Any]) -> dict[Any, str]:
-    """A color for each value, by its place."""
+    """Assign a color to each distinct value, in order."""
     return dict(zip(dict.fromkeys(values), cycle(PALETTE), strict=False))
 
 
 def markers(values: Iterable[Any]) -> dict[Any, str]:
-    """A marker for each value, by its place."""
+    """Assign a marker to each distinct value, in order."""
     return dict(zip(dict.fromkeys(values), cycle(MARKERS), strict=False))
 
 
+def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
+    """Legend entries by name."""
+    return {str(name): Patch(color=color) for name, color in colors.items()}
+
+
 def name_text(name: Any) -> str:
-    """A name as a reader sees it: "one_shot" is "one shot"."""
+    """Format a name for a reader: "one_shot" becomes "one shot"."""
     return str(name).replace("_", " ")
 
 
 def draw_intervals(axis: Axes, at: Sequence[float], rows: pd.DataFrame, colors: Sequence[str]) -> None:
-    """Vertical lines from `low` to `high`, where rows have them."""
+    """Draw vertical lines from `low` to `high`, for rows that have them."""
     table = rows.reindex(columns=["low", "high"]).assign(at=at, color=colors).dropna()
     if len(table):
         axis.vlines(table["at"], table["low"], table["high"], colors=table["color"], linewidth=1.2, zorder=3)
 
 
 def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[Axes]]:
-    """Panels of one y axis, so many inches high, up to three in a row and four as two rows."""
+    """Make panels of `height` inches with one y axis: up to three in a row, four in two rows."""
     columns = 2 if panels == 4 else min(panels, MAX_PANELS_IN_ROW)
     rows = -(-panels // columns)
     figure = Figure(figsize=(WIDTH if panels == 1 else WIDE, height * rows))
@@ -71,7 +77,7 @@ def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[
 
 
 def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "", grid: str = "y") -> None:
-    """Draw a light grid behind the data, a frame at the bottom alone, the titles of the panel and its axes."""
+    """Draw a light grid behind the data, a frame at the bottom alone, and the titles of the panel and its axes."""
     axis.grid(visible=False)
     axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
     axis.set_axisbelow(True)
@@ -88,7 +94,7 @@ def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "
 
 
 def value_title(name: str) -> str:
-    """Title of an axis, and which way is better: "time (lower is faster)"."""
+    """Title of an axis with the direction that is better: "time (lower is faster)"."""
     title, direction = column(name).axis, better(name)
     if direction is None:
         return title
@@ -96,7 +102,7 @@ def value_title(name: str) -> str:
 
 
 def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
-    """Write the names of categories below an axis so many inches long, slanted if they would touch one another."""
+    """Write the names of categories below an axis of `inches`, slanted if they would touch one another."""
     middle, half = (len(names) - 1) / 2, max(len(names) / 2 + 0.1, MIN_PLACES / 2)
     longest = max(map(len, names))
     is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
@@ -109,21 +115,19 @@ def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
 
 
 def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[Any, pd.DataFrame]]:
-    """Value and rows of each panel: numbers in their order, names in that of the rows; (None, all) for one panel."""
+    """Value and rows of each panel: numbers ascending, names in the order of the rows; (None, data) for one panel."""
     if panel is None:
         return [(None, data)]
     return list(data.groupby(panel, sort=is_numeric_dtype(data[panel])))
 
 
 def panel_title(panel: str | None, value: Any) -> str | None:
-    """Title of the panel of a value; None if there is one panel only."""
-    if panel is None:
-        return None
-    return f"{value[0]}, {value[1]} ranks" if isinstance(value, tuple) else label(panel, value)
+    """Title of the panel of a value; None for a single panel."""
+    return None if panel is None else label(panel, value)
 
 
 def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
-    """One legend for all panels: at their right, or below them if its names are long."""
+    """Add one legend for all panels: at their right, or below them if its names are long."""
     if not handles or (hue == ALL and len(handles) == 1):
         return
     widest = max(map(len, handles))
@@ -146,7 +150,7 @@ def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
 
 
 def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
-    """Set round ticks for the range that an axis has now, with the units of a column."""
+    """Set round ticks for the present range of an axis, with the units of a column."""
     low, high = axis.get_view_interval()
     if (missing := MIN_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
         low, high = low - missing / 2, high + missing / 2
@@ -158,7 +162,7 @@ def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
 
 
 def log_ticks(name: str, low: float, high: float) -> Locator:
-    """Ticks at powers of two for sizes and counts, else at 1, 2 and 5 of each power of ten, or as many as have room."""
+    """Ticks at powers of two for sizes and counts; else at 1, 2 and 5 of each power of ten, or as many as have room."""
     if name.endswith("bytes"):
         return LogLocator(base=32 if name == "n_bytes" else 2, numticks=8)
     if column(name).doubles:
@@ -171,7 +175,7 @@ def log_ticks(name: str, low: float, high: float) -> Locator:
 
 
 def _linear_ticks(name: str, low: float, high: float) -> Locator:
-    """About five ticks at equal distances of 1, 2 or 5; sizes in KiB and MiB at distances of a power of two."""
+    """About five ticks at equal distances of 1, 2 or 5; for bytes, of a power of two."""
     if name.endswith("bytes"):
         return MultipleLocator(2.0 ** math.ceil(math.log2(max(high - low, 1e-9) / 6)))
     return MaxNLocator(nbins=6, steps=[1, 2, 5, 10])

@@ -1,13 +1,13 @@
-"""Pieces of a page as HTML: machine, progress, coverage, table, figure, source, answer.
+"""Pieces of a page as HTML: machine, coverage, table, figure, source, answer, stepper.
 
 The same pieces serve JupyterLab and the exported page. A small style sheet travels with the machine card and uses the
-colors of whatever surrounds it. All text passes the templates, which escape it.
+colors of its surroundings. The templates escape all text.
 """
 
 import base64
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -24,59 +25,46 @@ from pygments.lexers import PythonLexer
 from labkit.lab.answers import Answer, Question
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot
-from labkit.lab.pages.html import code_style, piece, piece_style
-from labkit.lab.pages.tables import split_constant, table_columns
-from labkit.lab.runs.progress import Progress
+from labkit.lab.pages.html import code_style, piece, piece_style, script, split_constant, table_columns
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
 from labkit.machine.load import busy_reason
+from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.ranks.hosts import describe_hosts
+from labkit.parallel.schedule import record_schedule
 
-PIECE_MIME = "application/vnd.labkit.piece+json"  # what stands on the page in the place of a notebook's output
-MAX_CSV_BYTES = 2**18  # embedded in a page; longer tables stay next to the figure's file
+PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
+MAX_CSV_BYTES = 2**18  # embedded in a page; larger tables stay next to the figure's file
 MAX_REASONS = 3  # why a machine was busy
-SOURCE_SCOPE = ".labkit-source"  # the class of a piece of source, which holds no code of a notebook
+SOURCE_SCOPE = ".labkit-source"  # class of the pieces that show source
 SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "GPU": "GPU: {}"}
-"""Facts at the top of a page, and how they read there; the others stand at its end."""
+"""Facts at the top of a page, with their form there; the others stand at its end."""
 
 
 class Piece(HTML):
-    """A piece of a page, and its text for a console, which displays no HTML.
+    """A piece of a page; its repr is text, for a console.
 
-    `on_page` is the piece as a page has it, if that differs. `records` travel with it, unseen.
+    `on_page` is the form on a page, if that differs. `records` travel with the piece and are not displayed.
     """
 
-    def __init__(
-        self,
-        html: str,
-        text: str | None = None,
-        *,
-        on_page: str | None = None,
-        records: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None):
         super().__init__(html)
         self.on_page = html if on_page is None else on_page
-        self._text = _plain_text(html) if text is None else text
         self._records = dict(records or {}) | ({} if on_page is None else {PIECE_MIME: {"html": on_page}})
 
     def __repr__(self) -> str:
-        return self._text
+        text = re.sub(r"<(style|script)\b.*?</\1>", "", self.data, flags=re.DOTALL)
+        text = re.sub(r"</t[dh]>", "  ", re.sub(r"</(?:p|tr|li|caption|summary)>", "\n", text))
+        lines = unescape(re.sub(r"<[^>]*>", "", text)).splitlines()
+        return "\n".join(line.rstrip() for line in lines if line.strip())
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython asks for it
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:  # IPython calls it
         return self._records
 
 
-def _plain_text(html: str) -> str:
-    """The text of a piece, a line per paragraph and per row of a table."""
-    text = re.sub(r"<(style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
-    text = re.sub(r"</t[dh]>", "  ", re.sub(r"</(?:p|tr|li|caption|summary)>", "\n", text))
-    lines = unescape(re.sub(r"<[^>]*>", "", text)).splitlines()
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
 def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> Piece:
-    """The machine that was measured; says if that is not the reader's machine, and if it was several hosts."""
+    """The measured machine; says if it is another one than the reader's, and if the run had several hosts."""
     rows = machine_rows(machine, elsewhere=elsewhere)
     if hosts is not None and len(hosts) > 1:
         rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
@@ -85,7 +73,7 @@ def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int
 
 
 def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
-    """The facts of a machine card by their names."""
+    """Facts about a machine by name."""
     gpus = [
         f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
         f"compute capability {gpu.compute_capability}"
@@ -107,23 +95,17 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
 
 
 def machine_summary(rows: Mapping[str, str]) -> list[str]:
-    """The facts that a reader needs with a page's first number."""
+    """Facts that a reader needs with the first number of a page."""
     return [form.format(rows[name]) for name, form in SUMMARY_FACTS.items() if name in rows]
 
 
-def progress(state: Progress) -> str:
-    bar = ("█" * round(20 * state.done / max(1, state.total))).ljust(20, "░")
-    parts = (f"{bar} {state.done} of {state.total} points", state.times(), state.text)
-    return piece("progress", text="   ".join(filter(None, parts)))
-
-
 def note(text: str) -> Piece:
-    """One line that says what a reader would otherwise look for."""
+    """One line of text."""
     return Piece(piece("coverage", line=text, notes=[], reasons=[]))
 
 
 def coverage(run: Run) -> Piece:
-    """One line: planned, measured, and what was not and why."""
+    """One line: points planned and measured, which are missing and why, and whether the machine was busy."""
     load, points = run.header.load, run.coverage()
     counts = points["status"].value_counts().to_dict()
     line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
@@ -141,7 +123,7 @@ def coverage(run: Run) -> Piece:
 
 @dataclass(frozen=True)
 class MissingPoints:
-    """How many points ended in a status other than `ok`, and why."""
+    """Number of points with one status other than `ok`, and one reason."""
 
     status: str
     reason: str
@@ -149,7 +131,7 @@ class MissingPoints:
 
 
 def missing_points(run: Run) -> list[MissingPoints]:
-    """The points that did not end `ok`, by status and reason, the most frequent first."""
+    """Points that did not end `ok`, by status and reason, the most frequent first."""
     table = run.coverage()
     others = table[table["status"] != "ok"]
     others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
@@ -169,9 +151,9 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 
 
 def render_source(studied: Any) -> Piece:
-    """Source and docstring of a function, method, class or module; for a `partial` or a wrapper, of what is inside.
+    """Source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
 
-    ParameterError for what has none in Python.
+    ParameterError for an object without Python source.
     """
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
@@ -188,50 +170,48 @@ def render_source(studied: Any) -> Piece:
     return Piece(piece("source", **about, style=Markup(code_style(SOURCE_SCOPE))), on_page=on_page)
 
 
-def figure(plot: Plot, png: bytes, alt: str, file: str, caption: str = "", saved: str = "") -> Piece:
-    """A figure: a picture in a notebook, a drawing with values to point at on a page.
+def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
+    """A figure: a picture in a notebook, a drawing with values on hover on a page.
 
-    `alt` stands for it where it cannot be seen, `file` names the file of its numbers, and `saved` is the path of the
-    picture, for a console.
+    `alt` describes it to readers who do not see it, `file` names the file of its numbers.
     """
-    picture = piece("picture", image=base64.b64encode(png).decode(), inches=plot.figure.get_figwidth(), alt=alt)
-    html = piece("figure", images=Markup(picture), has_switch=False, file=file, caption=caption, csv=_base64_csv(plot))
-    text = "\n".join(filter(None, (alt, saved)))
-    return Piece(html, text, on_page=page_figure(plot, alt, file, caption))
-
-
-def page_figure(plot: Plot, alt: str, file: str, caption: str = "") -> str:
-    """A figure as a page has it: drawn as text, with published values on demand if there are any."""
-    plots = {"plain": plot} | ({"published": plot.with_published} if plot.with_published else {})
-    drawings = [
-        piece(
-            "drawing",
-            svg=one.svg(f"{file}-{kind}"),
-            places=one.places(),
-            inches=one.figure.get_figwidth(),
-            alt=alt,
-            kind=kind,
+    points, inches = plot.csv().encode(), plot.figure.get_figwidth()
+    csv = base64.b64encode(points).decode() if len(points) <= MAX_CSV_BYTES else None
+    image = base64.b64encode(plot.svg.encode()).decode()
+    html, on_page = (
+        piece("figure", image=Markup(content), file=file, caption=caption, csv=csv)
+        for content in (
+            piece("picture", image=image, inches=inches, alt=alt),
+            piece("drawing", svg=plot.page_svg(), places=plot.places(), inches=inches, alt=alt),
         )
-        for kind, one in plots.items()
-    ]
-    images, csv = Markup("".join(drawings)), _base64_csv(plot)
-    return piece("figure", images=images, has_switch=len(plots) > 1, file=file, caption=caption, csv=csv)
-
-
-def _base64_csv(plot: Plot) -> str | None:
-    """The plotted points; None if they are too many to travel in a page."""
-    csv = plot.csv().encode()
-    return base64.b64encode(csv).decode() if len(csv) <= MAX_CSV_BYTES else None
+    )
+    return Piece(html, on_page=on_page)
 
 
 def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) -> Piece:
-    """What a run says of a question: verdict, sentence and scope, figures, the numbers folded, notes, advice."""
+    """The answer to a question: verdict, sentence and scope, figures, the numbers folded, notes, advice."""
     has_table = answer.table is not None and len(answer.table) > 0
     about = {"question": question, "answer": answer, "table": table(answer.table).on_page if has_table else None}
     html, on_page = (
         piece("answer", **about, figures=[Markup(text) for text in texts])
         for texts in ([one.data for one in figures], [one.on_page for one in figures])
     )
-    lines = [f"{question.text} [{answer.verdict}]", answer.headline, answer.scope, *answer.notes]
-    text = "\n".join(filter(None, (*lines, *map(repr, figures), answer.advice)))
-    return Piece(html, text, on_page=on_page)
+    return Piece(html, on_page=on_page)
+
+
+def stepper(
+    algorithms: Mapping[str, Callable[..., None]] = ALGORITHMS, world_sizes: Sequence[int] = tuple(range(2, 9))
+) -> Piece:
+    """The messages of all-reduces, recorded from the real functions, for a reader to step through.
+
+    `algorithms` by name, called like those of `labkit.parallel.collectives`, with a `transport`. ValueError for numbers
+    of ranks that `record_schedule` refuses; errors of a function pass through.
+    """
+    schedules = {
+        name: {p: record_schedule(all_reduce, p)._asdict() for p in world_sizes}
+        for name, all_reduce in algorithms.items()
+    }
+    names = {name: name.replace("_", " ") for name in algorithms}
+    about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": htmlsafe_json_dumps(schedules)}
+    in_notebook = {"style": Markup(piece_style()), "script": Markup(script())}
+    return Piece(piece("stepper", **about, inline=in_notebook), on_page=piece("stepper", **about, inline=None))

@@ -1,19 +1,26 @@
-"""Templates of everything that is displayed: Jinja with autoescape on, so that nothing a run holds becomes markup."""
+"""Templates of everything displayed, and frames as tables. Jinja escapes every value, so no run can add markup."""
 
 import base64
 import hashlib
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pygments.formatters import HtmlFormatter
 
+from labkit.lab.units import INTERVAL, column
 from labkit.lab.wording import capitalize
 
 TEMPLATES = Path(__file__).parent / "templates"
+MAX_NAME_WORDS = 4  # longer texts are sentences, which keep their underscores
+MAX_COLUMNS = 9  # a wider table is set smaller, without columns whose cells are all the same
+SEPARATED_FROM = 100_000  # larger whole numbers have separators
 _UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[MGTP]?FLOP(?:/s)?)(?!\w)"
 _NOT_TEXT = r"<(script|style|svg|pre|code)\b.*?</\2>|<[^>]*>"
 _BREAKS = re.compile(rf"({_NOT_TEXT})|(?<=[\d\]]) (?={_UNITS})", re.DOTALL)
@@ -21,65 +28,64 @@ _AMOUNT = re.compile(r"([\d.,%]+(?: to [\d.,%]+)?) ?(.*)")
 
 
 def render(template: str, **values: Any) -> str:
-    """A whole page."""
+    """Fill a whole page."""
     return with_nonbreaking_units(_environment().get_template(template).render(**values))
 
 
 def with_nonbreaking_units(page: str) -> str:
-    """The page, its numbers on one line with their units."""
+    """Keep every number of a page on one line with its unit."""
     return _BREAKS.sub(lambda match: match[1] or "\N{NO-BREAK SPACE}", page)
 
 
 def piece(name: str, **values: Any) -> str:
-    """One macro of `pieces.html.j2`: what notebooks and pages share."""
+    """Fill one macro of `pieces.html.j2`, which notebooks and pages share."""
     macro = getattr(_environment().get_template("pieces.html.j2").module, name)
     return str(macro(**values))
 
 
+@cache
 def style_sheet() -> str:
-    """The style of a page and of its pieces. The pieces' print rules come last, so that they win."""
+    """Style of a page and its pieces. The pieces' print rules come last, so that they win."""
     return (TEMPLATES / "style.css").read_text() + piece_style()
 
 
+@cache
 def piece_style() -> str:
-    """The style of the pieces alone, which take the colors of whatever surrounds them."""
+    """Style of the pieces alone, which take the colors of their surroundings."""
     return (TEMPLATES / "pieces.css").read_text()
 
 
+@cache
 def script() -> str:
-    """A page's script: sorts tables, opens them for printing, displays the values of figures."""
+    """Script of a page: sorts tables, opens them for printing, displays the values of figures."""
     return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
-    """The page's script as its Content-Security-Policy names it, so that no other one runs in a page."""
+    """Hash of the script for a page's Content-Security-Policy, so that no other script runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
 
 
+@cache
 def code_style(scope: str = "") -> str:
-    """Pygments' colors for light and dark pages; with a scope, for what is inside of it alone."""
+    """Pygments' colors for light and dark pages, limited to the elements inside `scope`."""
     inside = f"{scope} .highlight".strip()
     light, dark = (HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark"))
     return f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
 
 
 def mark_code(text: str) -> Markup:
-    """A sentence with what stands in backticks as code."""
+    """Escape a sentence and set words in backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def statement(headline: str) -> str:
-    """A headline without the verdict that stands next to it: "Yes: it is." -> "It is."."""
+    """Remove the verdict that stands next to a headline: "Yes: it is." becomes "It is."."""
     return capitalize(re.sub(r"^(Yes|No|It depends)[:,] ", "", headline))
 
 
-def strip_code(text: str) -> str:
-    """A sentence without backticks."""
-    return text.replace("`", "")
-
-
 def split_change(change: str) -> tuple[str, str]:
-    """A change as its amount, which is displayed in large, and the words after it."""
+    """Split a change into its amount, which is displayed in large, and the words after it."""
     match = _AMOUNT.match(change)
     return (match[1], match[2]) if match else ("", change)
 
@@ -90,7 +96,91 @@ def _environment() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, cache_size=20
     )
-    environment.filters |= {"mark_code": mark_code, "plain": strip_code, "sentence": capitalize}
+    environment.filters |= {"mark_code": mark_code, "plain": lambda text: text.replace("`", ""), "sentence": capitalize}
     environment.filters |= {"split_change": split_change, "statement": statement}
     environment.globals |= {"script_hash": script_hash, "script": script, "style_sheet": style_sheet}
     return environment
+
+
+class Cell(NamedTuple):
+    """Text of a cell and the number it is sorted by."""
+
+    text: str
+    sort: str | None = None
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A heading and its cells; numbers are aligned on the right."""
+
+    text: str
+    number: bool
+    cells: list[Cell]
+
+
+def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
+    """Yield the columns of a frame for a reader, without internal ones.
+
+    `low` and `high` next to one another become one interval of the column before them.
+    """
+    visible = frame.loc[:, [not column(str(name)).is_internal for name in frame.columns]]
+    names = [str(name) for name in visible.columns]
+    for place, name in enumerate(names):
+        values = list(visible.iloc[:, place])
+        if place and names[place : place + 2] == ["low", "high"]:
+            ends = zip(values, visible.iloc[:, place + 1], strict=True)
+            cells = [_interval(names[place - 1], low, high) for low, high in ends]
+            yield TableColumn(f"{frame.attrs.get(INTERVAL, '95%')} interval", True, cells)
+        elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
+            heading = "median" if name == "seconds" and "mean_s" in names else column(name).title
+            present = [value for value in values if not _is_missing(value)]
+            is_number = bool(present) and all(map(_is_number, present))
+            yield TableColumn(heading, is_number, [_cell(name, value) for value in values])
+
+
+def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
+    """Split a wide table into the columns whose cells differ, and a sentence on the others."""
+    if len(columns) <= MAX_COLUMNS or len(columns[0].cells) < 2:
+        return columns, ""
+    same = {one.text: one.cells[0].text for one in columns if len({cell.text for cell in one.cells}) == 1}
+    others = ", ".join(f"{name} {value}" for name, value in same.items() if value != "–")
+    return [one for one in columns if one.text not in same], f"The same in all rows: {others}." if others else ""
+
+
+def _interval(name: str, low: float, high: float) -> Cell:
+    """ "[48.4, 62.8] ms", or "[0.9 ms, 1.1 s]" if the units differ; sorted by the lower end."""
+    if _is_missing(low):
+        return Cell("–")
+    start, end = _text(name, low), _text(name, high)
+    (_, _, unit), (number, _, other) = start.partition(" "), end.partition(" ")
+    is_same = unit and unit == other
+    text = f"[{start.removesuffix(f' {unit}')}, {number}] {unit}" if is_same else f"[{start}, {end}]"
+    return Cell(text, f"{low:.12g}")
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(name: str, value: Any) -> Cell:
+    has_number = _is_number(value) and not _is_missing(value)
+    return Cell(_text(name, value), f"{value:.12g}" if has_number else None)
+
+
+def _text(name: str, value: Any) -> str:
+    if _is_missing(value):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not _is_number(value):
+        text = str(value)
+        # operators, paths and reasons are spelled out
+        is_name = "::" not in text and "/" not in text and len(text.split()) <= MAX_NAME_WORDS
+        return text.replace("_", " ") if is_name else text
+    if isinstance(value, int) and not name.endswith(("bytes", "flops")):  # a count keeps all its digits
+        return f"{value:,}" if abs(value) >= SEPARATED_FROM else str(value)
+    return column(name).form(value)

@@ -1,10 +1,14 @@
-"""The record of a lab: what its notebook leaves when it closes. The index reads it from a file next to the page."""
+"""The record of a lab, which its notebook leaves when it closes, and the index of a report, made of records.
+
+A record stands next to each page as JSON. The index says what to do here, the largest differences, and every lab's
+answers.
+"""
 
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,25 +18,28 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
 from labkit.lab.advise.local import write_code
-from labkit.lab.answers import Answer, Verdict
+from labkit.lab.answers import TOPICS, Answer, Verdict
 from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, missing_points
-from labkit.lab.pages.html import piece
-from labkit.lab.project import relative_to_project
+from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, machine_summary, missing_points
+from labkit.lab.pages.html import piece, render
+from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration
-from labkit.lab.runs.records import Resumption
-from labkit.lab.runs.store import Run, RunHeader
-from labkit.lab.units import counted, format_seconds
+from labkit.lab.runs.records import Resumption, RunHeader
+from labkit.lab.runs.store import Run
+from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
 from labkit.parallel.ranks.hosts import describe_hosts
 
-PAGE_MIME = "application/vnd.labkit.page+json"  # how the record stands in an executed notebook
+PAGE_MIME = "application/vnd.labkit.page+json"  # the record in an executed notebook
 OTHER_FORMAT = "its record is older or newer than this labkit: draw it again"
 FAILED = ("failed", "timeout")
 BUSY_SHARE = 0.25
-"""From this share of the measured time up, other programs make a run a busy machine's."""
+"""Share of the measured time from which other programs make a run that of a busy machine."""
+MAX_LARGEST = 5
+JOINED_TOPICS = ("precision", "attention", "compile", "synchronization", "bucket_size")
+"""Topics that the joined configuration of a training step sets."""
 RULE = (
     f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
     f"rate {FALSE_DISCOVERY_RATE:g} per question). Intervals are 95% and cover what varied within this run. A ratio is "
@@ -52,27 +59,27 @@ class AnswerRecord(BaseModel, frozen=True):
     headline: str
     advice: str | None
     effect: Annotated[float, AfterValidator(lambda value: value if math.isfinite(value) else 1.0)]
-    """JSON knows neither NaN nor infinity."""
+    """JSON has neither NaN nor infinity."""
     change: str | None
     scope: str
-    notes: list[str]
+    notes: tuple[str, ...]
 
     @property
     def size(self) -> float:
-        """How large the effect is: 0 for none, the same for half and twice."""
+        """Size of the effect: 0 for none, the same for half and twice."""
         return abs(math.log(self.effect)) if self.effect > 0 else 0.0
 
 
 class RunRecord(BaseModel, frozen=True):
-    """What a page says of its run."""
+    """Facts about a run for its page and for the index."""
 
     run: str
-    """Its path, relative to the project."""
+    """Path relative to the project."""
     started: datetime
     duration_s: float
     profile: str
     identity: list[str | None]
-    """Of the machine: two runs with equal ones are of one machine."""
+    """Identity of the machine; runs with equal ones are of one machine."""
     machine: str
     machine_rows: list[tuple[str, str]]
     provenance: list[tuple[str, str]]
@@ -82,7 +89,7 @@ class RunRecord(BaseModel, frozen=True):
     is_busy: bool
     """Whether other programs were at work while it measured."""
     python: str | None
-    """The configuration that it measured, as Python to paste."""
+    """Measured configuration as Python to paste."""
     answers: list[AnswerRecord]
 
     @property
@@ -94,10 +101,10 @@ class RunRecord(BaseModel, frozen=True):
 
 
 class LabRecord(BaseModel, frozen=True):
-    """A lab's page; `run` is None if its notebook failed, for the reason in `error`."""
+    """Record of a lab's page; `run` is None if its notebook failed, for the reason in `error`."""
 
     format_version: Literal[6] = 6
-    """Raised whenever what an index reads changes its name or meaning."""
+    """Raised whenever a field that the index reads changes its name or meaning."""
     lab: str
     title: str
     error: str | None = None
@@ -109,7 +116,6 @@ class LabRecord(BaseModel, frozen=True):
 
     @property
     def python(self) -> str | None:
-        """The configuration that it measured, as Python to paste."""
         return self.run.python if self.run else None
 
     @property
@@ -123,7 +129,7 @@ class LabRecord(BaseModel, frozen=True):
 
 
 def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: bool) -> RunRecord:
-    """What a notebook leaves for its page and for the index."""
+    """Make the record of a run, for its page and for the index."""
     coverage, machine = run.coverage(), run.header.machine
     busy_s = float(coverage["elapsed_s"][coverage["point"].isin(run.busy)].sum())
     duration_s = float(coverage["elapsed_s"].sum())
@@ -146,7 +152,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
                 text=question.text,
                 topic=question.topic,
                 is_expected=question.is_expected,
-                **answers[question.id].record(),
+                **{name: value for name, value in vars(answers[question.id]).items() if name != "table"},
             )
             for question in lab.questions
         ],
@@ -160,9 +166,9 @@ def record_card(record: RunRecord) -> Piece:
 
 
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
-    """The facts of the provenance card by their names."""
-    path = relative_to_project(run.path)
-    rows = {
+    """Facts of the provenance card by name."""
+    path, hosts = relative_to_project(run.path), run.header.ranks_by_host
+    return {
         "Run": path,
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
@@ -171,32 +177,18 @@ def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
         "Measure again": _command_again(lab, run.header),
         "Ranks": _describe_ranks(run),
         **({"Predicted from": describe_calibration(run)} if lab.name != LIMITS else {}),
-        **({"Load": _describe_load(run)} if run.header.load else {}),
+        **({"Hosts": describe_hosts(hosts)} if hosts is not None else {}),
     }
-    if run.header.ranks_by_host is not None:
-        rows["Hosts"] = describe_hosts(run.header.ranks_by_host)
-    return rows
 
 
 def _describe_resumption(resumption: Resumption) -> str:
-    """When, at which commit and by which command a run was taken up again."""
+    """Say when, at which commit and by which command a run was resumed."""
     when = f"{resumption.at:%Y-%m-%d %H:%M:%S} UTC" if resumption.at else "a time that was not recorded"
-    unknown = "not a git checkout" if "source" in resumption.model_fields_set else "commit not recorded"
-    command = f", by {resumption.command}" if resumption.command else ""
-    return f"{when}, {resumption.source or unknown}{command}"
-
-
-def _describe_load(run: Run) -> str:
-    load, cores = run.header.load, run.header.machine.cores
-    assert load is not None, "asked for only if it was recorded"
-    busy = "unknown" if load.busy_cores is None else f"{load.busy_cores:.1f} of {cores} cores"
-    gpu = load.gpu
-    gpus = f"; GPUs at up to {gpu.temperature} °C, power limit {gpu.power_limit_w:.0f} W" if gpu else ""
-    return f"other programs at the start: {busy}{gpus}"
+    return f"{when}, {resumption.source or 'commit not recorded'}, by {resumption.command or 'an unknown command'}"
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
-    """With the --set options that lead from the profile to the config of the run."""
+    """The command with the --set options that lead from the profile to the config of the run."""
     try:
         lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
@@ -209,20 +201,18 @@ def _command_again(lab: Lab, header: RunHeader) -> str:
 
 
 def _describe_ranks(run: Run) -> str:
-    """How the ranks ran, as they reported it: start method, scheduling policy, threads, and code for shared memory."""
-    needed = {"world_size", "backend", "start_method", "scheduling", "threads"}  # known once ranks are ready
-    facts = [fact for fact in run.facts().values() if needed <= fact.keys() and isinstance(fact["world_size"], int)]
-    described = {
-        f"{counted(fact['world_size'], 'rank')}: {fact['backend'] or 'no process group'}, {fact['start_method']}, "
-        f"scheduling {fact['scheduling']}, {counted(fact['threads'], 'thread')} each"
-        f"{', shared memory ' + fact['shared_memory'] if 'shared_memory' in fact else ''}"
-        for fact in facts
-    }
-    return "; ".join(sorted(described, key=lambda text: (int(text.split()[0]), text))) or "none"
+    """Say how the ranks ran, as they reported: "2 ranks: gloo, forkserver, scheduling batch, 1 thread each"."""
+    described = set()
+    for fact in run.facts().values():
+        if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():  # the ranks were ready
+            text = f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling {fact['scheduling']}"
+            memory = f", shared memory {fact['shared_memory']}" if "shared_memory" in fact else ""
+            described.add((str(fact["world_size"]), f"{text}, threads per rank: {fact['threads']}{memory}"))
+    return "; ".join(f"ranks: {ranks}, {text}" for ranks, text in sorted(described)) or "none"
 
 
 def _joined_code(run: Run) -> str | None:
-    """The configuration that the lab of tuned steps measured against the default; None for every other lab."""
+    """The configuration that the lab of tuned steps compared with the default; None for every other lab."""
     frame, names = run.frame(), [field.name for field in fields(Configuration)]
     if not {"implementation", "model", "context_length", *names} <= set(frame.columns):
         return None
@@ -235,7 +225,7 @@ def _joined_code(run: Run) -> str | None:
 
 
 def read_notebook_record(notebook: Path) -> RunRecord | None:
-    """What an executed notebook left; None if it did not get to its last cell."""
+    """Read the record in an executed notebook; None if it did not get to its last cell."""
     for cell in reversed(nbformat.read(notebook, as_version=4).cells):
         for output in cell.get("outputs", []):
             if PAGE_MIME in output.get("data", {}):
@@ -243,22 +233,82 @@ def read_notebook_record(notebook: Path) -> RunRecord | None:
     return None
 
 
-def read_record(path: Path) -> LabRecord:
-    """The record in a file. ValueError if it is of another format, or no record."""
+def _read_record(lab: Lab, path: Path) -> LabRecord:
+    """Read a record; one of another format, or none at all, says so as its error."""
     try:
         return LabRecord.model_validate_json(path.read_bytes())
     except (ValidationError, OSError):
-        raise ValueError(OTHER_FORMAT) from None
+        return LabRecord(lab=lab.name, title=lab.title, error=OTHER_FORMAT)
 
 
-def read_records(labs: Iterable[Lab], folder: Path) -> list[LabRecord]:
-    """The records in a folder, in the order of the labs; one that cannot be read says so as its error."""
-    records = []
-    for lab in labs:
-        path = folder / f"{lab.name}.json"
-        if path.is_file():
-            try:
-                records.append(read_record(path))
-            except ValueError as error:
-                records.append(LabRecord(lab=lab.name, title=lab.title, error=str(error)))
-    return records
+@dataclass(frozen=True)
+class Entry:
+    """An answer, and the lab that gives it."""
+
+    lab: LabRecord
+    answer: AnswerRecord
+
+    @property
+    def href(self) -> str:
+        return f"{self.lab.page}#answer-{self.answer.id}"
+
+    @property
+    def is_better(self) -> bool:
+        """Whether something beats the default, at least in some configurations."""
+        return self.answer.verdict in ("yes", "it depends")
+
+
+def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
+    """Write `<output>/index.html` from the records in `output`, in the order of `labs`, and return its path.
+
+    `to_come` are labs that a report under way still measures. Whether a record is of this machine is decided here, so
+    records and pages may be copied together from several reports.
+    """
+    paths = {lab.name: (lab, output / f"{lab.name}.json") for lab in labs}
+    records = [_read_record(lab, path) for lab, path in paths.values() if path.is_file()]
+    usable = [record for record in records if record.is_here and not (record.run and record.run.is_busy)]
+    entries = [Entry(record, answer) for record in usable if record.run for answer in record.run.answers]
+    tuned = next((entry for entry in entries if entry.answer.id == "gain" and entry.lab.python), None)
+    topics = _recommendations(entries, tuned)
+    machine = machine_rows(describe_machine(), elsewhere=False)
+    html = render(
+        "index_page.html.j2",
+        machine=machine.items(),
+        machine_summary=machine_summary(machine),
+        to_come=[lab.title for lab in to_come],
+        other_format=OTHER_FORMAT,
+        records=records,
+        busy=[record.title for record in records if record.is_here and record not in usable],
+        tuned=None if to_come else tuned,  # it joins the answers of all labs
+        topics=topics,
+        unsettled=[title for title in TOPICS.values() if title not in topics],
+        largest=_largest_differences(entries),
+        missing=[lab.title for lab, path in paths.values() if not path.is_file()],
+    )
+    page = output / "index.html"
+    write_file(page, html)
+    return page
+
+
+def _recommendations(entries: Iterable[Entry], tuned: Entry | None) -> dict[str, Entry]:
+    """The title of each topic that has advice, with its strongest answer: one that changes something comes first.
+
+    If the joined configuration is not better than the default, no part of it is recommended.
+    """
+    is_refuted = tuned is not None and not tuned.is_better
+    best: dict[str | None, Entry] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.is_better, entry.answer.size)):
+        if entry.answer.advice:
+            best[entry.answer.topic] = entry
+    return {
+        title: best[topic]
+        for topic, title in TOPICS.items()
+        if topic in best and not (is_refuted and topic in JOINED_TOPICS and best[topic].is_better)
+    }
+
+
+def _largest_differences(entries: Iterable[Entry]) -> list[Entry]:
+    """The answers with the largest effects, without those that everybody expects."""
+    differing = [entry for entry in entries if entry.answer.verdict in ("yes", "no", "it depends")]
+    surprising = [entry for entry in differing if entry.answer.change and not entry.answer.is_expected]
+    return sorted(surprising, key=lambda entry: -entry.answer.size)[:MAX_LARGEST]

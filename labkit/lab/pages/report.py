@@ -1,6 +1,6 @@
 """A lab's page: its executed notebook as one HTML file that opens anywhere, offline, and makes no request.
 
-The page has its own template and style sheet. Formulas become MathML, images are embedded, and only sorting, hovering
+The page has labkit's template and style sheet. Formulas become MathML, images are embedded, and only sorting, hovering
 and switches need its script. The lab's record stands next to it.
 """
 
@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from latex2mathml.converter import convert as latex_to_mathml
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-from labkit.lab.commands.execute import NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
+from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, notebook_parameters
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, with_nonbreaking_units
 from labkit.lab.pages.record import RULE, LabRecord, read_notebook_record
 from labkit.lab.parameters import check_parameters
@@ -31,17 +32,21 @@ _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)<
 
 @dataclass(frozen=True)
 class LabResult:
-    """How one lab of a report went."""
+    """Outcome of one lab of a report."""
 
     study: Lab
     page: Path
     elapsed_s: float
     error: str | None
-    """None if it ran to its end; otherwise the cause in one line, and the page shows how far it came."""
+    """Cause of a failure in one line, or None; the page shows how far the lab came."""
 
 
 def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path) -> None:
-    """ParameterError before the first lab runs: parameters that a lab does not take, folders that take no files."""
+    """Refuse, before the first lab runs, parameters that a lab does not take and folders that take no files.
+
+    Raises:
+        ParameterError: with the parameter or the folder.
+    """
     folders = [output / "notebooks"]
     for study in studies:
         text, _ = committed_notebook(study.name)
@@ -54,6 +59,7 @@ def report_lab(
     study: Lab,
     parameters: Mapping[str, Any],
     output: Path,
+    kernel: Kernel,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LabResult:
     """Execute one lab's notebook, write `<output>/<lab>.html` and its record; a failure is in the result and on the
@@ -64,7 +70,7 @@ def report_lab(
     error = None
     try:
         text, _ = committed_notebook(study.name)
-        execute_notebook(study, text, notebook, parameters, on_progress=on_progress)
+        execute_notebook(study, text, notebook, parameters, kernel, on_progress=on_progress)
     except NotebookFailed as failure:
         error = str(failure)
     export_page(notebook, page, study, error=error)
@@ -88,7 +94,7 @@ class _Renderer(IPythonRenderer):
         return latex_to_mathml(body)
 
 
-class PageExporter(HTMLExporter):
+class _PageExporter(HTMLExporter):
     """nbconvert's exporter with labkit's template."""
 
     def __init__(self, **options: Any):
@@ -99,6 +105,11 @@ class PageExporter(HTMLExporter):
         cell = context.get("cell", {})
         renderer = _Renderer(escape=False, attachments=cell.get("attachments", {}), exclude_anchor_links=True)
         return MarkdownWithMath(renderer=renderer).render(source)
+
+
+@cache
+def _exporter() -> _PageExporter:
+    return _PageExporter()
 
 
 def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> LabRecord:
@@ -122,7 +133,7 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         ),
         "piece_mime": PIECE_MIME,
     }
-    body, _ = PageExporter().from_notebook_node(document, resources={"labkit": parts})
+    body, _ = _exporter().from_notebook_node(document, resources={"labkit": parts})
     body = body.replace("<pre>", '<pre tabindex="0">')  # readers without a mouse scroll by keys
     entries = [{"anchor": anchor, "html": text} for anchor, text in _HEADING.findall(body)]
     body = body.replace("<!-- contents -->", render("page_contents.html.j2", entries=entries), 1)

@@ -1,7 +1,8 @@
-"""Measures the points of a run, one after the other on their ranks; writes every row as it comes."""
+"""Measures the points of a run, one after the other on their ranks, and writes every row as it comes."""
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from typing import Any
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, by_ranks
-from labkit.lab.runs.progress import Tally
-from labkit.lab.runs.writer import RunWriter
+from labkit.lab.runs.progress import Progress, ShowProgress
+from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
 from labkit.lab.user_plugins import Plugins, worker_with_plugins
 from labkit.machine import describe_machine
@@ -25,23 +26,26 @@ from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_ran
 Events = Generator[Row | Retry | PointEnd, None, None]
 OnOutput = Callable[[str], None] | None
 TOO_LONG = 6
-"""Times its `rounds_s`: a point whose fewest rounds take longer is the largest of its series, as on a CPU without
-instructions for 16-bit numbers."""
+"""Factor over `rounds_s` from which a point is the largest of its series, as on a CPU without 16-bit instructions."""
 
 
 @dataclass
 class Executor:
-    """Measures points into one run: those of the same ranks by one launch; skips what this machine cannot hold."""
+    """Measures points into one run, a launch per group of ranks; skips points that this machine cannot hold."""
 
     study: Lab
     plugins: Plugins
     writer: RunWriter
-    tally: Tally
+    on_progress: ShowProgress
     on_output: OnOutput
+    total: int
+    """Points of the run, `done` of them before."""
+    done: int = 0
+    _start: float = field(default_factory=time.monotonic)
     _size_limits: dict[Any, tuple[float, str]] = field(default_factory=dict)
-    """By series: the size from which on points are skipped, and why."""
+    """By series: the size from which points are skipped, and the reason."""
     _rows_s: list[float] = field(default_factory=list)
-    """What each row of the current point took, by its median: no single stall makes a point too long."""
+    """Time of each row of the current point, from the median: one stall makes no point too long."""
 
     def measure(self, points: list[Point]) -> None:
         for same_ranks in by_ranks(points):
@@ -50,10 +54,14 @@ class Executor:
                 broadcast_from_first_rank([point.id for point in same_ranks])
                 if not same_ranks:
                     break
-                self.tally.tell(same_ranks[0].title())
+                self._show(same_ranks[0].title())
                 same_ranks = same_ranks[self._measure_group(same_ranks) :]
         shutil.rmtree(self._checkpoints, ignore_errors=True)
-        self.tally.tell("")
+        self._show("")
+
+    def _show(self, text: str) -> None:
+        elapsed_s = time.monotonic() - self._start
+        self.on_progress(Progress(self.done, self.total, text, elapsed_s, self.writer.path.stem))
 
     def _skip(self, points: list[Point]) -> list[Point]:
         """Record points that cannot be measured here, with the reason; return the others."""
@@ -64,11 +72,11 @@ class Executor:
                 remaining.append(point)
             else:
                 self.writer.end_point(point, "skipped", reason=reason)
-                self.tally.end(point.id)
+                self.done += 1
         return remaining
 
     def _measure_group(self, points: list[Point]) -> int:
-        """Measure points of one group of ranks, until all ended or the rest is too large; returns how many."""
+        """Measure points of one group of ranks, until all ended or the rest is too large; return how many."""
         ended, meter, probe = 0, LoadMeter(knows_own=not is_job_rank()), dict[str, float]()
         # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
         with closing(launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)) as events:
@@ -81,13 +89,13 @@ class Executor:
                         self._add_row(point, event)
                     case Retry():
                         self.writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
-                        self.tally.tell(f"{point.title()}: again, without {event.alternative} ({event.reason})")
+                        self._show(f"{point.title()}: again, without {event.alternative} ({event.reason})")
                         self._rows_s.clear()
                     case PointEnd():
                         self._end(point, event, meter.load().model_copy(update=probe))
                         ended, probe = ended + 1, {}
                         if ended < len(points):
-                            self.tally.tell(points[ended].title())
+                            self._show(points[ended].title())
                         if self._limit_series(point, event) and not is_job_rank():
                             break  # the ranks of a torchrun job all go on to the next point
         return ended
@@ -99,14 +107,14 @@ class Executor:
         if isinstance(seconds := row.values.get("seconds"), list) and seconds:
             self._rows_s.append(median(seconds) * len(seconds))
         if text := self.study.progress(point, row.values):
-            self.tally.tell(f"{point.title()}: {text}")
+            self._show(f"{point.title()}: {text}")
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts, "load": load}
         details = _details(end.failure)
         self.writer.end_point(point, end.status, **fields | ({"details": details} if details else {}))
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
-        self.tally.end(point.id)
+        self.done += 1
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
         """Skip larger points of a series after one that ran out of memory or took far too long; return whether."""
@@ -130,14 +138,14 @@ class Executor:
 
     @property
     def _checkpoints(self) -> Path:
-        """Where workers keep what an interrupted point goes on from; not there once the run is complete."""
+        """Folder in which workers keep the state of an interrupted point; gone once the run is complete."""
         return self.writer.path.with_suffix(".checkpoints")
 
 
 def launch_points(
     study: Lab, points: list[Point], plugins: Plugins, on_output: OnOutput = None, checkpoints: Path | None = None
 ) -> Events:
-    """The events of points of one group of ranks; on rank 0 alone there are `checkpoints`."""
+    """Launch points of one group of ranks and yield their events; only rank 0 of a job gets `checkpoints`."""
     first, options = points[0], {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
     return launch(
         partial(probed, worker_with_plugins(study, plugins), **options),
@@ -151,7 +159,7 @@ def launch_points(
 
 
 def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> None:
-    """A rank of torchrun other than the first: the points that the first one chooses, nothing written."""
+    """Measure, in a torchrun rank other than the first, the points that the first one chooses; write nothing."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:

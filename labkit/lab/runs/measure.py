@@ -1,26 +1,35 @@
-"""Measuring a lab into a new run, or what a run still lacks: what may refuse, then the header, then the points."""
+"""Measures a lab into a new run, or the rest of a run: first everything that may refuse, then the header, then points.
 
+Under torchrun the first rank of the job decides and writes; the others take part in its points.
+"""
+
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from labkit.lab.calibration import newest_calibration
+from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
-from labkit.lab.runs.progress import Progress, ShowProgress, Tally
-from labkit.lab.runs.store import Run, RunFileError, RunHeader
-from labkit.lab.runs.writer import RunWriter
+from labkit.lab.runs.progress import Progress, ShowProgress
+from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
+from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
 from labkit.parallel.ranks.hosts import describe_hosts
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
+
+CALIBRATING = "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
+SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
+"""Parameters of a calibration: the fewest repeats that give an interval."""
 
 
 def measure(
@@ -36,12 +45,11 @@ def measure(
     on_start: Callable[[Path], None] = lambda path: None,
     on_output: OnOutput = None,
 ) -> Run:
-    """Measure every point of `config` into a new run in `data/runs/<lab>/`; returns it, complete.
+    """Measure every point of `config` into a new run in `data/runs/<lab>/` and return it, complete.
 
-    Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the
-    run keeps what was measured and can be resumed. `on_start` gets the run's path before anything is measured.
-    `alternatives` and `models` are the caller's, by name: measured with the study's (or with baselines alone, if
-    `only_plugins`), and registered only meanwhile.
+    Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the run keeps
+    what was measured and can be resumed. `on_start` gets the run's path before anything is measured. The caller's
+    `alternatives` and `models`, by name, are measured with the lab's, or with baselines alone if `only_plugins`.
     """
     plugins = Plugins(alternatives or {}, models or {})
     check_plugins(study, plugins)
@@ -55,17 +63,15 @@ def measure(
             points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points)
-        if job_rank() > 0:  # under torchrun the first rank writes; the others only take part
+        if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
             raise SystemExit(0)
         with RunWriter.create(folder, header) as writer, announced():
             on_start(writer.path)
-            if unavailable:
-                for point in points:
-                    writer.end_point(point, "skipped", reason=unavailable)
-            else:
-                tally = Tally(on_progress, writer.path, [point.id for point in points], len(points))
-                Executor(study, plugins, writer, tally, on_output).measure(points)
+            for point in points if unavailable else ():
+                writer.end_point(point, "skipped", reason=unavailable)
+            if not unavailable:
+                Executor(study, plugins, writer, on_progress, on_output, len(points)).measure(points)
         return Run.load(writer.path)
 
 
@@ -78,16 +84,16 @@ def resume(
     on_progress: ShowProgress = lambda progress: None,
     on_output: OnOutput = None,
 ) -> Run:
-    """Measure the points of a run that have not ended. RunFileError if it is of another lab, machine or plan.
+    """Measure the points of a run that have not ended, and return the whole run.
 
-    ParameterError if what they need has changed or is not available. Everything else that may refuse comes before
-    anything is fetched.
+    RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
+    Everything else that may refuse comes before anything is fetched.
     """
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     plugins = Plugins(alternatives or {}, models or {})
     with registered(study.register, plugins):  # the run's config names them
-        config = _configure_again(study, run)
+        config = study.configure(run.header.profile, run.header.config)
         if run.pending:
             _check_inputs(study, config, on_progress)
         points = _plan_again(study, run, config)
@@ -97,20 +103,38 @@ def resume(
             run_as_worker_rank(study, remaining, plugins)
             raise SystemExit(0)
         with RunWriter.reopen(path) as writer, announced():
-            if Run.load(path).pending != run.pending:  # what was read before the file was locked
+            if Run.load(path).pending != run.pending:  # the run was read before its file was locked
                 raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
             _prepare_again(study, path, config, remaining, on_progress)
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
-            tally = Tally(on_progress, path, [point.id for point in remaining], len(points))
-            Executor(study, plugins, writer, tally, on_output).measure(remaining)
+            done = len(points) - len(remaining)
+            Executor(study, plugins, writer, on_progress, on_output, len(points), done).measure(remaining)
         return Run.load(path)
 
 
+def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
+    """Whether one of these labs predicts, and this machine has no calibration of this source and day.
+
+    False at `smoke`, which must be short, and in the ranks of a job, which would wait.
+    """
+    predicts = any(getattr(question, "needs_calibration", False) for lab in studies for question in lab.questions)
+    if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
+        return False
+    machine = describe_machine()
+    calibration = newest_calibration(machine, within=FRESH)
+    return calibration is None or calibration.source != str(machine.source)
+
+
+def calibrate(on_progress: ShowProgress, on_output: OnOutput) -> None:
+    """Measure a short run of the lab `limits`."""
+    limits: Lab = import_module(f"labkit.studies.{LIMITS}.lab").LAB  # by name: labs import this package
+    config = limits.configure("quick", SHORT_LIMITS)
+    measure(limits, config, profile="quick", on_progress=on_progress, on_output=on_output)
+
+
 def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> RunHeader:
-    """The header of a new run."""
     machine, hosts = describe_machine(), ranks_by_host()
-    planned = {point.id: point.describe() for point in points}
     return RunHeader(
         lab=study.name,
         profile=profile,
@@ -118,7 +142,7 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
         machine=machine,
         command=_command(),
         started=datetime.now(UTC),
-        planned=planned,
+        planned={point.id: point.describe() for point in points},
         ranks_by_host=hosts,
         load=load_before_measuring(),
         # a calibration of one machine has no links between hosts
@@ -132,7 +156,7 @@ def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> N
 
 
 def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
-    """Fetch what these points need, if any of them can be measured here; the reason why it cannot be had."""
+    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available."""
 
     def prepare() -> str | None:
         machine = describe_machine()
@@ -149,8 +173,8 @@ def _prepare_again(study: Lab, path: Path, config: LabConfig, points: list[Point
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """The result of the first rank's call on every rank, or its ParameterError."""
-    # All are here: a call may take long, and where rank 0 serves the job's store, it must do so by now.
+    """Return the result of the first rank's call on every rank, or raise its ParameterError there."""
+    # Wait for all ranks: a call may take long, and by now rank 0 must serve the job's store if that is its task.
     broadcast_from_first_rank(None)
     result, error = None, None
     if job_rank() == 0:
@@ -178,35 +202,18 @@ def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | Non
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
 
 
-def _configure_again(study: Lab, run: Run) -> LabConfig:
-    """The config of a run. ParameterError for unknown names, such as alternatives of another notebook."""
-    try:
-        return study.configure(run.header.profile, run.header.config)
-    except ParameterError as error:
-        raise ParameterError(f"{error}; a run with a notebook's alternatives goes on there, by lab.resume()") from None
-
-
 def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
-    """The points of a run, planned again from its config. RunFileError if they are not the ones in its header."""
+    """Plan the points of a run again from its config. RunFileError if they differ from the ones in its header."""
     then = run.header.planned
-    every = {point.id: point for point in study.plan(config, run.header.machine)}
-    points = [every[identifier] for identifier in then if identifier in every]  # `only_plugins` leaves others out
-    now = {point.id: point.describe() for point in every.values()}
-    if {point.id: point.describe() for point in points} == then:
-        return points
-    difference = f"{len(now)} points, and {len(then)} in the run"
-    for before, after in zip(then.values(), now.values(), strict=False):
-        changes = [name for name in before | after if before.get(name) != after.get(name)]
-        if changes and len(then) == len(now):
-            words = (f"{name} was {before.get(name)!r:.80} and is {after.get(name)!r:.80}" for name in changes)
-            difference = ", ".join(words)
-            break
-    reason = f"this version of labkit plans other points, or a file is another: {difference}"
-    raise RunFileError(f"{run.path}: {reason}; measure a new run")
+    now = {point.id: point for point in study.plan(config, run.header.machine)}
+    points = [now[id] for id in then if id in now]  # `only_plugins` leaves others out
+    if {point.id: point.describe() for point in points} != then:
+        raise RunFileError(f"{run.path}: this labkit plans other points, or a file has changed; measure a new run")
+    return points
 
 
 def _command() -> str:
-    """The command as typed, without the paths of this machine; "notebook" inside a kernel."""
+    """The command as typed, without paths of this machine; "notebook" inside a kernel."""
     program = Path(sys.argv[0]).name
     if program.startswith("ipykernel") or "ipykernel" in sys.modules:
         return "notebook"

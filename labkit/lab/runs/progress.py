@@ -1,87 +1,44 @@
-"""How far a measurement is: points done, the time it has taken, and the time it is likely to take still."""
+"""Progress of a measurement: points done, time so far, the current point; a line in a terminal or in a notebook."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.units import format_seconds
+
+PROGRESS_MIME = "application/vnd.labkit.progress+json"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a measurement stands: `done` of `total` points, and what is being measured now."""
+    """State of a measurement: `done` of `total` points, and the point that is being measured."""
 
     done: int
     total: int
     text: str
     elapsed_s: float = 0.0
-    """Since this process began to measure."""
-    left_s: float | None = None
-    """Expected; None without an earlier run of the same points."""
+    """Seconds since this process began to measure."""
     run: str | None = None
-    """The name of the run that is written, by which it can be resumed; None: there is none yet."""
+    """Name of the run, by which it can be resumed; None before it exists."""
 
-    def after(self, waited_s: float) -> "Progress":
-        """The same point, `waited_s` later."""
-        left_s = None if self.left_s is None else self.left_s - waited_s
-        return replace(self, elapsed_s=self.elapsed_s + waited_s, left_s=left_s)
-
-    def times(self) -> str:
-        """ "1 min 40 s so far, about 20 s left"; "" before anything is measured."""
-        if self.run is None:
-            return ""
-        left = "" if self.left_s is None else f", about {format_seconds(max(1, round(self.left_s)))} left"
-        return f"{format_seconds(round(self.elapsed_s))} so far{left}"
+    def line(self, waited_s: float = 0.0) -> str:
+        """The state `waited_s` later as one line: "3 of 9 points   61 s so far   ring"."""
+        elapsed = "" if self.run is None else f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
+        return "   ".join(filter(None, (f"{self.done} of {self.total} points", elapsed, self.text)))
 
 
 ShowProgress = Callable[[Progress], None]
 
 
-class Tally:
-    """Counts the points of a measurement that end, and shows how far it is.
-
-    A point is expected to take as long as in the run before; the rest, if that run has all of its points.
-    """
-
-    def __init__(self, show: ShowProgress, run: Path, pending: Collection[str], total: int):
-        self._show, self._run, self._total = show, run.stem, total
-        self._pending = list(pending)
-        self._expected_s = _seconds_in_previous_run(run)
-        self._start = time.monotonic()
-
-    def end(self, point: str) -> None:
-        """Count a point that was measured or skipped."""
-        self._pending.remove(point)
-
-    def tell(self, text: str) -> None:
-        """Show what is being measured now."""
-        expected = [self._expected_s[point] for point in self._pending if point in self._expected_s]
-        left_s = sum(expected) if self._pending and len(expected) == len(self._pending) else None
-        done, elapsed_s = self._total - len(self._pending), time.monotonic() - self._start
-        self._show(Progress(done, self._total, text, elapsed_s, left_s, self._run))
-
-
-def _seconds_in_previous_run(run: Path) -> dict[str, float]:
-    """How long each point took in the newest other run next to this one; {} if that cannot be read."""
-    others = sorted(path for path in run.parent.glob(f"*{run.suffix}") if path != run)
-    try:
-        table = Run.load(others[-1]).coverage()
-    except (IndexError, RunFileError):
-        return {}
-    measured = table[table["status"] != "pending"]
-    return dict(zip(measured["point"], measured["elapsed_s"], strict=True))
-
-
 @contextmanager
 def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
-    """A line on `console` that begins with `name`, and whose time goes on between two updates; nothing in a file."""
+    """A line on `console` that begins with `name`; its time runs on between updates. Nothing if that is a file."""
     last: tuple[Progress, float] | None = None
 
     def update(progress: Progress) -> None:
@@ -89,11 +46,37 @@ def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
         last = progress, time.monotonic()
 
     def render() -> Text:
-        if last is None:
-            return Text(f"{name}: starting")
-        now = last[0].after(time.monotonic() - last[1])
-        parts = f"{name}: {now.done} of {now.total}", now.times(), now.text
-        return Text("  ".join(filter(None, parts)), no_wrap=True, overflow="ellipsis")
+        state = "starting" if last is None else last[0].line(time.monotonic() - last[1])
+        return Text(f"{name}: {state}", no_wrap=True, overflow="ellipsis")
 
     with Live(console=console, transient=True, get_renderable=render):
         yield update
+
+
+class NotebookLine:
+    """One output of the running cell, replaced in place: progress while measuring, the coverage in the end."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def update(self, progress: Progress) -> None:
+        from labkit.lab.pages.html import piece
+
+        self.show(piece("progress", text=progress.line()), asdict(progress))
+
+    def show(self, html: str, record: Mapping[str, Any] | None = None) -> None:
+        """Display `html`; `record` is the progress for the program that executes the notebook."""
+        from IPython.display import display
+
+        bundle = {"text/html": html, "text/plain": "", PROGRESS_MIME: dict(record or {})}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+class MeasuringInterrupted(KeyboardInterrupt):
+    """The reader stopped a measurement. A notebook shows the message alone."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython calls it
+        return [f"KeyboardInterrupt: {self}"]

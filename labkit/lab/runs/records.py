@@ -1,23 +1,75 @@
-"""The lines of a run's file after its header, checked as they are read: a run may come from anybody."""
+"""A run's file, line by line: the header, the records after it, and the writer that appends them.
 
-from datetime import datetime
+    {"kind": "header", ...}    once: parameters, machine, source, plan
+    {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
+    {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
+    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   the point starts over; earlier rows are void
+    {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is resumed
+
+Lists in `values` are samples. Records are validated when read, because a run may come from anybody.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from labkit.machine import Source
+from labkit.costs.calibration import Calibration
+from labkit.lab.config import ParameterError
+from labkit.lab.point import Point
+from labkit.machine import Machine, Source
 from labkit.machine.load import Load
 
+SCHEMA = 1
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
 
-class Row(BaseModel):
-    """Values that a rank has measured; lists are samples."""
+class RunFileError(ParameterError):
+    """A file that this version cannot read or write as a run; the message names the file and the line."""
+
+
+class RunHeader(BaseModel):
+    """The first line of a run: everything needed to judge it and to measure it again."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str = "header"
+    format_version: int = SCHEMA
+    lab: str
+    profile: str
+    config: dict[str, Any]
+    machine: Machine
+    command: str
+    started: datetime
+    planned: dict[str, dict[str, Any]]
+    """Points by id, in the order of measuring."""
+    ranks_by_host: dict[str, list[int]] | None = None
+    """Ranks of a torchrun job by host; None: labkit started the ranks on this machine."""
+    load: Load | None = None
+    """Load of the machine before the first point; None in older runs."""
+    calibration: Calibration | None = None
+    """Basis of the run's predictions; None without one, and in older runs."""
+
+
+class _PointRecord(BaseModel):
+    """A record that belongs to a point."""
 
     model_config = ConfigDict(strict=True)
 
-    kind: Literal["row"]
     point: str
+
+
+class Row(_PointRecord):
+    """Values that a rank measured; lists are samples of one length."""
+
+    kind: Literal["row"]
     rank: int
     values: dict[str, Any]
 
@@ -28,26 +80,15 @@ class Row(BaseModel):
         return self
 
 
-class Facts(BaseModel):
-    """What ranks report of themselves; labkit calculates with these two and prints the others."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    world_size: Annotated[int, Field(ge=1)] = 1
-    threads: Annotated[int, Field(ge=1)] = 1
-
-
-class End(BaseModel):
-    """A point is over; with a reason unless it is ok."""
-
-    model_config = ConfigDict(strict=True)
+class End(_PointRecord):
+    """The end of a point, with a reason unless it is ok."""
 
     kind: Literal["end"]
-    point: str
     status: Status
     reason: str | None = None
     elapsed_s: float = 0.0
-    facts: Facts = Facts()
+    facts: dict[str, Any] = {}
+    """Reports of the ranks about themselves: threads, scheduling, start method."""
     load: Load | None = None
     details: str = ""
     """Traceback and output of the rank that failed."""
@@ -59,20 +100,17 @@ class End(BaseModel):
         return self
 
 
-class Again(BaseModel):
-    """A point is measured again without an alternative that failed: its rows so far do not count."""
-
-    model_config = ConfigDict(strict=True)
+class Again(_PointRecord):
+    """A point starts over without an alternative that failed: its rows so far do not count."""
 
     kind: Literal["again"]
-    point: str
     alternative: str
     reason: str
     details: str = ""
 
 
 class Resumption(BaseModel):
-    """A run was taken up again: when, from which source, by which command. Old files lack some of it."""
+    """A run was resumed: when, from which source, by which command. Older files lack some fields."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,7 +125,7 @@ _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator
 
 
 def parse_record(line: bytes) -> Record:
-    """A line as a record. ValueError in one line if it is none."""
+    """Parse a line. ValueError in one line if it is no record."""
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:
@@ -98,3 +136,93 @@ def first_problem(error: ValidationError) -> str:
     """ "machine.cores: Input should be a valid integer"."""
     first = error.errors(include_url=False)[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
+class RunWriter:
+    """Appends to a run and holds a lock on its file, so that no other process appends to it."""
+
+    def __init__(self, path: Path, descriptor: int):
+        self.path, self._descriptor = path, descriptor
+
+    @classmethod
+    def create(cls, directory: Path, header: RunHeader) -> Self:
+        """Create `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
+        stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
+        with _errors_named(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            for number in count(1):
+                path = directory / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
+                with suppress(FileExistsError):
+                    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
+                    break
+        writer = cls(path, descriptor)
+        writer._lock()
+        writer._append(header)
+        writer.sync()
+        return writer
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """Open an existing run; it stays unchanged until `start_resumption`. RunFileError if another process has it."""
+        with _errors_named(path):
+            writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
+        try:
+            writer._lock()
+        except BlockingIOError:
+            writer.close()
+            raise RunFileError(f"{path}: another process is writing this run") from None
+        return writer
+
+    def start_resumption(self, command: str, source: Source | None) -> None:
+        """Drop a torn last line and record that this command and source measure from here on."""
+        with _errors_named(self.path):
+            os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
+        self._append(Resumption(kind="resumed", at=datetime.now(UTC), command=command, source=source))
+
+    def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
+        self._append(Row(kind="row", point=point.id, rank=rank, values=values))
+
+    def end_point(self, point: Point, status: str, **fields: Any) -> None:
+        """Record how a point ended, with the `fields` of `End`. ValueError for a missing or surplus reason."""
+        self._append(End.model_validate({"kind": "end", "point": point.id, "status": status} | fields))
+        self.sync()
+
+    def measure_again(self, point: Point, alternative: str, reason: str, details: str) -> None:
+        """Record that a point starts over without an alternative that failed; `details` as in `End`."""
+        self._append(Again(kind="again", point=point.id, alternative=alternative, reason=reason, details=details))
+
+    def sync(self) -> None:
+        """Write to the disk itself, so that a power cut loses nothing."""
+        with _errors_named(self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _append(self, record: BaseModel) -> None:
+        values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))
+        line = json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"
+        with _errors_named(self.path):
+            while line:  # a write may be partial when the disk is nearly full; the next one raises
+                line = line[os.write(self._descriptor, line) :]
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the file."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{path}: cannot be written ({error.strerror}); what was written before is kept"
+        raise RunFileError(message) from error

@@ -1,62 +1,36 @@
-"""Runs on disk: one JSON-lines file a run, append-only, readable at every moment.
+"""Runs as read from disk: JSON-lines files, append-only, readable at every moment (`records.py` has the format).
 
-    {"kind": "header", ...}    once: what was asked for, on which machine, from which source, the plan
-    {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
-    {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   its rows so far do not count
-    {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is taken up again
-
-A killed run keeps every complete line. Rows of a point that did not end are ignored, and measured again by
-`--resume`. Values that are lists are samples: they come back as one row per repeat. `runs/writer.py` writes them.
+A killed run keeps every complete line. Rows of a point that did not end are ignored; `--resume` measures them again.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from labkit.costs.calibration import Calibration
-from labkit.lab.config import ParameterError
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.runs.records import Again, End, Resumption, Row, first_problem, parse_record
-from labkit.machine import Machine, Source
-from labkit.machine.load import Load, busy_points
+from labkit.lab.runs.records import (
+    SCHEMA,
+    Again,
+    End,
+    Resumption,
+    Row,
+    RunFileError,
+    RunHeader,
+    first_problem,
+    parse_record,
+)
+from labkit.machine import Source
+from labkit.machine.load import busy_points
 
-SCHEMA = 1
+__all__ = ["Run", "RunFileError", "RunHeader", "find_run"]
+
 MAX_REASONS = 3
-
-
-class RunFileError(ParameterError):
-    """A file that is not a run this version can read; the message names the file and the line."""
-
-
-class RunHeader(BaseModel):
-    """The first line of a run: everything needed to judge it and to measure it again."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: str = "header"
-    format_version: int = SCHEMA
-    lab: str
-    profile: str
-    config: dict[str, Any]
-    machine: Machine
-    command: str
-    started: datetime
-    planned: dict[str, dict[str, Any]]
-    """Points by id, in the order in which they are measured."""
-    ranks_by_host: dict[str, list[int]] | None = None
-    """Which ranks of a torchrun job share a host; None: ranks were started, all on the machine."""
-    load: Load | None = None
-    """Of the machine, before the first point; None in older runs."""
-    calibration: Calibration | None = None
-    """What its predictions are made of; None where the machine had none, and in older runs."""
 
 
 class Run:
@@ -75,10 +49,10 @@ class Run:
 
     @classmethod
     def load(cls, path: Path | str) -> "Run":
-        """Read a run. RunFileError for a foreign or damaged file; a torn last line is passed over."""
+        """Read a run; a torn last line is skipped. RunFileError for a foreign or damaged file."""
         path = Path(path)
         try:
-            lines = path.read_bytes().split(b"\n")[:-1]  # a last line without its newline was torn by a kill
+            lines = path.read_bytes().split(b"\n")[:-1]  # a kill tears the last line before its newline
         except OSError as error:
             raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
         header = _parse_header(path, lines[0] if lines else b"{}")
@@ -110,7 +84,7 @@ class Run:
 
     @property
     def sources(self) -> list[Source | None]:
-        """The sources that measured it, each once: that of the start, then others it was resumed at; None: unknown."""
+        """Sources that measured it, each once, in order; None: not recorded."""
         return list(dict.fromkeys([self.header.machine.source, *(again.source for again in self.resumptions)]))
 
     @property
@@ -119,24 +93,28 @@ class Run:
         return [point for point in self.header.planned if point not in self._ends]
 
     def frame(self) -> pd.DataFrame:
-        """What was measured: one row per (point, rank, repeat), with the point's fields beside the values. A copy.
+        """Return a copy of the measured rows: one per (point, rank, repeat), with the point's fields and the values.
 
-        Only points that ended `ok`: in another some ranks are missing, and the slowest rank unknown. Fields
-        of a point that are lists (the alternatives it compared) are left out.
+        Only points that ended `ok`: in others ranks are missing, and so may be the slowest. Fields of a point that are
+        lists (the alternatives it compared) are left out.
         """
         return self._frame.copy()
 
     @cached_property
     def _frame(self) -> pd.DataFrame:
-        flat = [
-            {"point": row.point, "rank": row.rank, **self._scalar_fields(row.point), **row.values}
-            for row in self._rows
-            if self._ends[row.point].status == "ok"
-        ]
-        return _one_row_per_repeat(flat)
+        long = []
+        for row in self._rows:
+            if self._ends[row.point].status != "ok":
+                continue
+            values = {"point": row.point, "rank": row.rank, **self._scalar_fields(row.point), **row.values}
+            samples = {name: value for name, value in values.items() if isinstance(value, list)}
+            scalars = {name: value for name, value in values.items() if name not in samples}
+            for repeat in range(max(map(len, samples.values()), default=1)):
+                long.append(scalars | {"repeat": repeat} | {name: value[repeat] for name, value in samples.items()})
+        return pd.DataFrame(long)
 
     def results(self) -> Results:
-        """The rows, calibration and reasons that questions are answered from."""
+        """Rows, calibration and reasons for missing points: the input of questions."""
         counts = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
         missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in counts.items()]
         machine = self.header.machine
@@ -145,7 +123,7 @@ class Run:
         return Results(self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s)
 
     def coverage(self) -> pd.DataFrame:
-        """One row per planned point: its fields, status ("pending" if it has not ended), reason, elapsed_s."""
+        """One row per planned point: its fields, status ("pending" before its end), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         ends = {point: {name: getattr(end, name) for name in pending} for point, end in self._ends.items()}
         rows = [
@@ -155,7 +133,7 @@ class Run:
 
     @cached_property
     def busy(self) -> dict[str, str]:
-        """Points during which the machine was busy or slow, and why, as a phrase."""
+        """Points during which the machine was busy or slow, with the reason as a phrase."""
         loads = {point: end.load for point, end in self._ends.items() if end.load is not None}
         return busy_points(loads, self.header.machine.cores)
 
@@ -166,8 +144,8 @@ class Run:
                 yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What the ranks report of themselves (threads, scheduling, start method), by point id."""
-        return {point: end.facts.model_dump(exclude_unset=True) for point, end in self._ends.items()}
+        """Reports of the ranks about themselves (threads, scheduling, start method), by point id."""
+        return {point: end.facts for point, end in self._ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
         fields = self.header.planned[point]
@@ -175,7 +153,7 @@ class Run:
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
-    """A run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
+    """Find a run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
     path = Path(text)
     if kind_of_path(path) == "file":
         return path
@@ -214,21 +192,10 @@ def _parse_header(path: Path, line: bytes) -> RunHeader:
 
 
 def _writer(record: dict[str, Any]) -> str:
-    """The labkit that wrote a header which this one cannot read."""
+    """Name the labkit that wrote a header which this version cannot read."""
     machine = record.get("machine")
     source = machine.get("source") if isinstance(machine, dict) else None
     if not isinstance(source, dict):
         return "another labkit"
     version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
     return f"labkit {version or 'of another version'}" + (f" (commit {commit})" if commit else "")
-
-
-def _one_row_per_repeat(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Turn list-valued fields (samples, all of one length in a row) into rows numbered by `repeat`."""
-    long = []
-    for row in rows:
-        samples = {name: value for name, value in row.items() if isinstance(value, list)}
-        scalars = {name: value for name, value in row.items() if name not in samples}
-        for repeat in range(max(map(len, samples.values()), default=1)):
-            long.append(scalars | {"repeat": repeat} | {name: values[repeat] for name, values in samples.items()})
-    return pd.DataFrame(long)

@@ -182,14 +182,7 @@ LAB = Lab(
             table=torch_times,
             configuration=CONFIGURATION,
             says="{n_bytes} take {seconds}, {times_the_shortest} times as long as the smallest size.",
-            figure=Lines(
-                source=torch_times,
-                x="n_bytes",
-                y="seconds",
-                hue="world_size",
-                panel="backend",
-                published=published_times,
-            ),
+            figure=Lines(source=torch_times, x="n_bytes", y="seconds", hue="world_size", panel="backend"),
         ),
         Report(
             id="bandwidth",

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from labkit.bench.check import max_over_ranks, verdict
 from labkit.bench.checksums import first_wrong
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import SessionPoint
+from labkit.lab.point import SessionPoint, skip_reason
 from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, Algorithm, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here

@@ -28,7 +28,6 @@ from labkit.studies.attention.worker import (
     AttentionPoint,
     measure,
 )
-from labkit.studies.shared.tables import read_published
 
 MIB = 2**20
 PUBLISHED_HEAD_DIM = 64  # of the lines in figures
@@ -129,7 +128,7 @@ def peaks(results: Results) -> pd.DataFrame:
 
 
 def _at_one_head_dim(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the head dimension of published lines, or else of the largest."""
+    """Rows of the head dimension of published measurements, or else of the largest."""
     is_published = table["head_dim"] == PUBLISHED_HEAD_DIM
     return table[is_published if is_published.any() else table["head_dim"] == table["head_dim"].max()]
 
@@ -170,30 +169,6 @@ def held_at_one_head_dim(results: Results) -> pd.DataFrame:
     return _at_one_head_dim(held(results))
 
 
-def published_compiled() -> pd.DataFrame:
-    """Published times of naive attention, eager and compiled: batch 8, one head, no mask, an H100."""
-    table = read_published("attention_compile").rename(columns={"seq_len": "sequence"})
-    rows = [
-        table[["sequence", "head_dim"]].assign(
-            implementation=name, phase=phase, seconds=table[f"{word}_{phase}_ms"] / 1e3
-        )
-        for name, word in ((EXPLICIT, "eager"), (COMPILED, "compiled"))
-        for phase in (FORWARD, BACKWARD)
-    ]
-    table = pd.concat(rows)
-    return table[table["head_dim"] == PUBLISHED_HEAD_DIM]
-
-
-def published_flash() -> pd.DataFrame:
-    """Published times of a Triton kernel over naive attention's, both passes: causal, batch 1, head 64, an H100."""
-    table = read_published("flash_attention").rename(columns={"seq_len": "sequence"})
-    table = table[table["head_dim"] == PUBLISHED_HEAD_DIM]
-    seconds = {name: pd.to_numeric(table[f"{name}_both_ms"], errors="coerce") for name in ("flash", "eager")}
-    dtypes = table["precision"].map({"fp32": "float32", "bf16": "bfloat16"})
-    table = table.assign(dtype=dtypes, implementation=FLASH, ratio=seconds["flash"] / seconds["eager"])
-    return table[["dtype", "sequence", "implementation", "ratio"]].dropna()
-
-
 LAB = Lab(
     name="attention",
     title="Attention",
@@ -227,14 +202,7 @@ LAB = Lab(
             table=naive_growth,
             configuration=CONFIGURATION,
             says="At {sequence} tokens naive attention takes {times_per_doubling} times as long as at half the length.",
-            figure=Lines(
-                source=phases,
-                x="sequence",
-                y="seconds",
-                hue="implementation",
-                panel="phase",
-                published=published_compiled,
-            ),
+            figure=Lines(source=phases, x="sequence", y="seconds", hue="implementation", panel="phase"),
         ),
         Compare(
             id="fastest",
@@ -244,15 +212,7 @@ LAB = Lab(
             names=NAMES,
             topic="attention",
             advice="Use {name}{where}.",
-            figure=Lines(
-                source=ratios,
-                x="sequence",
-                y="ratio",
-                hue="implementation",
-                panel="dtype",
-                level=1,
-                published=published_flash,
-            ),
+            figure=Lines(source=ratios, x="sequence", y="ratio", hue="implementation", panel="dtype", level=1),
         ),
         Compare(
             id="peak_memory",

@@ -15,8 +15,7 @@ from labkit.bench.check import verdict
 from labkit.bench.clock import timed_once
 from labkit.bench.memory import peak_memory_growth, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import SessionPoint
+from labkit.lab.point import SessionPoint, skip_reason
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import Stopwatch, turn_order
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import Point
+from labkit.lab.point import Point, skip_reason
 from labkit.nn.datasets import RECORD_BYTES
 from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
 from labkit.parallel.ranks.torchrun import ranks_here

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.costs.communication import context_parallel_calls, sent_bytes
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence

@@ -17,8 +17,7 @@ from torch.profiler import record_function
 
 from labkit.bench.clock import Stopwatch
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.lab.units import counted
 from labkit.nn.vision import ResNet50
 from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS, Workload, workload_of

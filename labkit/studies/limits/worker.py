@@ -15,8 +15,7 @@ from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import Work, matrix_product
 from labkit.costs.transformer import n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.worker import use_device

@@ -9,11 +9,11 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.columns import labels
 from labkit.lab.config import Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
+from labkit.lab.units import labels
 from labkit.lab.user_models import model_names, shape_of, user_model_names
 from labkit.machine import Machine
 from labkit.studies.memory.counting import PARTS

@@ -15,8 +15,7 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows

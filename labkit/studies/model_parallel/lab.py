@@ -9,11 +9,11 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
-from labkit.lab.columns import labels
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
+from labkit.lab.units import labels
 from labkit.machine import Machine
 from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here

@@ -20,8 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from labkit.costs.communication import butterfly, pipeline_idle_share, sent_bytes, tensor_parallel_calls
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.training import random_tokens
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.workloads import Workload

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.studies.shared.alternatives import Failed, run_guarded, timed_phases

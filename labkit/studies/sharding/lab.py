@@ -11,11 +11,11 @@ from labkit.costs.memory import activation_bytes
 from labkit.costs.sharding import PARTS, STAGES, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.columns import labels
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
+from labkit.lab.units import labels
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register

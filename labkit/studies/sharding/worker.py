@@ -20,8 +20,7 @@ from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.lab.units import counted
 from labkit.nn.workloads import Workload, workload_of
 from labkit.parallel.ranks.torchrun import ranks_here

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from labkit.bench import check
 from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device

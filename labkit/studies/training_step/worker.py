@@ -12,8 +12,7 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
 from labkit.bench.trace import Sum, profile_call, sum_up
 from labkit.costs.memory import STATES_BYTES, peak_bytes
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients

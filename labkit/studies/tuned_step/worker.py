@@ -11,8 +11,7 @@ from torch import Tensor
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.capacity import skip_reason
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named

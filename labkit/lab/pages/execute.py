@@ -1,7 +1,7 @@
-"""Executing a notebook strictly: parameters checked first, failures kept, progress passed on.
+"""Executes notebooks strictly: parameters checked first, failures kept, progress passed on.
 
-papermill only warns of an unknown parameter and does not mark every failure in the notebook it saves; here the
-parameters are checked against the lab before a kernel starts, and success is judged by the exception.
+papermill only warns of an unknown parameter and does not mark every failure in the notebook it saves. Here parameters
+are checked against the lab before a kernel starts, and success is judged by the exception.
 """
 
 import os
@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import nbformat
 import papermill
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient.exceptions import CellExecutionError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
@@ -25,14 +26,14 @@ from traitlets import default
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.parameters import check_parameters, literal_assignments
-from labkit.lab.progress_lines import PROGRESS_MIME, MeasuringInterrupted
 from labkit.lab.project import write_file
-from labkit.lab.runs.progress import Progress
+from labkit.lab.runs.progress import PROGRESS_MIME, MeasuringInterrupted, Progress
 
 ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
-# them a dozen times while it imports, and once more at its end. In this way a lab takes two seconds less.
+# them a dozen times while it imports, and once more at its end.
 KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
+RESET = "get_ipython().reset(new_session=True)"
 
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
@@ -42,33 +43,52 @@ class NotebookFailed(RuntimeError):
 
 
 class _KernelManager(AsyncKernelManager):
-    """Offers encryption, without which ipykernel warns; does not interrupt a kernel that has run all its cells.
+    """Offers encryption, without which ipykernel warns, and never interrupts a kernel that is to end.
 
-    Jupyter interrupts every kernel that is to end. One still busy with its last message would print that.
+    A kernel that is still busy with its last message would print that.
     """
-
-    has_finished = False
 
     @default("transport_encryption")
     def _encrypt(self) -> str:
         return "auto"
 
     async def _async_interrupt_kernel(self) -> None:
-        if not self.has_finished:
-            await super()._async_interrupt_kernel()
+        pass
+
+
+class Kernel:
+    """A kernel for several notebooks: each starts with an empty namespace and has the imports of those before it.
+
+    Imports and the start of a fork server would take several seconds per notebook. Ends with its `with` block.
+    """
+
+    def __init__(self) -> None:
+        self.manager = _KernelManager(kernel_name="python3")  # this interpreter, whatever kernels are registered
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process; the next notebook starts another one."""
+        if self.manager.has_kernel:
+            run_sync(self.manager.shutdown_kernel)()
 
 
 class _Client(PapermillNotebookClient):
-    """papermill's client, which passes a lab's progress on to whoever runs the notebook."""
+    """papermill's client, which passes a lab's progress on to the caller."""
 
-    def __init__(self, notebook_manager: Any, on_progress: Callable[[Progress], None], **options: Any):
-        super().__init__(notebook_manager, **options)
-        self._on_progress = on_progress
+    def __init__(self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None], **options: Any):
+        super().__init__(notebook_manager, km=kernel.manager, **options)
+        self._is_used, self._on_progress = kernel.manager.has_kernel, on_progress
 
     def papermill_execute_cells(self) -> None:
+        if self._is_used:
+            self.wait_for_reply(self.kc.execute(RESET, silent=True))
         with _handing_on_interrupts(self.km.provisioner.pid):
             super().papermill_execute_cells()
-        self.km.has_finished = True
 
     def process_message(self, message: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         record = message["content"].get("data", {}).get(PROGRESS_MIME)
@@ -79,7 +99,7 @@ class _Client(PapermillNotebookClient):
 
 @contextmanager
 def _handing_on_interrupts(kernel: int) -> Iterator[None]:
-    """Ctrl-C interrupts the cell, as in JupyterLab; a second one is for this process.
+    """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process.
 
     A kernel that is shut down while a cell runs prints a traceback of its own sockets.
     """
@@ -105,15 +125,15 @@ class _LabEngine(Engine):
         notebook_manager: Any,
         kernel_name: str,
         *,
+        kernel: Kernel,
         on_progress: Callable[[Progress], None],
         target: Path,
         **_: Any,
     ) -> Any:
         client = _Client(
             notebook_manager,
+            kernel,
             on_progress,
-            kernel_name=kernel_name,
-            kernel_manager_class=_KernelManager,
             timeout=None,  # a lab has deadlines of its own, one per point
             startup_timeout=60,
             # a reader's `random.py` in the working directory must not stand in for Python's
@@ -123,6 +143,8 @@ class _LabEngine(Engine):
         try:
             return client.execute()
         finally:
+            if client.kc is not None:
+                client.kc.stop_channels()
             write_file(target, nbformat.writes(notebook_manager.nb))
 
 
@@ -131,6 +153,7 @@ def execute_notebook(
     notebook: str,
     target: Path,
     parameters: Mapping[str, Any],
+    kernel: Kernel,
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
@@ -139,24 +162,16 @@ def execute_notebook(
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
-        KeyboardInterrupt: on Ctrl-C, once what a cell was measuring is kept and its ranks have ended.
+        KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks have ended.
     """
     in_cell = notebook_parameters(notebook, target.name)
     values = _as_in_cell(in_cell, parameters)
     check_parameters(study, in_cell | values)
     write_file(target, notebook)
     papermill_engines.register(ENGINE, _LabEngine)
+    options = {"engine_name": ENGINE, "kernel": kernel, "on_progress": on_progress, "target": target}
     try:
-        papermill.execute_notebook(
-            target,
-            None,
-            parameters=values,
-            engine_name=ENGINE,
-            kernel_name="python3",  # this interpreter, whatever kernels are registered
-            progress_bar=False,
-            on_progress=on_progress,
-            target=target,
-        )
+        papermill.execute_notebook(target, None, values, kernel_name="python3", progress_bar=False, **options)
     except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:
             raise KeyboardInterrupt from None
@@ -164,11 +179,12 @@ def execute_notebook(
     except CellExecutionError as error:
         raise NotebookFailed(str(error).strip().splitlines()[-1]) from error
     except RuntimeError as error:  # nbclient: the kernel died
+        kernel.end()
         raise NotebookFailed(str(error) or type(error).__name__) from error
 
 
 def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by the names of the cell, all others in `config`: they win over what the cell says there."""
+    """The parameters by the names of the cell, all others in `config`: they win over the values in the cell."""
     values = {name: value for name, value in parameters.items() if name in in_cell}
     others = {name: value for name, value in parameters.items() if name not in in_cell}
     more = values.get("config", in_cell.get("config")) or {}
@@ -178,7 +194,7 @@ def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> di
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:
-    """The defaults in the cell tagged `parameters`. ParameterError if there is no such cell, or none of literals."""
+    """Read the defaults in the cell tagged `parameters`. ParameterError without such a cell, or without literals."""
     for cell in nbformat.reads(text, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:
