@@ -109,6 +109,7 @@ CASES = {
     "AdamW": Case(),
     "AdamW in float32": Case(dtype=torch.float32, tolerance=FLOAT32),
     "AdamW, fused, amsgrad": Case(partial(optim.AdamW, lr=1e-2, amsgrad=True, fused=True)),
+    "AdamW, lr as a tensor": Case(partial(optim.AdamW, lr=torch.tensor(1e-2))),
     "SGD with momentum": Case(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
     "RMSprop": Case(partial(optim.RMSprop, lr=1e-2, momentum=0.5, centered=True)),
     "Adagrad": Case(partial(optim.Adagrad, lr=1e-2)),

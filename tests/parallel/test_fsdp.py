@@ -309,6 +309,14 @@ def _after_wrapping(change: Callable[[nn.Module], object]) -> None:
     model(inputs())
 
 
+def _between_forward_and_backward() -> None:
+    model = FSDP(plain())
+    loss = model(inputs()).sum()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    loss.backward()
+
+
 def _hooked() -> nn.Module:
     model = plain()
     model[0].weight.register_hook(lambda gradient: None)
@@ -359,6 +367,7 @@ def _check_refusals() -> list[str]:
         "ZeRO-2, bucket": lambda: ReduceScatterDDP(plain(), bucket_mb=0),
         "ZeRO-2, hooks": lambda: _hook_zero2(),
         "ZeRO-2, copied": lambda: copy.deepcopy(ReduceScatterDDP(plain())),
+        "changed between forward and backward": _between_forward_and_backward,
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
     for what, call in calls.items():

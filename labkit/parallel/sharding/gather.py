@@ -69,7 +69,8 @@ class Unit(Bucket):
         self._attach(whole=False)
         _resize(self._memory, 0)
         self._wait: Wait | None = None
-        self._versions: list[tuple[int, int]] = []
+        self.gathered_versions: list[tuple[int, int, int]] = []
+        """Those of the shards when they were gathered last."""
         self.is_whole = False
         """Gathered, or being gathered."""
         self.is_attached = False
@@ -96,15 +97,17 @@ class Unit(Bucket):
     @property
     def is_stale(self) -> bool:
         """Whether shards have changed since they were gathered."""
-        return self._versions != self._current_versions()
+        return self.gathered_versions != self.current_versions()
 
-    def _current_versions(self) -> list[tuple[int, int]]:
-        return [(shard._local_tensor.data_ptr(), shard._local_tensor._version) for shard in self.shards]
+    def current_versions(self) -> list[tuple[int, int, int]]:
+        """Return address and versions of each shard and its rows, which tell whether they have changed."""
+        rows = [shard._local_tensor for shard in self.shards]
+        return [(row.data_ptr(), row._version, shard._version) for row, shard in zip(rows, self.shards, strict=True)]
 
     def start_gathering(self, line: Line) -> None:
         """Begin to make the parameters whole. A collective."""
         if not self.is_whole:
-            self.is_whole, self._versions = True, self._current_versions()
+            self.is_whole, self.gathered_versions = True, self.current_versions()
             if self.whole:
                 _resize(self._memory, self._memory.nbytes)
                 torch._C._autograd._unsafe_set_version_counter(tuple(self.whole), (0,) * len(self.whole))

@@ -243,8 +243,10 @@ class ShardedOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
             if "foreach" in inner:  # a call per operator of DTensors, not one per parameter
+                needs_loop = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
                 is_chosen = group["foreach"] is not None or group.get("fused") or group.get("differentiable")
-                inner["foreach"] = group["foreach"] if is_chosen else len(group["params"]) <= MAX_TOGETHER
+                is_short = len(group["params"]) <= MAX_TOGETHER
+                inner["foreach"] = group["foreach"] if is_chosen else is_short and not needs_loop
 
     def _adopt_settings(self) -> None:
         assert self._inner is not None

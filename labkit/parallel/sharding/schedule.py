@@ -154,7 +154,7 @@ class Schedule(GradientPass):
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
-                node.register_prehook(self.hook(self._output_reached, unit))
+                node.register_prehook(partial(self.hook(self._output_reached, unit), unit.gathered_versions))
 
     @property
     def _is_recomputing(self) -> bool:
@@ -184,7 +184,9 @@ class Schedule(GradientPass):
         super().note_gradient(bucket, parameter)
         self._release_if_over(bucket)
 
-    def _output_reached(self, unit: Unit, gradients: Any) -> None:
+    def _output_reached(self, unit: Unit, versions: object, gradients: Any) -> None:
+        if versions != unit.current_versions():
+            raise RuntimeError(f"parameters of {unit.place} changed between forward and backward: step after backward")
         self.begin()
         self._enter(unit)
         if torch.is_grad_enabled():  # a graph of this pass reads the parameters again
