@@ -36,8 +36,6 @@ from labkit.parallel.ranks.results import exception_failure, worker_rows
 OOM_SCORE = 100
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable by which torch finds what it has compiled."""
-USERS_DIRECTORY, USERS_CACHE = "LABKIT_USERS_TMPDIR", "LABKIT_USERS_COMPILED_CODE"
-"""Variables of a rank: the directories that it would have without its private one."""
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
 """Between one deadline and the next, in case the first did not do."""
@@ -187,14 +185,10 @@ def _prefer_for_oom_kill() -> None:
 
 
 def _use_private_directory(directory: Path) -> None:
-    """Have temporary files, and what torch compiles, go with the group's directory.
-
-    Compiled code that the user has elsewhere is not used: a result would depend on what ran before.
-    """
-    if users_cache := os.environ.pop(COMPILED_CODE, None):
-        os.environ[USERS_CACHE] = users_cache
+    """Have temporary files go with the group's directory. What torch compiles stays: the first time takes 15 s."""
     tempfile.tempdir = None  # the fork server's
-    os.environ[USERS_DIRECTORY] = tempfile.gettempdir()
+    if not os.environ.get(COMPILED_CODE):
+        os.environ[COMPILED_CODE] = str(Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}")
     directory.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(directory)
     tempfile.tempdir = None
