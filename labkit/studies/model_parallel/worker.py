@@ -30,7 +30,7 @@ from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import peak_activations
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding.implementations import shard, whole_parameters
+from labkit.parallel.sharding import shard, whole_parameters
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use

@@ -22,7 +22,7 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register
+from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, TRANSPORTS
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared.tables import FIT_SHARE

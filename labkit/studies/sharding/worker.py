@@ -23,7 +23,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.workloads import Workload, workload_of
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding.implementations import LABKITS, held_tensors, n_bytes, shard, whole_parameters
+from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import row_of, timed_rows
