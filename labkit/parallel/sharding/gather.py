@@ -26,14 +26,15 @@ from labkit.parallel.backward_pass import tensors_in
 from labkit.parallel.collectives import copy_steps
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import cut
-from labkit.parallel.sharding.gradients import (
+from labkit.parallel.sharding.gradients import Bucket, GradientPass
+from labkit.parallel.sharding.rows import (
     MESSAGES_IN_FLIGHT,
-    Bucket,
-    GradientPass,
+    row_strides,
+    rows_by_rank,
     separate_small,
     unpack,
+    with_strides,
 )
-from labkit.parallel.sharding.rows import row_strides, rows_by_rank, with_strides
 from labkit.parallel.sharding.units import Token, Unit
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO

@@ -7,6 +7,7 @@ parameters have a gradient on any of them, and average the rest.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -20,14 +21,21 @@ from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass
 from labkit.parallel.collectives import add_steps, all_reduce
 from labkit.parallel.prepare import cut
-from labkit.parallel.sharding.rows import Sharded, as_gradient, flatten, row_strides, rows_by_rank, with_strides
+from labkit.parallel.sharding.rows import (
+    MESSAGES_IN_FLIGHT,
+    Sharded,
+    as_gradient,
+    flatten,
+    row_strides,
+    rows_by_rank,
+    separate_small,
+    unpack,
+    with_strides,
+)
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.select_transport import find_transport
-
-MESSAGES_IN_FLIGHT = 4  # per rank
-SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
 
 def average_rows(
@@ -42,12 +50,9 @@ def average_rows(
     Gradients are of one dtype, and have `row_strides` as the results. Rank r adds the rows that the others send it to
     its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
-    if not gradients:
-        return
-    dtype = gradients[0].dtype
     via = find_transport(group, gradients[0].device, transport)
     p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
-    is_divided_first = dtype == torch.float16 or p == 1  # so that a float16 mean cannot overflow on the way
+    is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
     whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
     means = [flatten(result).to(via.device) for result in results]
     large, small = separate_small([[*rows_by_rank(each, p), mean] for each, mean in zip(whole, means, strict=True)])
@@ -66,43 +71,31 @@ def average_rows(
             flatten(result).copy_(mean)
 
 
-def separate_small(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Separate each tensor's rows by rank: large ones are sent as they are, small ones are packed together."""
-    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
-    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
-
-
-def unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy a packed vector to its parts."""
-    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
-
-
+@dataclass(eq=False)
 class Bucket:
     """Parameters that are averaged together: `whole` get gradients from autograd, `holders` get rows of the mean."""
 
-    def __init__(
-        self,
-        name: str,
-        whole: Sequence[nn.Parameter],
-        shards: Sequence[Any],
-        holders: Sequence[Any] | None = None,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-        is_last: bool = False,
-    ):
-        """`reduce_dtype` of the average; None: each gradient's. `is_last`: complete only at the end of a pass."""
-        self.name, self.whole, self.shards = name, list(whole), list(shards)
-        self.holders = self.shards if holders is None else list(holders)
-        self.is_last, self._reduce_dtype = is_last, reduce_dtype
-        self._strides = [row_strides(shard) for shard in shards]
-        self.ready: set[nn.Parameter] = set()
-        """Parameters with a gradient that is complete."""
-        self.used: set[nn.Parameter] = set()
-        """Parameters that got a gradient in this pass."""
-        self.is_reduced = False
-        self._results: list[tuple[int, Tensor]] = []
-        self._earlier: dict[nn.Parameter, Any] = {}
-        """Averaged rows of earlier passes, set aside while autograd accumulates whole gradients."""
+    name: str
+    whole: list[nn.Parameter]
+    shards: list[Any]
+    holders: list[Any]
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of the average; None: each gradient's."""
+    is_last: bool = False
+    """Complete only at the end of a pass."""
+    ready: set[nn.Parameter] = field(default_factory=set)
+    """Parameters whose gradient is complete."""
+    used: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that got a gradient in this pass."""
+    is_reduced: bool = False
+    results: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Averaged rows, by index of the parameter."""
+    earlier: dict[nn.Parameter, Any] = field(default_factory=dict)
+    """Averaged rows of earlier passes, set aside while autograd accumulates whole gradients."""
+
+    @cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [row_strides(shard) for shard in self.shards]
 
     @cached_property
     def _trained(self) -> list[int]:
@@ -127,60 +120,63 @@ class Bucket:
 
     def start_average(self, channel: CheckedChannel) -> Wait:
         """Start to average, and drop whole gradients. A collective."""
-        self.is_reduced, pairs, scalars = True, [], []
+        self.is_reduced = True
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        scalars = []
         for index in self._trained:
-            p, strides, rows = self.whole[index], self._strides[index], self.shards[index]._local_tensor
-            options = {"dtype": self._reduce_dtype or p.dtype, "device": rows.device}
+            p, rows = self.whole[index], self.shards[index]._local_tensor
+            dtype, strides = self.reduce_dtype or p.dtype, self._strides[index]
             if has_whole_gradient(p):
-                gradient = with_strides(p.grad.detach().to(options["dtype"]), strides)  # type: ignore[union-attr]
+                gradient = with_strides(p.grad.detach().to(dtype), strides)  # type: ignore[union-attr]
             else:
-                gradient = torch.empty_strided(p.shape, strides, **options).zero_()
+                gradient = torch.empty_strided(p.shape, strides, dtype=dtype, device=rows.device).zero_()
             if p.dim():
-                result = torch.empty_strided(rows.shape, strides, **options)
-                pairs.append((gradient, result))
+                result = torch.empty_strided(rows.shape, strides, dtype=dtype, device=rows.device)
+                gradients, results = alike.setdefault(dtype, ([], []))
+                gradients.append(gradient)
+                results.append(result)
             else:
                 result = gradient.clone()
                 scalars.append(result)
-            self._results.append((index, result))
+            self.results.append((index, result))
         self.drop_whole_gradients()
-        return channel.start_checked(self.name, partial(_average, channel, pairs, scalars), len(self._trained))
+        return channel.start_checked(self.name, partial(_average, channel, alike, scalars), len(self._trained))
 
     def assign(self, is_used: Sequence[bool]) -> None:
         """Add the averaged rows of used parameters to the gradients of their holders."""
-        for index, result in self._results:
+        for index, result in self.results:
             if is_used[index]:
                 shard = self.shards[index]
                 _accumulate(self.holders[index], as_gradient(result.to(shard.dtype), shard))
-        self._results = []
+        self.results = []
 
     def set_rows_aside(self) -> None:
         """Set aside averaged rows of earlier passes: autograd cannot add whole gradients to them."""
         for p in self.whole:
             if isinstance(p.grad, DTensor):
-                self._earlier[p], p.grad = p.grad, None
+                self.earlier[p], p.grad = p.grad, None
 
     def drop_whole_gradients(self) -> None:
-        """Drop gradients that are averaged elsewhere, or that an exception left behind."""
+        """Drop gradients that are in flight, or that an exception left behind."""
         for p in self.whole:
             if has_whole_gradient(p):
                 p.grad = None
 
     def reset_pass(self) -> None:
         """Restore the rows of earlier passes, and forget this pass."""
-        for p, rows in self._earlier.items():
+        for p, rows in self.earlier.items():
             p.grad = rows if p.grad is None else rows.add_(p.grad)
-        self._earlier, self._results, self.is_reduced = {}, [], False
+        self.earlier, self.results, self.is_reduced = {}, [], False
         self.ready.clear()
         self.used.clear()
         self.__dict__.pop("_trained", None)
 
 
-def _average(channel: CheckedChannel, pairs: Sequence[tuple[Tensor, Tensor]], scalars: Sequence[Tensor]) -> None:
-    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for gradient, result in pairs:
-        kinds.setdefault(gradient.dtype, []).append((gradient, result))
-    for alike in kinds.values():
-        channel.call(average_rows, [gradient for gradient, _ in alike], [result for _, result in alike])
+def _average(
+    channel: CheckedChannel, alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]], scalars: Sequence[Tensor]
+) -> None:
+    for gradients, results in alike.values():
+        channel.call(average_rows, gradients, results)
     for scalar in scalars:
         channel.call(all_reduce, scalar)
 
@@ -213,10 +209,10 @@ class GradientPass:
         replicated: Sequence[nn.Parameter] = (),
         is_in_order: bool = True,
     ):
-        """`control` carries the exchange at the end of a pass, `channel` the averages.
+        """`control` carries the flags at the end of a pass, `channel` the averages.
 
-        `replicated`: parameters whole on every rank, averaged at the end of a pass. `is_in_order`: buckets are averaged
-        in their order, else in that of `queue_bucket`.
+        `replicated`: parameters that every rank has whole. `is_in_order`: average buckets in their order, else in that
+        of `queue_bucket`.
         """
         self._buckets, self._control, self._channel = list(buckets), control, channel
         self._replicated, self._is_in_order = list(replicated), is_in_order
@@ -288,7 +284,7 @@ class GradientPass:
             self._wait()
             for bucket in self._buckets:
                 bucket.drop_whole_gradients()
-                bucket._earlier = {}
+                bucket.earlier = {}
             self.reset()
 
     def reset(self) -> None:

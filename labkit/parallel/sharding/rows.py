@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from labkit.parallel.prepare import FLOAT_TYPES
 
+MESSAGES_IN_FLIGHT = 4  # per rank
+SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
+
 
 class Sharded(DTensor):
     """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
@@ -116,6 +119,17 @@ def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
     chunk = -(-n // p)
     lengths = [width * (min((rank + 1) * chunk, n) - min(rank * chunk, n)) for rank in range(p)]
     return list(flatten(whole).split_with_sizes(lengths))
+
+
+def separate_small(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Separate each tensor's rows by rank: large ones are sent as they are, small ones are packed together."""
+    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
+    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
+
+
+def unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy a packed vector to its parts."""
+    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
 
 
 # Rows in state dicts

@@ -144,7 +144,7 @@ class Unit(Bucket):
         whole = [nn.Parameter(view, requires_grad=False) for view in make_views(self._memory.data)]
         for parameter, shard in zip(whole, shards, strict=True):
             parameter.__dict__.update(shard.__dict__)
-        super().__init__(name, whole, shards, reduce_dtype=reduce_dtype, is_last=is_last)
+        super().__init__(name, whole, shards, shards, reduce_dtype, is_last)
         self._attach(whole=False)
         _resize(self._memory, 0)
         self.wait: Wait | None = None
