@@ -111,36 +111,21 @@ class Bucket:
         """Whether it has gradients that came after its average."""
         return self.is_reduced and any(map(has_whole_gradient, self.whole))
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that the parameter's gradient is complete."""
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise ValueError(f"expected dense gradients, got a sparse one in {self.name}")
-        self.ready.add(parameter)
-        self.used.add(parameter)
-
     def start_average(self, channel: CheckedChannel) -> Wait:
         """Start to average, and drop whole gradients. A collective."""
-        self.is_reduced = True
-        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        scalars = []
+        self.is_reduced, pairs = True, []
         for index in self._trained:
-            p, rows = self.whole[index], self.shards[index]._local_tensor
-            dtype, strides = self.reduce_dtype or p.dtype, self._strides[index]
+            p, rows, strides = self.whole[index], self.shards[index]._local_tensor, self._strides[index]
+            options: Any = {"dtype": self.reduce_dtype or p.dtype, "device": rows.device}
             if has_whole_gradient(p):
-                gradient = with_strides(p.grad.detach().to(dtype), strides)  # type: ignore[union-attr]
+                gradient = with_strides(p.grad.detach().to(options["dtype"]), strides)  # type: ignore[union-attr]
             else:
-                gradient = torch.empty_strided(p.shape, strides, dtype=dtype, device=rows.device).zero_()
-            if p.dim():
-                result = torch.empty_strided(rows.shape, strides, dtype=dtype, device=rows.device)
-                gradients, results = alike.setdefault(dtype, ([], []))
-                gradients.append(gradient)
-                results.append(result)
-            else:
-                result = gradient.clone()
-                scalars.append(result)
+                gradient = torch.empty_strided(p.shape, strides, **options).zero_()
+            result = torch.empty_strided(rows.shape, strides, **options)
+            pairs.append((gradient, result))
             self.results.append((index, result))
         self.drop_whole_gradients()
-        return channel.start_checked(self.name, partial(_average, channel, alike, scalars), len(self._trained))
+        return channel.start_checked(self.name, partial(_average, channel, pairs), len(self._trained))
 
     def assign(self, is_used: Sequence[bool]) -> None:
         """Add the averaged rows of used parameters to the gradients of their holders."""
@@ -172,13 +157,15 @@ class Bucket:
         self.__dict__.pop("_trained", None)
 
 
-def _average(
-    channel: CheckedChannel, alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]], scalars: Sequence[Tensor]
-) -> None:
-    for gradients, results in alike.values():
-        channel.call(average_rows, gradients, results)
-    for scalar in scalars:
-        channel.call(all_reduce, scalar)
+def _average(channel: CheckedChannel, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for gradient, result in pairs:
+        if gradient.dim():
+            alike.setdefault(gradient.dtype, []).append((gradient, result))
+        else:
+            channel.call(all_reduce, result.copy_(gradient))
+    for group in alike.values():
+        channel.call(average_rows, *map(list, zip(*group, strict=True)))
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
@@ -249,7 +236,10 @@ class GradientPass:
     def note_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Note a complete gradient, and start to average the buckets that are complete."""
         self.begin()
-        bucket.note_gradient(parameter)
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ValueError(f"expected dense gradients, got a sparse one in {bucket.name}")
+        bucket.ready.add(parameter)
+        bucket.used.add(parameter)
         while self._n_started < len(self._queue) and (first := self._queue[self._n_started]).is_complete:
             if first.used and not first.is_reduced:  # frozen parameters have no gradient
                 self._start_average(first)
