@@ -22,9 +22,10 @@ def _compile(_):
 @pytest.mark.slow
 @pytest.mark.skipif(no_compiler_reason("cpu") is not None, reason=str(no_compiler_reason("cpu")))
 @pytest.mark.parametrize("users", ["", "compiled"])
-def test_compiled_code_outlives_its_rank_and_nothing_else_does(users, tmp_path):
-    environment = {"TMPDIR": str(tmp_path), COMPILED_CODE: str(tmp_path / users) if users else ""}
-    ((cache, temporary),) = run_ranks(_compile, None, world_size=1, environment=environment)
+def test_compiled_code_outlives_its_rank_and_nothing_else_does(users, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(COMPILED_CODE, str(tmp_path / users) if users else "")
+    ((cache, temporary),) = run_ranks(_compile, None, world_size=1)
     assert not Path(temporary).exists()
     assert Path(cache).parent == tmp_path
     assert not users or Path(cache).name == users

@@ -35,8 +35,7 @@ from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import Schedule, cast, run_around
 from labkit.parallel.sharding.rows import as_rows, check_shardable, consolidate
 from labkit.parallel.sharding.units import Slot, Unit, Units, find_units, partition
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
 SHARD = "shard"  # key in a state's metadata: "rank r of p"

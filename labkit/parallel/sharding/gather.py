@@ -37,9 +37,8 @@ from labkit.parallel.sharding.rows import (
 )
 from labkit.parallel.sharding.units import Token, Unit
 from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import AUTO
+from labkit.parallel.transport import AUTO, find_transport
 from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import find_transport
 
 
 class Schedule(GradientPass):

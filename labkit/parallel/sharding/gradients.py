@@ -33,9 +33,8 @@ from labkit.parallel.sharding.rows import (
     with_strides,
 )
 from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import AUTO
+from labkit.parallel.transport import AUTO, find_transport
 from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import find_transport
 
 
 def average_rows(

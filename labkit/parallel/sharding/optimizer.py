@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, device_of
 from labkit.parallel.sharding.gather import gather_rows
 from labkit.parallel.sharding.rows import as_gradient, as_rows, check_shardable, consolidate, own_rows, shard_parameter
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import find_transport, member_group
+from labkit.parallel.transport import AUTO, find_transport, member_group
 
 NO_SETTINGS = ("params", "param_names", "foreach")  # of a parameter group
 SHARD = "shard"  # key in a state_dict: "rank r of p"

@@ -27,8 +27,7 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gradients import Bucket, GradientPass
 from labkit.parallel.sharding.rows import check_shardable, shard_parameter
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.transport import AUTO, member_group
 
 
 class ReduceScatterDDP(nn.Module):

@@ -12,7 +12,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.calibration import NCCL
-from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
+from labkit.costs.communication import ALL_REDUCE_COSTS, algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
@@ -135,7 +135,7 @@ def predictions(results: Results) -> pd.DataFrame:
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
-    cost, ranks = ALGORITHMS[row["algorithm"]].cost, int(row["world_size"])
+    cost, ranks = ALL_REDUCE_COSTS.get(row["algorithm"]), int(row["world_size"])
     if results.calibration is None or cost is None:
         return None
     way = NCCL if row["backend"] == "nccl" else "gloo"

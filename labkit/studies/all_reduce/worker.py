@@ -19,7 +19,7 @@ from labkit.bench.check import max_over_ranks, verdict
 from labkit.bench.checksums import first_wrong
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import ALGORITHMS, Algorithm, all_reduce
+from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
@@ -73,14 +73,14 @@ class AllReducePoint(SessionPoint):
         return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}{policy}"
 
 
-def register(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
+def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Add a user's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
 
     A function that takes `op` is called with op="sum" and op="mean"; otherwise the mean is the sum divided.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    ALGORITHMS[name] = Algorithm(partial(_run_user_function, alternative))
+    ALGORITHMS[name] = partial(_run_user_function, alternative)
     return ALGORITHMS
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from labkit.lab.project import datasets_directory
 from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, file_md5, read_cifar100
-from labkit.parallel.ranks.messages import broadcast_json
+from labkit.parallel.ranks.messages import gather_json
 
 DIGITS, CIFAR100 = "digits", "cifar100"
 # Shape and dtype of an image and of a class.
@@ -64,7 +64,7 @@ def distribute(
             about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
         except DatasetError as error:
             about = {"error": str(error)}
-    about = broadcast_json(about)
+    about = gather_json(about)[0]
     if "error" in about:
         raise DatasetError(about["error"])
     training = [

@@ -11,9 +11,8 @@ from labkit.bench.checksums import first_wrong
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
-from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport import SHARED, find_transport, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
-from labkit.parallel.transport.select_transport import find_transport
 from labkit.studies.shared.alternatives import row_of, time_guarded
 
 CALLS = "calls"

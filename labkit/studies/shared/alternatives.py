@@ -1,6 +1,6 @@
 """Run and time alternatives so that the failure of one costs no other: its error is the reason in its own row.
 
-`run_guarded` and `time_guarded` name the current alternative (`parallel.ranks.current_alternative`). On one rank the
+`run_guarded` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On one rank the
 point continues after a failure. Several ranks may have left collectives halfway, and the next alternative would meet
 these. So if any rank raises, dies or hangs, the point is measured again by new ranks without that alternative, whose
 row has the reason. A rank that alone is out of memory costs the point: the other alternatives' tensors may be to blame.
@@ -18,8 +18,7 @@ from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
 from labkit.lab.user_models import user_line
-from labkit.parallel.ranks import current_alternative
-from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
