@@ -17,20 +17,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 from folds import FOLDS, MODEL_PARTS, Fold, model_parts
-from scipy.optimize import least_squares, linprog
-from scipy.sparse import csr_matrix, hstack, identity
+from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, memory
-from labkit.scaling.calibration import soft_l1
 from labkit.scaling.constants import Constant, Rows, from_values, read_constants
-from labkit.scaling.intervals import FEATURES, FLOORS, distance, features, measure_ground
-from labkit.scaling.prediction import (
-    FITS_SHARE,
-    UNSTABLE_SHARE,
+from labkit.scaling.intervals import (
+    DISTANCES,
+    FRAMEWORK,
+    OTHERS,
+    SLOWER,
+    SOURCE,
+    Widths,
     find_ends,
+    find_origins,
     has_open_engine,
-    predict_runs,
+    measure_distances,
+    measure_ground,
+    sum_distances,
+    sum_widths,
 )
+from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
 from labkit.scaling.published import WITHOUT_MODEL, Published, arrangement, held_out_s, load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.search import PROPOSED, distinct, preference_s
@@ -40,12 +46,26 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-LEVEL, COVERED = 0.965, 0.95
-"""Quantile of both ends' regressions, and the least share inside each end in a table of a fold."""
-MIN_ROWS, MAX_ROWS = 30, 100
-"""Of a table in a fold: to demand that share, and at most in a regression."""
-ROUNDS, GAIN = 7, 4.0
-"""Of weighing tables up whose rows lie outside too often."""
+NEAR, FAR = 0.92, 0.955
+"""Shares of a table's rows, and of a distance's fold, to hold, so that nine of ten hold that no width has seen."""
+MIN_ROWS, MIN_JUDGED = 30, 10
+"""Rows of a table with widths of its own, or to be scored apart; and rows that differ in one distance only."""
+NONE = (0.0, 0.0)
+BY_SCALE, BY_FRAMEWORK = ("beyond 64 GPUs", "beyond 32 GPUs"), ("without the framework",)
+JUDGES: Mapping[str, tuple[str, ...]] = {
+    "tensor_over_nodes": (WITHOUT_MODEL, "without the run"),
+    "unstable": (WITHOUT_MODEL, "without the run"),
+    "gpus": BY_SCALE,
+    "size": ("without the largest models",),
+    "kind": ("without the sharding",),
+    "architecture": ("without the GPU generation",),
+    "length": ("beyond 8192 tokens",),
+    SOURCE: ("without the source",),
+    FRAMEWORK: BY_FRAMEWORK,
+    "nodes": BY_FRAMEWORK,
+    "engine": BY_FRAMEWORK,
+}
+"""Distances and origins in the order in which their widths are measured, with the folds that judge them."""
 MIN_LAYOUTS = 4
 """Measured layouts of a model on a number of GPUs, to judge which one is proposed."""
 MEMORY = {"activation_scale", "fused_operators", "logit_bytes", "transient_ffn", "held_gathers", "fragmentation"}
@@ -111,92 +131,129 @@ def fit_memory(published: Published) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class Errors:
-    """Held-out rows, their predicted seconds and features, the fold and table of each, and the runs as predicted."""
+    """Rows that folds left out, (n,): fold, table and part of each, its prediction, and where it lies."""
 
     row: np.ndarray
     fold: np.ndarray
     table: np.ndarray
+    part: np.ndarray
+    """Of `folds.model_parts`."""
     predicted_s: np.ndarray
-    features: np.ndarray
-    is_hidden: np.ndarray
-    """Whether the fold hides the framework."""
+    low: np.ndarray
+    """ln(predicted / measured); nan for a run that a slow engine may explain."""
+    high: np.ndarray
+    """ln(measured / predicted), without the slow engine's time; nan for a run of two engines that had the fast one."""
+    origins: np.ndarray
+    distances: Mapping[str, np.ndarray]
+    runs: Runs
+
+    def share(self, mask: np.ndarray) -> np.ndarray:
+        """Weights of the rows of a mask: each table counts with the square root of its rows."""
+        _, codes, counts = np.unique(self.table[mask], return_inverse=True, return_counts=True)
+        return counts[codes] ** -0.5
 
 
-def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> Errors:
-    """Every timed row that a part of the fold leaves out, predicted by constants fitted to the others."""
+def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> dict[str, np.ndarray]:
+    """Every timed row that a part of the fold leaves out, predicted by constants fitted to the others; by column."""
     parts = []
     for is_judged in fold.parts(published):
         judged = is_judged & published.is_timed
         if judged.any():
-            runs = fold.hide(published.runs.take(judged))
-            columns = features(runs, measure_ground(published, ~is_judged), is_unstable[judged])
-            names = (np.full(len(runs), fold.name), published.group[judged])
-            predicted = seconds(runs, fit_time(published, ~is_judged))
-            parts.append((np.flatnonzero(judged), *names, predicted, columns, np.full(len(runs), fold.hides_framework)))
-    return Errors(*(np.concatenate(list(some)) for some in zip(*parts, strict=True)))
+            runs, ground = fold.hide(published.runs.take(judged)), measure_ground(published, ~is_judged)
+            columns = {
+                "row": np.flatnonzero(judged),
+                "predicted_s": seconds(runs, fit_time(published, ~is_judged)),
+                "origins": find_origins(runs, ground),
+            }
+            parts.append(columns | measure_distances(runs, ground, is_unstable[judged]))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-class Intervals:
-    """Quantile regressions of errors on their features, so that each table of each fold has its share inside."""
-
-    def __init__(self, published: Published, errors: Errors, values: Mapping[str, float]) -> None:
-        runs = published.runs.take(errors.row)
-        hidden = [replace(run, framework="generic") for run in runs.origin]
-        self.runs = Runs(
-            [b if is_hidden else a for a, b, is_hidden in zip(runs.origin, hidden, errors.is_hidden, strict=True)]
-        )
-        self.rows = constant_rows(self.runs, values)
-        self.errors, self.measured = errors, published.step_s[errors.row]
-        self.part = model_parts(published)[errors.row]
-        _, self.cell = np.unique(np.char.add(errors.fold, errors.table), return_inverse=True)
-
-    def fit(self, chosen: np.ndarray) -> dict[str, np.ndarray]:
-        """Coefficients of both ends in the order of `FEATURES`, from a mask of rows.
-
-        Of runs that may have had a slow engine, each end is fitted to those that had its engine.
-        """
-        slower, is_open = slow_engine_s(self.runs, self.rows), has_open_engine(self.runs, self.rows)
-        predicted = self.errors.predicted_s
-        is_slow = is_open & (self.measured - predicted > 0.5 * slower)
-        above = np.log(np.maximum(self.measured - np.where(is_slow, slower, 0.0), 1e-9) / predicted)
-        rng = np.random.default_rng(0)
-        order = [rng.permutation(np.flatnonzero(chosen & (self.cell == one))) for one in np.unique(self.cell[chosen])]
-        rows = np.concatenate([some[:MAX_ROWS] for some in order])
-        weight = np.concatenate(
-            [np.full(len(some[:MAX_ROWS]), len(some) ** 0.5 / len(some[:MAX_ROWS])) for some in order]
-        )
-        ends = {"low": (~is_slow, np.log(predicted / self.measured)), "high": (~is_open | is_slow, above)}
-        return {
-            end: self._fit_end(rows[mask[rows]], values, weight[mask[rows]]) for end, (mask, values) in ends.items()
-        }
-
-    def _fit_end(self, rows: np.ndarray, values: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        cell, count = self.cell[rows], np.bincount(self.cell[rows])
-        for _ in range(ROUNDS):
-            widths = _regress(self.errors.features[rows], values[rows], weight / weight.mean())
-            is_inside = values[rows] <= self.errors.features[rows] @ widths + 1e-9
-            missing = COVERED - np.bincount(cell, is_inside) / np.maximum(count, 1)
-            missing = np.where(count >= MIN_ROWS, np.clip(missing, 0, 0.3), 0.0)
-            weight = weight * np.exp(GAIN * missing)[cell]
-        return widths
-
-    def unseen_ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both ends of every row's interval in seconds, by widths that saw no row of its model."""
-        low, high = np.empty(len(self.part)), np.empty(len(self.part))
-        for one in range(MODEL_PARTS):
-            rows = self.part == one
-            ends = find_ends(self.runs, self.rows, self.errors.predicted_s, self.errors.features, self.fit(~rows))
-            low[rows], high[rows] = ends[1][rows], ends[2][rows]
-        return low, high
+def collect_errors(published: Published, values: Mapping[str, float]) -> Errors:
+    """The errors of all folds; `values` are the constants fitted to all rows."""
+    stages = memory.stages(published.runs, constant_rows(published.runs, values))
+    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
+    judged = [(fold, cross_validate(published, fold, is_unstable)) for fold in FOLDS]
+    columns = {name: np.concatenate([some[name] for _, some in judged]) for name in judged[0][1]}
+    row, predicted, measured = columns["row"], columns["predicted_s"], published.step_s[columns["row"]]
+    hidden = [fold.hide(published.runs.take(some["row"])).origin for fold, some in judged]
+    runs = Runs([run for some in hidden for run in some])
+    rows = constant_rows(runs, values)
+    slower, is_open = slow_engine_s(runs, rows), has_open_engine(runs, rows)
+    is_slow = is_open & (measured - predicted > 0.5 * slower)
+    faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
+    return Errors(
+        row=row,
+        fold=np.concatenate([np.full(len(some["row"]), fold.name) for fold, some in judged]),
+        table=published.group[row],
+        part=model_parts(published)[row],
+        predicted_s=predicted,
+        low=np.where(is_slow, np.nan, np.log(predicted / measured)),
+        high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
+        origins=columns["origins"],
+        distances={name: columns[name] for name in DISTANCES},
+        runs=runs,
+    )
 
 
-def _regress(columns: np.ndarray, values: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The coefficients, none below its floor, that minimize the weighted pinball loss, as a linear program."""
-    n, k = columns.shape
-    equations = hstack([csr_matrix(columns), identity(n), -identity(n)]).tocsr()
-    costs = np.concatenate([np.full(k, 1e-6), LEVEL * weight, (1 - LEVEL) * weight])
-    bounds = [(FLOORS[name], None) for name in FEATURES] + [(0.0, None)] * (2 * n)
-    return linprog(costs, A_eq=equations, b_eq=values, bounds=bounds, method="highs").x[:k]
+def fit_widths(errors: Errors, chosen: np.ndarray) -> Widths:
+    """The widths of intervals from a mask of rows, one after the other: each holds what those before it leave out."""
+    widths = dict.fromkeys((SOURCE, FRAMEWORK), (0.0, 0.0))
+    tables = home_tables(errors)
+    near = chosen & (errors.fold == WITHOUT_MODEL) & ~np.isin(errors.origins, [SOURCE, FRAMEWORK])
+    near &= errors.distances["tensor_over_nodes"] + errors.distances["unstable"] == 0
+    for name in (*tables, OTHERS):
+        rows = near & (errors.origins == name if name != OTHERS else ~np.isin(errors.origins, tables))
+        ends = [end[rows & np.isfinite(end)] for end in (errors.low, errors.high)]
+        if rows.any():
+            widths[name] = tuple(quantile(end, np.ones(len(end)), (1 + NEAR) / 2) for end in ends)
+    for name in JUDGES:
+        widths[name] = fit_width(errors, chosen, widths, name)
+    return widths
+
+
+def home_tables(errors: Errors) -> list[str]:
+    """Tables with enough rows, of several models, for widths of their own."""
+    rows = pd.DataFrame({"table": errors.table, "part": errors.part})[errors.fold == WITHOUT_MODEL]
+    counts = rows.groupby("table")["part"].agg(["size", "nunique"])
+    return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
+
+
+def fit_width(errors: Errors, chosen: np.ndarray, widths: Widths, name: str) -> tuple[float, float]:
+    """The least width per unit of a distance that holds `FAR` of its fold; a quantile regression through zero."""
+    amounts = {one: (errors.origins == one).astype(float) for one in (SOURCE, FRAMEWORK)} | dict(errors.distances)
+    rows = chosen & np.isin(errors.fold, JUDGES[name]) & (amounts[name] > 0)
+    names = list(JUDGES)
+    later = sum((amounts[one] for one in names[names.index(name) + 1 :]), np.zeros(len(rows)))
+    if (rows & (later == 0)).sum() >= MIN_JUDGED:
+        rows &= later == 0
+    if not rows.any():
+        return NONE
+    amount = amounts[name][rows]
+    inside = sum_widths(errors.origins, errors.distances, widths)
+    low, high = ((error - end)[rows] / amount for error, end in zip((errors.low, errors.high), inside, strict=True))
+    excess, level = (high, (1 + FAR) / 2) if name in SLOWER else (np.fmax(low, high), FAR)
+    width = max(quantile(np.nan_to_num(excess, nan=-np.inf), errors.share(rows) * amount, level), 0.0)
+    return (0.0 if name in SLOWER else width, width)
+
+
+def quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
+    """The least value that has this share of the weights at or below it."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(int(np.searchsorted(reached, level)), len(values) - 1)])
+
+
+def unseen_ends(errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of every row's interval in seconds, by widths that saw no row of its model."""
+    low, high = np.empty(len(errors.row)), np.empty(len(errors.row))
+    rows = constant_rows(errors.runs, values)
+    for one in range(MODEL_PARTS):
+        unseen = errors.part == one
+        exponents = sum_widths(errors.origins, errors.distances, fit_widths(errors, ~unseen))
+        ends = find_ends(errors.runs, rows, errors.predicted_s, errors.origins, exponents)
+        low[unseen], high[unseen] = ends[1][unseen], ends[2][unseen]
+    return low, high
 
 
 def make_scores(published: Published, errors: Errors, ends: tuple[np.ndarray, np.ndarray]) -> pd.DataFrame:
@@ -204,7 +261,7 @@ def make_scores(published: Published, errors: Errors, ends: tuple[np.ndarray, np
     where = {"fold": errors.fold, "key": published.key[errors.row], "table": errors.table}
     gpus, measured = published.runs.gpus[errors.row].astype(int), published.step_s[errors.row]
     times = {"measured_s": measured, "predicted_s": errors.predicted_s, "low_s": ends[0], "high_s": ends[1]}
-    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": distance(errors.features)})
+    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": sum_distances(errors.origins, errors.distances)})
 
 
 def print_scores(rows: pd.DataFrame) -> None:
@@ -262,9 +319,7 @@ def summarize_families(published: Published) -> pd.DataFrame:
     return means.assign(families=families.size(), ran_out_of_memory=out_of_memory)
 
 
-def write(
-    published: Published, values: Mapping[str, float], widths: Mapping[str, np.ndarray], scores: pd.DataFrame
-) -> None:
+def write(published: Published, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame) -> None:
     """Write constants.csv, intervals.csv, cross_validated.csv and chosen_layouts.csv."""
     constants = pd.read_csv(DATA / "constants.csv", dtype=str, keep_default_na=False)
     names = constants["quantity"] + "." + constants["key"]
@@ -273,7 +328,9 @@ def write(
         for name, value in zip(names, constants["value"], strict=True)
     ]
     constants.assign(value=new).to_csv(DATA / "constants.csv", index=False)
-    pd.DataFrame({"feature": FEATURES, **widths}).to_csv(DATA / "intervals.csv", index=False, float_format="%.4f")
+    rows = [(name, *ends) for name, ends in widths.items()]
+    intervals = pd.DataFrame(rows, columns=["width", "low", "high"])
+    intervals.to_csv(DATA / "intervals.csv", index=False, float_format="%.4f")
     scores.to_csv(DATA / "cross_validated.csv", index=False, float_format="%.5g")
     held_out_s.cache_clear()
     summarize_families(published).to_csv(DATA / "chosen_layouts.csv")
@@ -288,15 +345,11 @@ def main() -> None:
     print(f"{len(published.runs)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    stages = memory.stages(published.runs, constant_rows(published.runs, values))
-    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
-    by_fold = [vars(cross_validate(published, fold, is_unstable)).values() for fold in FOLDS]
-    errors = Errors(*map(np.concatenate, zip(*by_fold, strict=True)))
-    intervals = Intervals(published, errors, values)
-    scores = make_scores(published, errors, intervals.unseen_ends())
+    errors = collect_errors(published, values)
+    scores = make_scores(published, errors, unseen_ends(errors, values))
     print_scores(scores)
     if is_writing:
-        write(published, values, intervals.fit(np.ones(len(errors.row), dtype=bool)), scores)
+        write(published, values, fit_widths(errors, np.ones(len(errors.row), dtype=bool)), scores)
     print(f"\npercent behind the best measured layout\n{summarize_families(published).to_string()}")
     print(f"{time.perf_counter() - begun:.0f} s")
 

@@ -1,7 +1,7 @@
 """Folds of the published runs for `fit_scaling.py`: what predictions are fitted to, and the runs they are judged on."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +14,18 @@ FAMILIES = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks left out together, since they share code and constants."""
 
 
-def hide_framework(runs: Runs) -> Runs:
-    """The same runs in an unknown framework."""
-    return Runs([replace(run, framework="generic") for run in runs.origin])
-
-
 @dataclass(frozen=True)
 class Fold:
     """A way to leave runs out; `parts` yields masks of the rows to judge, and all other rows are fitted."""
 
     name: str
     parts: Callable[[Published], Iterator[Flags]]
-    hides_framework: bool = False
-    """Predict the judged rows as rows of an unknown framework."""
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the judged runs that are predicted with another value."""
 
     def hide(self, runs: Runs) -> Runs:
         """The runs as the fold predicts them."""
-        return hide_framework(runs) if self.hides_framework else runs
+        return Runs([replace(run, **self.hidden) for run in runs.origin])
 
 
 def model_parts(published: Published) -> NDArray[np.intp]:
@@ -55,6 +50,11 @@ def _by_run(published: Published) -> Iterator[Flags]:
 def _by_framework(published: Published) -> Iterator[Flags]:
     family = np.array([FAMILIES.get(name, name) for name in published.runs.framework.tolist()])
     return (family == name for name in np.unique(family) if name != "generic")
+
+
+def _by_source(published: Published) -> Iterator[Flags]:
+    """Each table is left out; vTrain's single nodes are none, but put together from profiled kernels."""
+    return (published.group == name for name in np.unique(published.group) if name != "vtrain_singlenode")
 
 
 def _by_generation(published: Published) -> Iterator[Flags]:
@@ -82,8 +82,10 @@ def _largest(published: Published) -> Iterator[Flags]:
 FOLDS = (
     Fold("beyond 64 GPUs", lambda published: iter([published.runs.gpus > 64])),
     Fold("beyond 32 GPUs", lambda published: iter([published.runs.gpus > 32])),
+    Fold("beyond 8192 tokens", lambda published: iter([(published.runs.seq_len > 8192) | (published.runs.cp > 1)])),
     Fold("without the largest models", _largest),
-    Fold("without the framework", _by_framework, hides_framework=True),
+    Fold("without the framework", _by_framework, {"table": "", "framework": "generic"}),
+    Fold("without the source", _by_source, {"table": ""}),
     Fold("without the GPU generation", _by_generation),
     Fold("without the sharding", _by_kind),
     Fold("without the model", _by_model),

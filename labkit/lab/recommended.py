@@ -148,3 +148,50 @@ def newest_runs(machine: Machine | None = None, labs: Container[str] | None = No
         if run.header.machine.identity == here.identity and not run.frame().empty:
             runs[lab] = run
     return runs
+
+
+def recommended_code(model: str | None, context_length: int | None) -> str:
+    """Lines of a script that trains as this machine's newest runs recommend: attention, compile, wrapper, autocast.
+
+    ValueError for a model that no lab trains here.
+    """
+    if model is not None and model not in SIZES:
+        raise ValueError(f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}")
+    size, length = model or "small", context_length or 128
+    return write_code(join(recommend(size, length, newest_runs())), size, length)
+
+
+def write_code(chosen: Configuration, model: str, context_length: int) -> str:
+    """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
+    lines = [
+        "import torch",
+        "import torch.distributed as dist",
+        "",
+        "from labkit.nn.attention_implementations import attention_named",
+        "from labkit.nn.transformer import Transformer, language_model_loss, shape_named",
+        "from labkit.parallel.data_parallel import wrap",
+        "",
+        f'attend = attention_named("{chosen.attention}").attend',
+        f'model = Transformer(shape_named("{model}"), context_length={context_length}, attention=attend)',
+        *(["model.compile(dynamic=False)"] if chosen.compiled else []),
+        f'wrapped = wrap("{chosen.wrapper}", model) if dist.is_initialized() else model',
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)",
+        "",
+        "",
+        "def train_step(inputs, targets):",
+        *_loss_lines(chosen.precision),
+        "    loss.backward()",
+        "    optimizer.step()",
+        "    optimizer.zero_grad(set_to_none=True)",
+        "    return loss.detach()",
+    ]
+    return "\n".join(lines)
+
+
+def _loss_lines(precision: str) -> list[str]:
+    if precision == "float32":
+        return ["    loss = language_model_loss(wrapped(inputs), targets)"]
+    return [
+        f"    with torch.autocast(inputs.device.type, dtype=torch.{precision}):",
+        "        loss = language_model_loss(wrapped(inputs), targets)",
+    ]

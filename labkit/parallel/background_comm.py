@@ -1,41 +1,40 @@
 """Collectives in the background, one after the other, over a transport that nothing else uses.
 
-On a CPU a thread runs them while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm) needs another
+A thread carries them out while the caller goes on, so a layer that synchronizes meanwhile (SyncBatchNorm) needs another
 transport. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
 """
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.transport import make_separate_transport
 
 Wait = Callable[[], object]
 Collective = Callable[..., None]
-END_OF_PASS = "the end of backward"
 
 
 class Channel:
-    """Runs actions in the order in which they are started. All ranks of a group create it together."""
+    """Carries out what is started here, in that order. Made by all ranks of a group together."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
-        # Now: in the middle of backward, ranks would not create it at the same moment.
-        self.group, self.transport = group, make_separate_transport(group, device, preference).transport
+        # Now: in the middle of backward, ranks would not make it at the same moment.
+        selection = make_separate_transport(group, device, preference)
+        self.group, self.transport = group, selection.transport
+        self.in_use = (selection.transport.name, selection.reason)
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def call(self, collective: Collective, tensors: object, *args: object) -> None:
-        """Run `collective(tensors, group, ...)` over the channel's transport now. Nothing else may be in flight."""
+        """Run `collective(tensors, group, ...)` over the channel's transport now: nothing else may be under way."""
         collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
-        """Start an action; return a function that waits for its end and raises its error."""
+        """Start; return a function that waits for the end, and raises what the action raised."""
         task = _Task(action)
         if not self._in_thread:
             task.run()
@@ -48,40 +47,8 @@ class Channel:
         return task.wait
 
 
-class CheckedChannel(Channel):
-    """A channel whose ranks check, before each collective, that all of them start the same one.
-
-    Ranks that start different ones would hang, or mix up tensors. On a CPU each sends 8 bytes for it. On a GPU the
-    check would wait for the device, and is left out.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str, names: Sequence[str]):
-        """`names` of all collectives, the same on every rank."""
-        super().__init__(group, device, preference)
-        self._names = [END_OF_PASS, *names]
-        self._is_checked = device.type == "cpu" and self.transport.world_size > 1
-        self._error: RuntimeError | None = None
-
-    def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
-        """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
-        return self.start(partial(self._run_checked, name, action, n_trained))
-
-    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int) -> None:
-        if self._is_checked and self._error is None:
-            codes = torch.zeros(self.transport.world_size, dtype=torch.float64)
-            codes[self.transport.rank] = self._names.index(name) + len(self._names) * n_trained
-            self.call(all_gather, codes)
-            if len(set(codes.tolist())) > 1:
-                pairs = [divmod(int(code), len(self._names)) for code in codes.tolist()]
-                got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
-                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
-        if self._error is not None:
-            raise self._error
-        action()
-
-
 class _Task:
-    """An action for the thread, and its error."""
+    """An action for the thread, and how it ended."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -90,11 +57,11 @@ class _Task:
 
     def run(self) -> None:
         try:
-            with torch.no_grad():  # each thread has a grad mode
+            with torch.no_grad():  # each thread has its own grad mode
                 self._action()
         except BaseException as error:
             self._error = error
-        del self._action  # its tensors may be released long before the wait
+        del self._action  # its tensors may be released long before somebody waits
         self._is_done.set()
 
     def wait(self) -> None:
@@ -104,10 +71,10 @@ class _Task:
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
-    torch.set_num_threads(threads)  # OpenMP counts per thread
+    torch.set_num_threads(threads)  # OpenMP counts for each thread anew
     while True:
         task = tasks.get()
         if task is None:
             return
         task.run()
-        del task  # an idle thread keeps no tensor and no transport alive
+        del task  # while the thread waits for the next one, it keeps no tensor and no transport alive

@@ -3,11 +3,11 @@
 `predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` a profile from three runs or more.
 
-``hardware`` ``model`` ``layout`` ``runs`` ``table``      the question
-``compute`` ``parallelism`` ``step_time`` ``memory``      formulas
+``models`` ``hardware`` ``runs`` ``table``                the question
+``step_time`` ``memory``                                  formulas
 ``constants`` and `data/reference/scaling/`               numbers, with their sources
-``published`` ``intervals``                               measured runs, and how wrong predictions of them are
-``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``calibration`` ``scores``      answers
+``published`` ``intervals``                               measured runs, and how wrong predictions are
+``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``scores``      answers
 """
 
 import csv

@@ -1,47 +1,42 @@
 """Advice as numbers: whether a training fits, the best layouts, why others lose, and what would change the answer."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 
 import numpy as np
 
 from labkit.costs.communication import AlphaBeta, best_buckets
-from labkit.scaling import compute
 from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
-from labkit.scaling.layout import Layout
-from labkit.scaling.parallelism import all_reduce_s, group
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.runs import Run, Runs
+from labkit.scaling.runs import Layout, Run, Runs
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
-from labkit.scaling.step_time import rank_parameters
+from labkit.scaling.step_time import BF16, all_reduce_s, group, rank_parameters
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
-SAFE = 0.05
-"""Chance of running out of memory below which no change is needed."""
 LARGER = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "MI300X-192GB")
 """GPUs that can be rented by the node, by memory."""
-GPU_FACTORS = (2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+GPU_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 SUMS = {
     "compute": ("gemm_s", "attention_s", "elementwise_s", "head_s"),
-    "launch": ("launch_s",),
-    "tensor_parallel": ("tensor_parallel_s",),
-    "context_parallel": ("context_parallel_s",),
-    "gather": ("gather_s",),
-    "pipeline": ("bubble_s", "pipeline_transfer_s", "engine_s"),
-    "data_parallel": ("data_parallel_s",),
+    "CPU launches": ("launch_s",),
+    "tensor-parallel collectives": ("tensor_parallel_s",),
+    "keys and values around the ring": ("context_parallel_s",),
+    "gathering parameters": ("gather_s",),
+    "pipeline bubble and transfers": ("bubble_s", "pipeline_transfer_s", "engine_s"),
+    "gradient reduction": ("data_parallel_s",),
     "optimizer": ("optimizer_s",),
-    "stragglers": ("straggler_s",),
+    "waiting for the slowest node": ("straggler_s",),
 }
 """Groups of parts that add up to the step."""
 SHARDS = {
-    "none": "data parallel, whole copies",
+    "none": "whole copies",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "FSDP (ZeRO-3)",
-    "hsdp": "FSDP inside nodes (HSDP)",
+    "hsdp": "FSDP inside nodes",
 }
 
 
@@ -65,10 +60,6 @@ class Change:
     @property
     def tokens_per_s(self) -> float:
         return self.request.tokens / self.prediction.step_s if self.prediction else 0.0
-
-    @property
-    def has_room(self) -> bool:
-        return self.prediction is not None and has_room(self.prediction)
 
 
 @dataclass(frozen=True)
@@ -117,7 +108,7 @@ def advise(request: Request) -> Advice:
         best=best,
         first=first,
         runners_up=list(_runners_up(ranking, best)) if best else [],
-        remedies=[] if best and has_room(first) else _helpful(request),
+        remedies=[] if best and first.has_room else _helpful(request),
         changes=[_answer(*variation) for variation in _variations(request)] if best else [],
     )
 
@@ -132,7 +123,7 @@ def bucket_bytes(run: Run, constants: Constants) -> float | None:
     if run.layout.dp * run.layout.cp == 1:
         return None
     if run.layout.shard in ("zero3", "hsdp"):
-        return float((compute.BF16 * runs.layer_parameters / runs.tp)[0])
+        return float((BF16 * runs.layer_parameters / runs.tp)[0])
     ranks = group(runs, rows, runs.dp * runs.cp, runs.tp)
     n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
     call_s = float(all_reduce_s(ranks, rows, 0 * n_bytes)[0])
@@ -140,13 +131,18 @@ def bucket_bytes(run: Run, constants: Constants) -> float | None:
     return total / best_buckets(total, AlphaBeta(call_s, (whole_s - call_s) / total))
 
 
-def has_room(prediction: Prediction) -> bool:
-    """Whether memory needs no change."""
-    return prediction.out_of_memory < SAFE and not prediction.is_unstable
-
-
 def sums_s(prediction: Prediction) -> dict[str, float]:
     return {name: sum(prediction.parts_s[part] for part in parts) for name, parts in SUMS.items()}
+
+
+def describe_layout(layout: Layout) -> str:
+    """Degrees and sharding: "tp 2, dp 16, ZeRO-1"."""
+    degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
+    if layout.vp > 1:
+        degrees.append(f"{layout.vp} chunks per stage")
+    if layout.dp * layout.cp > 1:
+        degrees.append(SHARDS[layout.shard])
+    return ", ".join(degrees) or "one GPU"
 
 
 def strategy(layout: Layout) -> str:
@@ -184,28 +180,26 @@ def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
         ranking = rank(request)
     except ValueError:
         return Change(name, request, None)
-    rows, predictions = ranking.order, ranking.predictions
+    rows = ranking.order
     if with_room:
-        rows = [
-            row for row in rows if predictions.out_of_memory[row] < SAFE and not predictions.is_unstable[row]
-        ] or rows
-    return Change(name, request, predictions.prediction(rows[0]) if rows else None)
+        rows = [row for row in rows if ranking.predictions.has_room[row]] or rows
+    return Change(name, request, ranking.predictions.prediction(rows[0]) if rows else None)
 
 
 def _helpful(request: Request) -> list[Change]:
     """Of each kind of remedy the first that leaves room to spare; if none does, those that fit."""
     changes = []
     for kind in _remedies(request):
-        tried = []
         for name, changed in kind:
-            tried.append(_answer(name, changed, with_room=True))
-            if tried[-1].has_room:
+            change = _answer(name, changed, with_room=True)
+            if change.prediction and change.prediction.has_room:
                 break
-        changes += [change for change in tried if change.prediction][-1:]
-    return [change for change in changes if change.has_room] or changes
+        changes.append(change)
+    fitting = [change for change in changes if change.prediction]
+    return [change for change in fitting if change.prediction and change.prediction.has_room] or fitting
 
 
-def _remedies(request: Request) -> Iterator[Iterable[tuple[str, Request]]]:
+def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
     """Kinds of changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
     fixed, present = request.fixed, request.hardware
 
@@ -214,13 +208,14 @@ def _remedies(request: Request) -> Iterator[Iterable[tuple[str, Request]]]:
 
     yield from ([(f"not {name.replace('_', '-')} {value}", without(name))] for name, value in fixed.items())
     more = [factor * request.gpus for factor in GPU_FACTORS]
-    yield ((f"{gpus} GPUs", replace(without("dp"), gpus=gpus)) for gpus in more)
+    yield [(f"{gpus} GPUs", replace(without("dp"), gpus=gpus)) for gpus in more]
     cards = [
         HARDWARE[name].with_network(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
         for name in LARGER
         if HARDWARE[name].memory_gib > present.memory_gib
     ]
-    yield ((f"{request.gpus} x {card.name}", replace(request, hardware=card)) for card in cards)
+    if cards:
+        yield [(f"{request.gpus} x {card.name}", replace(request, hardware=card)) for card in cards]
     low_precision = {**fixed, "options": frozenset({"low_precision_master"})}
     yield [("optimizer states in 16 bits", replace(request, fixed=low_precision))]
     if request.seq_len % 2 == 0:

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
-from labkit.scaling.model import Numbers
+from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Runs
 
 BY_ARCHITECTURE = frozenset(

@@ -1,8 +1,11 @@
 """How wrong a prediction may be: 90% intervals that widen with the distance from measured runs.
 
-Errors on runs that a fit had left out (`benchmarks/fit_scaling.py`) give two linear quantile regressions of
-ln(measured / predicted) on `FEATURES`, whose coefficients are in `intervals.csv` (Koenker and Bassett 1978, "Regression
-quantiles"). Distances are doublings (log2 of a ratio), or 1 for a kind without a measured run.
+An interval is the predicted time times exp(-low) to exp(high). Each exponent is a sum of widths: one for where the run
+comes from (`find_origins`), and one per unit of every distance from measured runs (`measure_distances`).
+
+`benchmarks/fit_scaling.py` measures the widths by split conformal prediction (Lei et al. 2018, "Distribution-free
+predictive inference for regression") and writes `intervals.csv`. Each origin and each distance has a fold that leaves
+its runs out of the fit; its width is the least that puts enough of that fold's measured times inside.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,25 +15,26 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
-from labkit.scaling.model import Numbers
+from labkit.scaling.constants import Rows
+from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.published import Published, load_published
-from labkit.scaling.runs import Flags, Runs
+from labkit.scaling.runs import Flags, Runs, Texts
+from labkit.scaling.step_time import slow_engine_s
 
-FLOORS: Mapping[str, float] = {
-    **dict.fromkeys(("on_nanotron", "on_vtrain", "on_vtrain_node", "on_mosaic", "on_nemo"), 0.1),
-    **{"on_others": 0.2, "framework": 0.3, "engine": 0.05, "unknown_nodes": 0.04},
-    **{"tensor_over_nodes": 0.0, "unstable": 0.0, "larger": 0.1},
-    **{"gpus": 0.03, "size": 0.02, "length": 0.1, "architecture": 0.1, "kind": 0.04},
-}
-"""Features, and the least widening by each in log units, declared since folds are few.
-
-At home that much is what sites differ by, and for a framework without runs, what the published ones differ by.
-"""
-FEATURES = tuple(FLOORS)
-OUTSIDE = ("gpus", "size", "length", "framework", "engine", "architecture", "kind")
-"""Features whose sum is the distance from measured runs."""
+OTHERS, SOURCE, FRAMEWORK = "other tables", "another source", "unknown framework"
+"""Origins besides the published tables that have widths of their own."""
+OUTSIDE = ("gpus", "size", "length", "architecture", "kind", "engine")
+SLOWER = ("tensor_over_nodes", "unstable", "engine")
+"""Distances that only ever make a step slower, and so widen the upper end alone."""
+DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes", "engine")
+"""In the order in which their widths are measured."""
 MAX_DISTANCE = 7.0
 """Folds judge few predictions further away, so that their error is not known."""
+HALF_SHARE = 0.78
+"""Of an end's width, if one of two engines ran: each end leaves out 10% of its half, so 1.28 / 1.64 of the width."""
+
+Widths = Mapping[str, tuple[float, float]]
+"""Origin or distance -> its width at the low and at the high end, in log units."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ground:
-    """Limits of all measured runs, and by framework."""
+    """What has been measured: by all runs together, by framework, and in which tables."""
 
     everything: Limits
     by_framework: Mapping[str, Limits]
+    tables: frozenset[str]
 
     def limits(self, framework: str) -> Limits:
+        """A framework's limits; those of all runs for an unknown one."""
         return self.by_framework.get(framework, self.everything)
 
 
 def measure_ground(published: Published, rows: Flags) -> Ground:
     """The ground of the timed rows in a mask."""
-    rows = rows & published.is_timed
-    framework = published.runs.framework
-    names = sorted(set(framework[rows].tolist()) - {"generic"})
-    by_framework = {name: _limits(published.runs.take(rows & (framework == name))) for name in names}
-    return Ground(_limits(published.runs.take(rows)), by_framework)
+    runs = published.runs.take(rows & published.is_timed)
+    names = sorted(set(runs.framework.tolist()) - {"generic"})
+    by_framework = {name: _limits(runs.take(runs.framework == name)) for name in names}
+    return Ground(_limits(runs), by_framework, frozenset(runs.table.tolist()))
 
 
 @cache
@@ -91,32 +96,89 @@ def _kinds(runs: Runs) -> list[frozenset[str]]:
     return [frozenset(pair) for pair in zip(runs.shard.tolist(), precisions.tolist(), strict=True)]
 
 
-def features(runs: Runs, ground: Ground, unstable: Flags) -> Numbers:
-    """Columns of `FEATURES`, (n, k), none negative. An error grows with the square root of the doublings of a model."""
-    columns = {name: np.zeros(len(runs)) for name in FEATURES}
-    columns["tensor_over_nodes"] = np.maximum(np.log2(runs.tp / np.maximum(runs.gpus_per_node, runs.link_gpus)), 0.0)
-    columns["unstable"] = unstable.astype(float)
-    sizes, kinds, everything = np.log2(runs.parameters), _kinds(runs), ground.everything
+def find_origins(runs: Runs, ground: Ground) -> Texts:
+    """Each run's published table; else `SOURCE`, or `FRAMEWORK` if its framework has no published runs either."""
+    is_measured = np.isin(runs.framework, sorted(ground.by_framework))
+    elsewhere = np.where(is_measured, SOURCE, FRAMEWORK)
+    return np.where(np.isin(runs.table, sorted(ground.tables)), runs.table, elsewhere)
+
+
+def measure_distances(runs: Runs, ground: Ground, unstable: Flags) -> dict[str, Numbers]:
+    """Distances by name, (n,), none negative: doublings (log2 of a ratio), or 1 per kind without a measured run.
+
+    The size's is the square root of the doublings beyond the framework's largest or smallest model.
+    """
+    columns = {name: np.zeros(len(runs)) for name in DISTANCES}
+    is_unknown = (find_origins(runs, ground) == FRAMEWORK).astype(float)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)  # an engine may do work per layer that none predicts
+    columns["engine"], columns["nodes"] = is_unknown * is_wide, is_unknown * np.log2(runs.nodes)
+    columns["tensor_over_nodes"] = _doublings(runs.tp, np.maximum(runs.gpus_per_node, runs.link_gpus))
+    columns["unstable"] = unstable.astype(float)
+    sizes, kinds = np.log2(runs.parameters), _kinds(runs)
     for name in np.unique(runs.framework).tolist():
         rows, limits = runs.framework == name, ground.limits(name)
-        columns[f"on_{name}" if f"on_{name}" in FEATURES else "on_others"][rows] = 1.0
-        columns["framework"][rows] = float(name not in ground.by_framework)
-        columns["engine"][rows] = columns["framework"][rows] * is_wide[rows]
-        columns["gpus"][rows] = np.maximum(np.log2(runs.gpus[rows] / limits.gpus), 0.0)
-        columns["size"][rows] = np.abs(sizes[rows][:, None] - limits.log_sizes[None, :]).min(axis=1)
-        columns["larger"][rows] = np.sqrt(np.maximum(sizes[rows] - limits.log_sizes[-1], 0.0))
+        columns["gpus"][rows] = _doublings(runs.gpus[rows], limits.gpus)
+        beyond = np.maximum(sizes[rows] - limits.log_sizes[-1], limits.log_sizes[0] - sizes[rows])
+        columns["size"][rows] = np.sqrt(np.maximum(beyond, 0.0))
         columns["kind"][rows] = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
-    columns["unknown_nodes"] = (columns["framework"] + columns["kind"]) * np.log2(runs.nodes)
-    longer = np.maximum(np.log2(runs.seq_len / everything.seq_len), 0.0)
-    columns["length"] = longer + np.maximum(np.log2(runs.cp / everything.cp), 0.0)
+    everything = ground.everything
+    columns["length"] = _doublings(runs.seq_len, everything.seq_len) + _doublings(runs.cp, everything.cp)
     columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)
-    return np.stack([columns[name] for name in FEATURES], axis=1)
+    return columns
 
 
-def distance(columns: Numbers) -> Numbers:
-    """How far outside of measured ground each run lies, (n,), from the columns of `features`."""
-    return np.asarray(columns[:, [FEATURES.index(name) for name in OUTSIDE]].sum(axis=1))
+def _doublings(values: Numbers, limit: Numbers | float) -> Numbers:
+    return np.maximum(np.log2(values / limit), 0.0)
+
+
+def sum_distances(origins: Texts, columns: Mapping[str, Numbers]) -> Numbers:
+    """How far outside of measured ground each run lies, (n,)."""
+    return np.asarray(sum(columns[name] for name in OUTSIDE) + (origins == FRAMEWORK))
+
+
+def sum_widths(origins: Texts, columns: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:
+    """Both ends' exponents, (n,); a width that is missing is 0."""
+    names, codes = np.unique(origins, return_inverse=True)
+    none = (0.0, 0.0)
+    homes = np.array([widths.get(str(name), widths.get(OTHERS, none)) for name in names])[codes]
+    low, high = (
+        homes[:, end] + sum(columns[name] * widths.get(name, none)[end] for name in DISTANCES) for end in (0, 1)
+    )
+    return low, high
+
+
+@cache
+def load_widths() -> Widths:
+    """The widths in use."""
+    return {row["width"]: (float(row["low"]), float(row["high"])) for row in read_table("intervals")}
+
+
+def find_ends(
+    runs: Runs, constants: Rows, seconds: Numbers, origins: Texts, exponents: tuple[Numbers, Numbers]
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds and both ends of the 90% interval, none faster than the best published matmuls of the GPU.
+
+    If a framework's engine may be a slow one, the upper end is that one's.
+    """
+    fastest = peak_s(runs) / constants["matmul_ceiling"]
+    is_open = has_open_engine(runs, constants)
+    share = np.where(is_open & (origins != FRAMEWORK), HALF_SHARE, 1.0)
+    low, high = (share * exponent for exponent in exponents)
+    slowest = seconds * np.exp(high) + np.where(is_open, slow_engine_s(runs, constants), 0.0)
+    return np.maximum(seconds, fastest), np.maximum(seconds * np.exp(-low), fastest), np.maximum(slowest, fastest)
+
+
+def has_open_engine(runs: Runs, constants: Rows) -> Flags:
+    """Whether a run does not say which of a framework's two pipeline engines it used."""
+    is_stated = runs.has("old_pipeline") | runs.has("new_pipeline")
+    return np.asarray((constants["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
+
+
+def peak_s(runs: Runs) -> Numbers:
+    """Seconds of the model's FLOPs at the peak of all GPUs."""
+    flops = step_flops(runs, seq_len=runs.seq_len, sequences=runs.global_batch)
+    fp8 = np.where(runs.precision == "fp8", runs.fp8_ratio, 1.0)
+    return np.asarray(flops / (runs.gpus * runs.peak_tflops * 1e12 * fp8))
 
 
 def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
@@ -125,7 +187,7 @@ def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
     limits, everything = ground.limits(framework), ground.everything
     is_measured = framework in ground.by_framework
     where = f" with {framework}" if is_measured else ""
-    if not is_measured:
+    if not is_measured and runs.table[row] not in ground.tables:
         yield "framework without published runs: calibrate with three runs of it"
     if runs.gpus[row] > limits.gpus:
         yield f"extrapolated: {runs.gpus[row]:.0f} GPUs, fitted up to {limits.gpus:.0f}{where}"
@@ -142,10 +204,3 @@ def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
         yield f"extrapolated: no published run on {runs.architecture[row]} GPUs"
     for kind in sorted(_kinds(runs)[row] - limits.kinds):
         yield f"extrapolated: no published run{where} in {kind}"
-
-
-@cache
-def load_widths() -> Mapping[str, Numbers]:
-    """The coefficients of both ends, "low" and "high", in the order of `FEATURES`; log units per unit of a feature."""
-    rows = {row["feature"]: row for row in read_table("intervals")}
-    return {end: np.array([float(rows[name][end]) for name in FEATURES]) for end in ("low", "high")}

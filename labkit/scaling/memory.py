@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from labkit.scaling.constants import Rows
-from labkit.scaling.model import Numbers
-from labkit.scaling.parallelism import layers_per_stage
+from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Flags, Runs
 
 GIB = 2**30
@@ -71,7 +70,7 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 def stages(runs: Runs, constants: Rows) -> Stages:
     """What every stage holds at its fullest moment."""
-    layers = runs.cached(layers_per_stage)
+    layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
@@ -83,7 +82,7 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
     optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
     saved, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
-    activations = (saved * constants["activation_scale"])[:, None] * layers * runs.cached(micro_batches_alive)
+    activations = (saved * constants["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
     held = _held_gathers(runs, constants)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
     buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)

@@ -1,4 +1,7 @@
-"""Predictions of a run, of many, and of a table: step time with a 90% interval, a breakdown, memory by stage."""
+"""Predictions of a run, of many, and of a table: step time with a 90% interval, a breakdown, memory by stage.
+
+`calibrate` fits a profile to a user's runs, for predictions of that site.
+"""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,22 +11,24 @@ from typing import TextIO
 import numpy as np
 
 from labkit.scaling import memory
-from labkit.scaling.constants import Constants, Rows, load_constants
+from labkit.scaling.constants import Constants, Profile, load_constants
 from labkit.scaling.intervals import (
-    FEATURES,
     MAX_DISTANCE,
     Ground,
-    distance,
     extrapolations,
-    features,
+    find_ends,
+    find_origins,
     load_ground,
     load_widths,
+    measure_distances,
+    peak_s,
+    sum_distances,
+    sum_widths,
 )
-from labkit.scaling.layout import Layout, impossible_reason
-from labkit.scaling.model import Numbers, step_flops
+from labkit.scaling.models import Numbers
 from labkit.scaling.published import nearest_keys
-from labkit.scaling.runs import Flags, Run, Runs
-from labkit.scaling.step_time import PARTS, breakdown, slow_engine_s, step_s
+from labkit.scaling.runs import Flags, Layout, Run, Runs, impossible_reason
+from labkit.scaling.step_time import breakdown, predict_step_s
 from labkit.scaling.table import Row
 
 FITS_SHARE = 0.94
@@ -32,10 +37,20 @@ UNSTABLE_SHARE = 0.88
 """From here up runs are often 1.5 to 8 times slow: the allocator frees and allocates again inside the step."""
 OUT_OF_MEMORY_SPREAD = 0.07
 """Standard deviation of ln(measured / predicted) of reserved memory."""
-FITS_RISK = 0.5
-"""Probability of running out of memory below which a run is expected to fit."""
-HALF_SHARE = 0.78
-"""Of an end's width, if one of two engines ran: each end leaves out 10% of its half, so 1.28 / 1.64 of the width."""
+FITS_RISK, SAFE_RISK = 0.5, 0.05
+"""Probabilities of running out of memory below which a run is expected to fit, and needs no change."""
+MIN_RUNS = 3
+SPREADS: Mapping[str, float] = {
+    "slowdown": 0.2,
+    "attention_slowdown": 0.4,
+    "elementwise_traffic": 0.4,
+    "launch_s": 0.25,
+    "tp_exposed": 0.4,
+    "network_efficiency": 0.3,
+}
+"""Quantities that differ between frameworks and sites, with the standard deviation of ln(value) between them."""
+NOISE = 0.08
+"""Standard deviation of ln(seconds) of one run around a calibrated model."""
 
 COLUMNS = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "nearest", "note")
 MEASURED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
@@ -68,6 +83,11 @@ class Prediction:
     def fits(self) -> bool:
         return self.out_of_memory < FITS_RISK
 
+    @property
+    def has_room(self) -> bool:
+        """Whether memory needs no change."""
+        return self.out_of_memory < SAFE_RISK and not self.is_unstable
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -81,7 +101,7 @@ class Predictions:
     distance: Numbers
     """From measured ground; beyond `MAX_DISTANCE` the numbers have no known error."""
     parts_s: Mapping[str, Numbers]
-    """Parts that add up to `step_s`; names that begin with `hidden_` are hidden communication, not in the sum."""
+    """Parts that add up to `step_s`."""
     mfu: Numbers
     peak_gib: Numbers
     out_of_memory: Numbers
@@ -91,6 +111,10 @@ class Predictions:
     @property
     def fits(self) -> Flags:
         return self.out_of_memory < FITS_RISK
+
+    @property
+    def has_room(self) -> Flags:
+        return (self.out_of_memory < SAFE_RISK) & ~self.is_unstable
 
     def prediction(self, row: int) -> Prediction:
         """One of them, whether it is too far from measured ground or not."""
@@ -104,7 +128,7 @@ class Predictions:
             step_s=float(self.step_s[row]),
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
             distance=float(self.distance[row]),
-            parts_s={name: float(self.parts_s[name][row]) for name in PARTS},
+            parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
             mfu=float(self.mfu[row]),
             memory_gib=stages,
             peak_gib=float(self.peak_gib[row]),
@@ -148,9 +172,9 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     rows = constants.rows(runs)
     parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    columns = features(runs, ground, is_unstable)
-    predicted = step_s(parts)
-    seconds, low, high = find_ends(runs, rows, predicted, columns, load_widths())
+    origins, columns = find_origins(runs, ground), measure_distances(runs, ground, is_unstable)
+    predicted = np.sum(list(parts.values()), axis=0)
+    seconds, low, high = find_ends(runs, rows, predicted, origins, sum_widths(origins, columns, load_widths()))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(
@@ -159,9 +183,9 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
         step_s=seconds,
         low_90=low,
         high_90=high,
-        distance=distance(columns),
+        distance=sum_distances(origins, columns),
         parts_s=parts,
-        mfu=_peak_s(runs) / seconds,
+        mfu=peak_s(runs) / seconds,
         peak_gib=stages.peak_gib,
         out_of_memory=1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20))),  # the normal distribution, to 0.01
         is_unstable=is_unstable,
@@ -169,35 +193,48 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     )
 
 
-def find_ends(
-    runs: Runs, constants: Rows, seconds: Numbers, columns: Numbers, widths: Mapping[str, Numbers]
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds and both ends of the 90% interval, none faster than the best published matmuls of the GPU.
+def calibrate(
+    runs: Sequence[Run],
+    measured_s: Sequence[float],
+    *,
+    name: str = "calibrated",
+    base: str = "generic",
+    constants: Constants | None = None,
+) -> Profile:
+    """The most likely profile given these steps and the spread between frameworks (maximum a posteriori).
 
-    `columns` are `intervals.features`, and `widths` their coefficients. If a framework's engine may be a slow one, the
-    upper end is that one's.
+    Use it as `load_constants().with_profile(profile)`, with `name` as the framework of the runs to predict. `base` is
+    the framework it starts from. ValueError for fewer than three runs, or times that are not positive.
     """
-    fastest = _peak_s(runs) / constants["matmul_ceiling"]
-    is_open = has_open_engine(runs, constants)
-    is_measured = columns[:, FEATURES.index("framework")] == 0
-    share = np.where(is_open & is_measured, HALF_SHARE, 1.0)
-    low = seconds * np.exp(-share * (columns @ widths["low"]))
-    high = seconds * np.exp(share * (columns @ widths["high"]))
-    high = high + np.where(is_open, slow_engine_s(runs, constants), 0.0)
-    return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(high, fastest)
+    from scipy.optimize import least_squares  # half a second to import
+
+    times = np.asarray(measured_s, dtype=np.float64)
+    if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
+    constants = constants or load_constants()
+    columns = Runs([replace(run, framework=name, table="") for run in runs])
+    start = constants.with_profile(Profile(name, base, {})).rows(columns)
+    values = {quantity: float(start[quantity][0]) for quantity in SPREADS}
+
+    def profile(shift: Numbers, unfused: float) -> Profile:
+        moved = {
+            quantity: value * float(np.exp(by)) for (quantity, value), by in zip(values.items(), shift, strict=True)
+        }
+        return Profile(name, base, moved | {"unfused_attention": unfused})
+
+    def residuals(shift: Numbers, unfused: float) -> Numbers:
+        predicted = predict_step_s(columns, constants.with_profile(profile(shift, unfused)).rows(columns))
+        return np.concatenate([soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())])
+
+    # A table of runs does not say whether attention is tiled: the better fit decides.
+    fits = [(least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused) for unfused in (0.0, 1.0)]
+    best, unfused = min(fits, key=lambda fit: fit[0].cost)
+    return profile(best.x, unfused)
 
 
-def has_open_engine(runs: Runs, constants: Rows) -> Flags:
-    """Whether a run does not say which of a framework's two pipeline engines it used."""
-    is_stated = runs.has("old_pipeline") | runs.has("new_pipeline")
-    return np.asarray((constants["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
-
-
-def _peak_s(runs: Runs) -> Numbers:
-    """Seconds of the model's FLOPs at the peak of all GPUs."""
-    flops = step_flops(runs, seq_len=runs.seq_len, sequences=runs.global_batch)
-    fp8 = np.where(runs.precision == "fp8", runs.fp8_ratio, 1.0)
-    return np.asarray(flops / (runs.gpus * runs.peak_tflops * 1e12 * fp8))
+def soft_l1(errors: Numbers) -> Numbers:
+    """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the others."""
+    return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
 def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:

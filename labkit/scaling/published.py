@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling import DATA, read_table
-from labkit.scaling.layout import Layout
-from labkit.scaling.model import Numbers
-from labkit.scaling.runs import Flags, Run, Runs
+from labkit.scaling.models import Numbers
+from labkit.scaling.runs import Flags, Layout, Run, Runs
 from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")

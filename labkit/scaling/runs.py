@@ -1,6 +1,6 @@
-"""Many runs as columns, so that a table of thousands is one evaluation of every formula."""
+"""What is predicted: a model on GPUs under a layout; and many such runs as columns, for one evaluation of a formula."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling.hardware import Hardware
-from labkit.scaling.layout import Layout
-from labkit.scaling.model import (
+from labkit.scaling.models import (
     Model,
     Numbers,
     embedding_parameters,
@@ -22,20 +21,99 @@ from labkit.scaling.model import (
 
 Flags = NDArray[np.bool_]
 Texts = NDArray[np.str_]
-_OWNERS = {
-    field.name: part
-    for part, owner in (("hardware", Hardware), ("model", Model), ("layout", Layout))
-    for field in fields(owner)
-} | {"seq_len": None, "framework": None}
-"""Column -> the part of a run that has it; None is the run itself."""
-_DERIVED: Mapping[str, Callable[[Any], Any]] = {
-    "parameters": parameters,
-    "layer_parameters": layer_parameters,
-    "embedding_parameters": embedding_parameters,
-    "query_width": query_width,
-    "kv_width": kv_width,
+
+SHARDS = ("none", "zero1", "zero2", "zero3", "hsdp")
+RECOMPUTE = ("none", "selective", "full")
+PRECISIONS = ("bf16", "fp16", "fp8")
+MAX_STAGES = 512
+OPTIONS = {
+    "async_tp": "tensor-parallel collectives in pieces, alongside the matmuls (torchtitan)",
+    "fp8_rowwise": "a scale per row instead of one per tensor (torchtitan)",
+    "old_pipeline": "nanotron's pipeline engine before it was made faster",
+    "new_pipeline": "nanotron's pipeline engine after that",
+    "empty_stages": "more stages than layers are allowed; some only pass on (nanotron)",
+    "low_precision_master": "master weights and AdamW's states in 16 bits (llm-foundry's older rows)",
+    "blocking_launch": "every kernel's launch waits for the kernel (CUDA_LAUNCH_BLOCKING=1)",
+    "save_qkv": "full recomputation except for query, key and value (MaxText)",
+    "op_recompute": "selective: every second matmul and all elementwise operators again (torchtitan)",
+    "layer_recompute": "selective: every second layer again (fms)",
 }
-"""Columns that are functions of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism, the batch, and what is traded for memory.
+
+    tp tensor, pp pipeline (vp chunks of layers per stage), cp context, dp data parallelism: tp*pp*cp*dp GPUs.
+    Data-parallel ranks divide what `shard` says: nothing, optimizer (zero1), also gradients (zero2), also parameters
+    (zero3); hsdp is zero3 inside a node with copies between nodes. `micro_batch` and `global_batch` are sequences.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    vp: int = 1
+    cp: int = 1
+    dp: int = 1
+    shard: str = "none"
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: str = "none"
+    precision: str = "bf16"
+    compiled: bool = False
+    options: frozenset[str] = frozenset()
+    """Names in `OPTIONS`."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def micro_batches(self) -> float:
+        """Micro-batches per replica and step, whose gradients accumulate."""
+        return self.global_batch / (self.dp * self.micro_batch)
+
+
+def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
+    """The first reason why this layout cannot run this model, in a line; None if it can."""
+    return next(_reasons(layout, model, seq_len), None)
+
+
+def counts_ends_as_layers(layers: int, chunks: int) -> bool:
+    """Whether embedding and loss count as a layer each, so that stages are equal: 126 + 2 layers on 8 x 16 chunks.
+
+    Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of Megatron-Core.
+    """
+    return chunks > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0
+
+
+def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
+    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch"):
+        if getattr(layout, name) < 1:
+            yield f"expected {name} of 1 or more, got {getattr(layout, name)}"
+    if layout.pp > MAX_STAGES:
+        yield f"expected pp of at most {MAX_STAGES}, got {layout.pp}"
+    if seq_len < 1:
+        yield f"expected seq_len of 1 or more, got {seq_len}"
+    for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
+        if getattr(layout, name) not in allowed:
+            yield f"expected {name} among {', '.join(allowed)}, got {getattr(layout, name)!r}"
+    if model.heads % layout.tp:
+        yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
+    if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
+        yield f"sequence parallelism cannot divide {seq_len // layout.cp} tokens over tp = {layout.tp}"
+    if seq_len % layout.cp:
+        yield f"{seq_len} tokens cannot be divided over cp = {layout.cp}"
+    chunks = layout.pp * layout.vp
+    may_be_empty = "empty_stages" in layout.options or counts_ends_as_layers(model.layers, chunks)
+    if chunks > model.layers and not may_be_empty:
+        yield f"pp x vp = {chunks} stages are more than {model.layers} layers"
+    if layout.vp > 1 and layout.pp == 1:
+        yield f"vp = {layout.vp} interleaves stages of a pipeline, and pp is 1"
+    if layout.global_batch % layout.dp:
+        yield f"a global batch of {layout.global_batch} cannot be divided over dp = {layout.dp}"
+    elif layout.global_batch % (layout.dp * layout.micro_batch):
+        yield f"{layout.global_batch // layout.dp} sequences per replica are no multiple of {layout.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +125,20 @@ class Run:
     layout: Layout
     seq_len: int
     framework: str = "generic"
+    table: str = ""
+    """Published table that it is a row of; empty for a run of another source."""
+
+
+_OWNERS = {
+    field.name: part
+    for part, owner in (("hardware", Hardware), ("model", Model), ("layout", Layout))
+    for field in fields(owner)
+} | dict.fromkeys(("seq_len", "framework", "table"))
+"""Column -> the part of a run that has it; None is the run itself."""
+_DERIVED: Mapping[str, Callable[[Any], Any]] = {
+    size.__name__: size for size in (parameters, layer_parameters, embedding_parameters, query_width, kv_width)
+}
+"""Columns that are functions of a model."""
 
 
 class Runs:
@@ -57,13 +149,14 @@ class Runs:
     precision: Texts
     architecture: Texts
     framework: Texts
+    table: Texts
 
     def __init__(self, runs: Sequence[Run]) -> None:
         """ValueError for no runs."""
         if not runs:
             raise ValueError("expected one run or more")
         self.origin = list(runs)
-        self._cache: dict[Any, Any] = {}
+        self._flags: dict[str, Flags] = {}
 
     def __getattr__(self, name: str) -> Numbers:
         """A column, on first use."""
@@ -87,15 +180,9 @@ class Runs:
 
     def has(self, option: str) -> Flags:
         """Whether each run's layout has this option."""
-        if option not in self._cache:
-            self._cache[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
-        return np.asarray(self._cache[option])
-
-    def cached(self, function: Callable[["Runs"], Numbers]) -> Numbers:
-        """`function` of these runs, computed once. Pass a module's function: a new lambda each time is a new key."""
-        if function not in self._cache:
-            self._cache[function] = function(self)
-        return np.asarray(self._cache[function])
+        if option not in self._flags:
+            self._flags[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
+        return self._flags[option]
 
     @cached_property
     def codes(self) -> dict[str, tuple[Texts, NDArray[np.intp]]]:
@@ -124,3 +211,25 @@ class Runs:
     def sequence_share(self) -> Numbers:
         """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1 without."""
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
+
+    @cached_property
+    def stage_layers(self) -> Numbers:
+        """Layers of each pipeline stage, (n, stages); 0 beyond a row's pp.
+
+        nanotron's `build_and_set_rank`: a layer costs 4h^2 + 3hf, the head Vh, the embedding nothing; a stage takes
+        layers until the costs so far reach its share. Published memory peaks confirm it to four digits. Other
+        frameworks split evenly, or count embedding and loss as layers (`counts_ends_as_layers`).
+        """
+        index = np.arange(int(self.pp.max()))[None, :]
+        pp, layers = self.pp[:, None], self.layers[:, None]
+        cost = (4 * self.hidden**2 + 3 * self.hidden * self.ffn)[:, None]
+        total = layers * cost + (self.vocab * self.hidden)[:, None]
+        filled = total * (index + 1) / pp / cost
+        tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]  # reaching its share filled a stage only later
+        greedy = np.minimum(np.ceil(filled + tie), layers)
+        chunks, ends = pp * self.vp[:, None], 2 * (index + 1) / pp
+        with_ends = (pp > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
+        even = np.floor(layers * (index + 1) / pp + np.where(with_ends, ends, 0)) - with_ends
+        through = np.where((self.framework == "nanotron")[:, None], greedy, even)
+        through = np.where(index >= pp - 1, layers, through)
+        return np.diff(through, axis=1, prepend=0.0)

@@ -7,16 +7,14 @@ import pandas as pd
 
 from labkit.scaling import DATA
 from labkit.scaling.advice import sums_s
-from labkit.scaling.compute import BF16
 from labkit.scaling.constants import Rows, load_constants
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.model import Numbers
-from labkit.scaling.named_models import find_model
-from labkit.scaling.parallelism import group
+from labkit.scaling.models import Numbers, find_model
 from labkit.scaling.prediction import predict_runs
 from labkit.scaling.published import load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.search import Request, rank
+from labkit.scaling.step_time import BF16, group
 
 PARTS = {
     "data": "data_parallel_s",
@@ -91,7 +89,7 @@ def compute_comm_ratio(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     n, fp8 = runs.dp * runs.cp, np.where(runs.precision == "fp8", runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
     peak = runs.peak_tflops * 1e12 * runs.clock_share
     rate = peak * constants["gemm_efficiency"] * fp8
-    replicas, tensor = group(runs, constants, n, runs.tp), group(runs, constants, runs.tp, np.ones(len(runs)))
+    replicas, tensor = group(runs, constants, n, runs.tp), group(runs, constants, runs.tp, 1)
     context = group(runs, constants, runs.cp, runs.tp)
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
     per_step = 3 * runs.micro_batches * runs.tokens / constants["gradient_bytes"]

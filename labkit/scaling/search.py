@@ -10,11 +10,10 @@ import numpy as np
 from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import MAX_DISTANCE
-from labkit.scaling.layout import RECOMPUTE, Layout, impossible_reason
-from labkit.scaling.model import Model, Numbers
+from labkit.scaling.models import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
 from labkit.scaling.published import arrangement
-from labkit.scaling.runs import Run, Runs
+from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
 MAX_MICRO_BATCH = 64
 MAX_TOKENS = 2**17

@@ -2,12 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from labkit.scaling.constants import Profile
-from labkit.scaling.layout import Layout
-from labkit.scaling.model import layer_parameters, parameters, step_flops
+from labkit.scaling.models import layer_parameters, parameters, step_flops
 from labkit.scaling.prediction import Prediction
+from labkit.scaling.runs import Layout
 from labkit.scaling.search import Request, rank
 
 SAME = 0.1
@@ -44,8 +43,6 @@ class Diagnosis:
     reported_mfu: float | None
     causes: Sequence[Cause] = ()
     """Causes that could explain everything first, then by the share that they explain."""
-    unspecified: Collection[str] = ()
-    """Options that the user left out."""
 
     @property
     def interval_mfu(self) -> tuple[float, float]:
@@ -94,7 +91,7 @@ def explain(
     measured = expected.mfu * expected.step_s / step_s
     conventions = _conventions(request, expected.layout, measured)
     reported = mfu if tokens_per_s else None
-    diagnosis = Diagnosis(request, expected, step_s, measured, conventions, reported, (), unspecified)
+    diagnosis = Diagnosis(request, expected, step_s, measured, conventions, reported)
     if measured >= expected.mfu:
         return diagnosis
     causes = [cause for cause in _causes(request, expected, unspecified) if cause.mfu < MATTERS * expected.mfu]
@@ -117,15 +114,22 @@ def _conventions(request: Request, layout: Layout, measured: float) -> dict[str,
 
 
 def _causes(request: Request, expected: Prediction, unspecified: Collection[str]) -> Iterator[Cause]:
-    layout, hardware = expected.layout, request.hardware
+    layout, hardware, fixed = expected.layout, request.hardware, request.fixed
 
     def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
         return Cause(name, check, changed.predict(layout).mfu)
 
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
-    if (work := _least_work(request, layout, unspecified)) is not None:
-        yield cause(*work)
-    if "recompute" not in request.fixed and layout.recompute != "full":
+    options = [name for name in ("sequence",) if name in unspecified]
+    options += [name for name in ("micro_batch",) if name not in fixed]
+    if options:
+        seq_len = min(SHORT_SEQUENCE, request.seq_len) if "sequence" in options else request.seq_len
+        short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
+        micro_batch = 1 if "micro_batch" in options else layout.micro_batch
+        least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
+        check = "add " + " and ".join(f"--{name.replace('_', '-')}" for name in options)
+        yield cause(f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}", check, short, least)
+    if "recompute" not in fixed and layout.recompute != "full":
         yield cause("every layer recomputed", "add --recompute", request, replace(layout, recompute="full"))
     slow = replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER)
     float32 = cause("matmuls in float32, no tensor cores", "labkit report precision", replace(request, hardware=slow))
@@ -134,27 +138,8 @@ def _causes(request: Request, expected: Prediction, unspecified: Collection[str]
     unfused = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
     yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
-        slower: dict[str, Any] = {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
-        name = "GPUs that talk over PCIe instead of NVLink"
+        name, slower = "GPUs that talk over PCIe instead of NVLink", {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
         if request.gpus > hardware.gpus_per_node:
-            slower["network_gbps"] = hardware.network_gbps / 10
-            name += ", a network down to a tenth"
-        linked = replace(request, hardware=replace(hardware, **slower))
+            name, slower["network_gbps"] = f"{name}, a network down to a tenth", hardware.network_gbps / 10
+        linked = replace(request, hardware=replace(hardware, **slower))  # type: ignore[arg-type]
         yield cause(name, "labkit report all_reduce", linked)
-
-
-def _least_work(
-    request: Request, layout: Layout, unspecified: Collection[str]
-) -> tuple[str, str, Request, Layout] | None:
-    """A cause's name, check, request and layout: the least work at once, of the options that the user left out."""
-    options = ["sequence"] if "sequence" in unspecified else []
-    seq_len = min(SHORT_SEQUENCE, request.seq_len) if options else request.seq_len
-    micro_batch = layout.micro_batch
-    if "micro_batch" not in request.fixed:
-        options, micro_batch = [*options, "micro_batch"], 1
-    if not options:
-        return None
-    short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)
-    least = replace(layout, micro_batch=micro_batch, global_batch=short.global_batch)
-    check = "add " + " and ".join(f"--{name.replace('_', '-')}" for name in options)
-    return f"little work at once: micro-batch {micro_batch}, sequences of {seq_len}", check, short, least

@@ -1,147 +1,290 @@
-"""The time of one optimizer step as a sum of named parts.
+"""The time of one optimizer step as a sum of named parts, from operators and collectives up.
 
-    step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication
+    step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication + stragglers
 
-The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time that launches it.
+Functions follow in the order of `breakdown`. Ranks are numbered tensor first, then context, data, pipeline
+(Megatron-LM's order), so that a group of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of
+fast links, which is a node or a rack of them.
+
+Legend: m micro-batches, T tokens and b sequences of one on a rank, h hidden, q width of the query heads, f ffn, t
+tensor-parallel ranks, V vocabulary, S sequence.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.scaling import compute
 from labkit.scaling.constants import Rows
-from labkit.scaling.model import Numbers
-from labkit.scaling.parallelism import (
-    Group,
-    all_reduce_s,
-    group,
-    half_ring_s,
-    layers_per_stage,
-    network_bytes_per_s,
-    schedule_s,
-)
+from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Runs
 
-PARTS = (
-    *("gemm_s", "attention_s", "elementwise_s", "launch_s", "tensor_parallel_s", "context_parallel_s"),
-    *("gather_s", "head_s", "pipeline_transfer_s", "engine_s", "bubble_s", "optimizer_s", "data_parallel_s"),
-    "straggler_s",
-)
-"""The parts of a step; of collectives, only the exposed time."""
-
-
-def soft_maximum(*values: Numbers, softness: Numbers) -> Numbers:
-    """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never below it."""
-    largest = np.maximum(np.maximum.reduce(values), 1e-30)
-    return largest * sum((value / largest) ** softness for value in values) ** (1 / softness)
+BF16 = 2
 
 
 def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
-    """Seconds of each part of `PARTS`, and under `hidden_...` communication that compute hides; not in the sum."""
+    """Seconds of each part of the step, which they add up to; of collectives, only the exposed time.
+
+    All wait for the slowest node: of n whose times vary by a share s, it is late by about s sqrt(2 ln n).
+    """
     layer = _layer_s(runs, constants)
-    head, transfer = compute.head_s(runs, constants), _pipeline_transfer_s(runs, constants)
-    counts = runs.cached(layers_per_stage)
+    head, transfer = _head_s(runs, constants), _pipeline_transfer_s(runs, constants)
+    counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
     is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
-    whole = sum(seconds for name, seconds in layer.items() if name in PARTS)
-    stage = counts * np.asarray(whole)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
+    stage = (
+        counts * np.sum(list(layer.values()), axis=0)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
+    )
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = schedule_s(runs, stage)
-    parameters = rank_parameters(runs)
-    reduction, hidden = _data_parallel_s(runs, constants, parameters, stage[slowest])
-    updated = parameters / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
+    spread = constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
+    updated = rank_parameters(runs) / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
         "engine_s": np.where(runs.has("old_pipeline"), slow_engine_s(runs, constants), 0.0),
         "bubble_s": bubble,
-        "optimizer_s": compute.optimizer_s(runs, constants, updated),
-        "data_parallel_s": reduction,
-        "straggler_s": _straggler_s(runs, constants, busy + bubble),
-        "hidden_data_parallel_s": hidden,
-    }
-
-
-def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
-    """One layer and micro-batch, forward and backward, by part: they add up but for what is hidden."""
-    forwards = compute.repeats(runs, constants)
-    device = {
-        "gemm_s": compute.layer_matmuls_s(runs, constants, forwards),
-        "attention_s": compute.attention_s(runs, constants, forwards.attention),
-        "elementwise_s": compute.elementwise_s(runs, constants, forwards.elementwise),
-        "tensor_parallel_s": _tensor_parallel_s(runs, constants, forwards),
-        "context_parallel_s": _context_parallel_s(runs, constants),
-    }
-    running = np.sum(list(device.values()), axis=0)
-    launching = constants["launch_s"] * (1 + (forwards.gemm - 1) / 3)
-    launching = launching + _engine_s(runs, constants)
-    busy = np.where(runs.has("blocking_launch"), running + launching, np.maximum(running, launching))
-    gathering = _parameter_gather_s(runs, constants)
-    layer = soft_maximum(busy, gathering, softness=constants["overlap_softness"])
-    return device | {
-        "launch_s": busy - running,
-        "gather_s": layer - busy,
-        "hidden_gather_s": gathering - (layer - busy),
+        "optimizer_s": updated * constants["optimizer_traffic"] / _memory_bytes_per_s(runs, constants),
+        "data_parallel_s": _data_parallel_s(runs, constants, stage[slowest]),
+        "straggler_s": spread * (busy + bubble),
     }
 
 
 def predict_step_s(runs: Runs, constants: Rows) -> Numbers:
-    """Seconds of a step, (n,)."""
-    return step_s(breakdown(runs, constants))
+    """Seconds of a step."""
+    return np.sum(list(breakdown(runs, constants).values()), axis=0)
 
 
-def step_s(parts: dict[str, Numbers]) -> Numbers:
-    return np.sum([parts[name] for name in PARTS], axis=0)
+def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
+    """Seconds of all micro-batches in the slowest stage, and of the bubble; `stage_s` per micro-batch, (n, stages).
+
+    The step of 1F1B, and of GPipe, is m times the slowest stage plus once through all others; vp chunks per stage
+    divide that by vp (arXiv:2104.04473, section 2.2).
+    """
+    slowest = stage_s.max(axis=1)
+    return runs.micro_batches * slowest, (stage_s.sum(axis=1) - slowest) / runs.vp
 
 
-def _tensor_parallel_s(runs: Runs, constants: Rows, forwards: compute.Repeats) -> Numbers:
+def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
+    """One layer and micro-batch, forward and backward, by part.
+
+    The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time that launches it.
+    nanotron's engine adds CPU time per tensor-parallel rank to pipelines with tensor parallelism on several nodes.
+    """
+    gemm, last, attention, elementwise = _forward_passes(runs, constants)
+    device = {
+        "gemm_s": _matmuls_s(runs, constants, gemm, last),
+        "attention_s": _attention_s(runs, constants, attention),
+        "elementwise_s": _elementwise_s(runs, constants, elementwise),
+        "tensor_parallel_s": _tensor_parallel_s(runs, constants, gemm),
+    }
+    device["context_parallel_s"] = _context_parallel_s(runs, constants, device["attention_s"])
+    running = np.sum(list(device.values()), axis=0)
+    is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
+    engine = np.where(is_wide, constants["engine_tp_s"] * runs.tp, 0.0)
+    launching = constants["launch_s"] * (1 + (gemm - 1) / 3) + engine
+    busy = np.where(runs.has("blocking_launch"), running + launching, np.maximum(running, launching))
+    layer = soft_maximum(busy, _parameter_gather_s(runs, constants), softness=constants["overlap_softness"])
+    return device | {"launch_s": busy - running, "gather_s": layer - busy}
+
+
+def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
+    """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never below it."""
+    largest = np.maximum(np.maximum(a, b), 1e-30)
+    return np.asarray(largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness))
+
+
+def _forward_passes(runs: Runs, constants: Rows) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Forward passes per step, 1 to 2, of matmuls, of the one that ends a layer, of attention, of other operators.
+
+    Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5), except in
+    torchtitan, which keeps every second matmul and attention, and in fms, which recomputes a share of the layers.
+    MaxText's save_qkv_proj keeps the query, key and value matmuls. A layer's last matmul runs once if recomputation
+    stops early (PyTorch's non-reentrant checkpoints, dead code in XLA), since backward does not need its result.
+    """
+    full, selective = runs.recompute == "full", runs.recompute == "selective"
+    by_operator, by_layer = selective & runs.has("op_recompute"), selective & runs.has("layer_recompute")
+    only_attention = selective & ~by_operator & ~by_layer
+    gemm = np.select([full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0)
+    stops = (constants["early_stop"] > 0) & ~runs.has("low_precision_master") & (full | by_layer)
+    attention = np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0)
+    elementwise = np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0)
+    return 1 + gemm, 1 + np.where(stops, 0.0, gemm), 1 + attention, 1 + elementwise
+
+
+def _matmuls_s(runs: Runs, constants: Rows, forwards: Numbers, last: Numbers) -> Numbers:
+    """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
+    h, q, f = runs.hidden, runs.query_width / runs.tp, runs.ffn / runs.tp
+    matmuls = _trained_s(runs, constants, q + 2 * runs.kv_width / runs.tp, h, forwards)
+    matmuls = matmuls + _trained_s(runs, constants, h, q, forwards)
+    matmuls = matmuls + _trained_s(runs, constants, (1 + runs.ffn_gated) * f, h, forwards)
+    matmuls = (matmuls + _trained_s(runs, constants, h, f, last)) * constants["slowdown"]
+    return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, constants, forwards), 0.0)
+
+
+def _trained_s(runs: Runs, constants: Rows, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
+    """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and of the weight."""
+    m = runs.tokens
+    forward = _matmul_s(runs, constants, m, n, k, fp8=fp8)
+    backward = _matmul_s(runs, constants, m, k, n, fp8=fp8) + _matmul_s(runs, constants, k, n, m, fp8=fp8)
+    return forwards * forward + backward
+
+
+def _matmul_s(runs: Runs, constants: Rows, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
+    """Seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
+
+    Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more waves of 128 x 128
+    tiles. Both are latency, which fp8 does not shorten.
+    """
+    rate = runs.peak_tflops * 1e12 * runs.clock_share * constants["gemm_efficiency"]
+    faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
+    filling = (1 + constants["gemm_k"] / k) * (1 + constants["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n))
+    arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
+    moved = BF16 * (m * k + k * n + m * n)
+    return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs, constants))
+
+
+def _memory_bytes_per_s(runs: Runs, constants: Rows) -> Numbers:
+    return runs.memory_gb_s * 1e9 * constants["memory_efficiency"]
+
+
+def _casts_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+    """Casts to fp8, memory-bound: weights each micro-batch; with a scale per row, every input and gradient as well.
+
+    Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
+    """
+    h, q, f, t = runs.hidden, runs.query_width, runs.ffn, runs.tp
+    weights = runs.layer_parameters / t * constants["fp8_cast_traffic"]
+    inputs = 2 * h + (q + f) / t
+    gradients = 2 * h + (q + 2 * runs.kv_width + (1 + runs.ffn_gated) * f) / t
+    rows = runs.tokens * (inputs * forwards + gradients) * constants["fp8_rowwise_traffic"]
+    return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / _memory_bytes_per_s(runs, constants)
+
+
+def _attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+    """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
+
+    Tiled: 4 S^2 q FLOPs per sequence forward, half of them causal, 2.5 times that backward (arXiv:2307.08691).
+    Unfused: all S^2 scores, 11 bytes per score forward and 17 backward for masks, softmax and dropout. Heads of no
+    multiple of 16 bytes ran on float32 units in cuBLAS (arXiv:2401.14489).
+    """
+    scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
+    flops = 4 * scores * runs.query_width
+    peak = runs.peak_tflops * 1e12 * runs.clock_share
+    tiled = 0.5 * flops * (forwards + 2.5) / (peak * constants["attention_efficiency"])
+    tiled = tiled * (1 + constants["attention_head"] / runs.head_dim)
+    aligned = np.where(runs.head_dim % 8 == 0, 1.0, constants["unaligned_rate"])
+    rate = peak * constants["gemm_efficiency"] * aligned
+    matmuls = flops * (forwards + 2) * (1 + constants["gemm_k"] / runs.head_dim) / rate
+    moved = scores * runs.heads * (11 * forwards + 17) * constants["score_traffic"]
+    unfused = matmuls + moved / _memory_bytes_per_s(runs, constants)
+    return np.where(constants["unfused_attention"] > 0, unfused, tiled) * constants["attention_slowdown"]
+
+
+def _elementwise_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+    """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the bytes of forward."""
+    wide = BF16 * 12 * runs.hidden * runs.sequence_share
+    narrow = BF16 * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width)) / runs.tp
+    moved = runs.tokens * (wide + narrow) * (forwards + 2) * constants["elementwise_traffic"]
+    compiled = np.where(runs.compiled > 0, constants["compiled_traffic"], 1.0)
+    return moved * compiled / _memory_bytes_per_s(runs, constants)
+
+
+def _head_s(runs: Runs, constants: Rows) -> Numbers:
+    """Output matrix and loss: a matmul with V/t columns, then passes over logits in float32."""
+    columns = runs.vocab / runs.tp
+    matmul = _trained_s(runs, constants, columns, runs.hidden, np.ones(len(runs)), fp8=False)
+    logits = runs.tokens * columns * constants["loss_traffic"]
+    return matmul * constants["slowdown"] + logits / _memory_bytes_per_s(runs, constants)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of ranks per run: members, the domains of fast links they span, bytes/s around their ring."""
+
+    size: Numbers
+    nodes: Numbers
+    bytes_per_s: Numbers
+
+
+def group(runs: Runs, constants: Rows, size: Numbers, stride: Numbers | float) -> Group:
+    """Groups of ranks `stride` apart. All groups share a node's network; each has its members' links."""
+    domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
+    local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
+    nodes = np.ceil(size / local)
+    inside = runs.link_gb_s * 1e9 * constants["link_efficiency"]
+    network = runs.network_gbps / 8 * 1e9 * constants["network_efficiency"]
+    across = network * local / runs.gpus_per_node
+    return Group(size, nodes, np.where(nodes > 1, np.minimum(inside, across), inside))
+
+
+def half_ring_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+    """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes.
+
+    In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
+    """
+    outside = np.where(group.nodes > 1, (group.size - 1) * constants["network_step_s"], 0.0)
+    latency = _call_s(constants, np.ceil(group.size / group.nodes)) / 2 + outside
+    moved = n_bytes * (group.size - 1) / np.maximum(group.size, 1)
+    return np.where(group.size > 1, calls * latency + moved / group.bytes_per_s, 0.0)
+
+
+def all_reduce_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+    """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
+    rounds = 2 * np.ceil(np.log2(np.maximum(group.nodes, 1)))
+    latency = _call_s(constants, group.size / group.nodes) + rounds * constants["network_step_s"]
+    moved = 2 * n_bytes * (group.size - 1) / np.maximum(group.size, 1)
+    return np.where(group.size > 1, calls * latency + moved / group.bytes_per_s, 0.0)
+
+
+def _call_s(constants: Rows, ranks: Numbers) -> Numbers:
+    """Latency of an all-reduce over this many ranks inside a node; half of it for half a ring."""
+    return constants["nccl_call_s"] * (1 + constants["nccl_rank_share"] * ranks)
+
+
+def _tensor_parallel_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     """Two all-reduces of b S h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
 
     With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward gathers the inputs
-    of both products again, since only a share of them is kept (arXiv:2205.05198, section 4.2.2).
+    of both matmuls again, since only a share of them is kept (arXiv:2205.05198, section 4.2.2).
     """
-    ranks = group(runs, constants, runs.tp, np.ones(len(runs)))
-    n_bytes = compute.BF16 * runs.tokens * runs.hidden
-    reduced = all_reduce_s(ranks, constants, n_bytes) * 2 * (1 + forwards.gemm)
-    halves = half_ring_s(ranks, constants, n_bytes) * (4 * (1 + forwards.gemm) + 2)
+    ranks = group(runs, constants, runs.tp, 1)
+    n_bytes = BF16 * runs.tokens * runs.hidden
+    reduced = all_reduce_s(ranks, constants, n_bytes) * 2 * (1 + forwards)
+    halves = half_ring_s(ranks, constants, n_bytes) * (4 * (1 + forwards) + 2)
     exposed = np.where(runs.has("async_tp"), constants["async_tp_exposed"], 1.0)
     return np.where(runs.sequence_parallel > 0, halves, reduced) * exposed * constants["tp_exposed"]
 
 
-def _context_parallel_s(runs: Runs, constants: Rows) -> Numbers:
-    """Keys and values go around a ring of cp ranks, forward once and backward with gradients (arXiv:2310.01889)."""
+def _context_parallel_s(runs: Runs, constants: Rows, attention_s: Numbers) -> Numbers:
+    """Keys and values go around a ring of cp ranks, forward once and backward with gradients.
+
+    Each block travels while attention computes with the one before (arXiv:2310.01889, section 3).
+    """
     ranks = group(runs, constants, runs.cp, runs.tp)
-    n_bytes = compute.BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
-    return np.where(runs.cp > 1, 3 * n_bytes / ranks.bytes_per_s * constants["cp_exposed"], 0.0)
+    n_bytes = BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
+    both = soft_maximum(attention_s, 3 * n_bytes / ranks.bytes_per_s, softness=constants["overlap_softness"])
+    return both - attention_s
 
 
 def _sharded_group(runs: Runs, constants: Rows) -> Group:
+    """Ranks that divide the parameters of zero3 and hsdp."""
     inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
     size = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp) * runs.cp
-    size = np.minimum(size, constants["largest_shard_group"])
-    return group(runs, constants, size, runs.tp)
+    return group(runs, constants, np.minimum(size, constants["largest_shard_group"]), runs.tp)
 
 
 def _parameter_gather_s(runs: Runs, constants: Rows) -> Numbers:
     """zero3: every layer gathers its parameters forward and backward and scatters its gradients, each micro-batch."""
-    n_bytes = compute.BF16 * runs.layer_parameters / runs.tp
-    once = half_ring_s(_sharded_group(runs, constants), constants, n_bytes)
+    once = half_ring_s(_sharded_group(runs, constants), constants, BF16 * runs.layer_parameters / runs.tp)
     return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
 
 
 def _pipeline_transfer_s(runs: Runs, constants: Rows) -> Numbers:
-    """A micro-batch's activations to the next stage and gradients back, b S h, each chunk; over its share of links."""
-    n_bytes = compute.BF16 * runs.tokens * runs.hidden / runs.tp
-    stride = runs.tp * runs.cp * runs.dp
-    across = stride * runs.pp > runs.gpus_per_node
-    link = runs.link_gb_s * 1e9 * constants["link_efficiency"]
-    network = network_bytes_per_s(runs, constants) / runs.gpus_per_node
-    seconds = n_bytes / np.where(across, network, link) + np.where(across, constants["network_step_s"], 0.0)
-    return np.where(runs.pp > 1, 2 * runs.vp * seconds * constants["p2p_exposed"], 0.0)
-
-
-def _engine_s(runs: Runs, constants: Rows) -> Numbers:
-    """What an engine adds to a layer of a pipeline with tensor parallelism on several nodes, per tensor rank."""
-    return np.where((runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1), constants["engine_tp_s"] * runs.tp, 0.0)
+    """A micro-batch's activations to the next stage and its gradients back, b S h each, per chunk."""
+    ranks = group(runs, constants, runs.pp, runs.gpus / runs.pp)
+    seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
+    seconds = seconds + np.where(ranks.nodes > 1, constants["network_step_s"], 0.0)
+    return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
 
 
 def slow_engine_s(runs: Runs, constants: Rows) -> Numbers:
@@ -150,39 +293,28 @@ def slow_engine_s(runs: Runs, constants: Rows) -> Numbers:
     return np.where(runs.pp > 1, constants["old_pipeline_s"] * exchanges, 0.0)
 
 
-def _straggler_s(runs: Runs, constants: Rows, busy_s: Numbers) -> Numbers:
-    """All wait for the slowest node: of n whose times vary by a share s, it is late by about s sqrt(2 ln n)."""
-    return constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1))) * busy_s
-
-
 def rank_parameters(runs: Runs) -> Numbers:
     """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
-    counts = runs.cached(layers_per_stage).max(axis=1)
-    return (counts * runs.layer_parameters + runs.embedding_parameters) / runs.tp
+    return (runs.stage_layers.max(axis=1) * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 
-def _data_parallel_s(runs: Runs, constants: Rows, parameters: Numbers, stage_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Exposed and hidden seconds of reducing gradients; a share of it may hide behind the last backward pass.
+def _data_parallel_s(runs: Runs, constants: Rows, stage_s: Numbers) -> Numbers:
+    """Exposed seconds of reducing gradients; a share of it may hide behind the last backward pass.
 
     zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch, behind as many
     backward passes (arXiv:1910.02054, section 5.2).
     """
     ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
+    parameters = rank_parameters(runs)
     n_bytes = parameters * constants["gradient_bytes"]
-    calls = np.ceil(
-        n_bytes / np.where(runs.shard == "none", constants["bucket_bytes"], constants["shard_bucket_bytes"])
-    )
-    whole = all_reduce_s(ranks, constants, n_bytes, calls)
+    bucket_bytes = np.where(runs.shard == "none", constants["bucket_bytes"], constants["shard_bucket_bytes"])
+    calls = np.ceil(n_bytes / bucket_bytes)
     passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
-    sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + half_ring_s(
-        ranks, constants, compute.BF16 * parameters, calls
-    )
+    gathered = half_ring_s(ranks, constants, BF16 * parameters, calls)
+    sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + gathered
     copies = group(runs, constants, runs.dp * runs.cp / _sharded_group(runs, constants).size, runs.gpus_per_node)
     across = all_reduce_s(copies, constants, n_bytes / np.maximum(runs.gpus_per_node / runs.tp, 1), calls)
-    seconds = np.select(
-        [runs.shard == "none", runs.shard == "zero3", runs.shard == "hsdp"],
-        [whole, np.zeros(len(runs)), across],
-        sharded,
-    )
-    hidden = constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
-    return seconds - hidden, hidden
+    whole = all_reduce_s(ranks, constants, n_bytes, calls)
+    kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
+    seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
+    return seconds - constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.layout import Layout, impossible_reason
-from labkit.scaling.model import Model
-from labkit.scaling.runs import Run
+from labkit.scaling.models import Model
+from labkit.scaling.runs import Layout, Run, impossible_reason
 
 REQUIRED = (
     *("gpu", "gpus", "layers", "hidden", "heads", "vocab", "seq_len", "tp", "pp", "dp"),
@@ -32,6 +31,7 @@ _FRAMEWORKS = {
     **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
     **{"dgxc": "nemo", "megatron": "megatron", "torchtitan": "torchtitan", "fms": "fms", "titan_blog": "torchtitan"},
     **{"nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain", "dlperf_megatron": "vtrain"},
+    "internevo": "internevo",
 }
 """Published table -> framework."""
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
@@ -201,7 +201,7 @@ def _read_run(cells: Cells) -> Run:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
     if reason := impossible_reason(layout, model, seq_len):
         raise ValueError(reason)
-    return Run(model, hardware, layout, seq_len, framework)
+    return Run(model, hardware, layout, seq_len, framework, cells.text("group"))
 
 
 def _find_framework(cells: Cells) -> str:

@@ -6,10 +6,9 @@ import pytest
 
 from labkit.scaling.constants import from_values, read_constants
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.layout import Layout
-from labkit.scaling.model import Model
+from labkit.scaling.models import Model
 from labkit.scaling.published import load_published
-from labkit.scaling.runs import Run
+from labkit.scaling.runs import Layout, Run
 
 GPT_1B = Model(layers=24, hidden=2048, heads=16, ffn=8192, vocab=51200, ffn_gated=False, tied=True)
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from labkit.scaling import memory, parallelism, read_table
+from labkit.scaling import memory, read_table
 from labkit.scaling.constants import load_constants
-from labkit.scaling.model import Model, parameters, step_flops
+from labkit.scaling.models import Model, parameters, step_flops
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import compute_comm_ratio
-from labkit.scaling.step_time import predict_step_s
+from labkit.scaling.step_time import all_reduce_s, group, predict_step_s, schedule_s
 from tests.scaling.conftest import LLAMA_8B, LLAMA_70B, ideal_constants, run
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def test_activations_of_korthikanti_et_al(row):
     layout |= {"sequence_parallel": small, "recompute": "selective" if small else "none"}
     runs = Runs([run(model, "a100", seq_len=2048, framework="megatron", **layout)])
     saved, again = memory.layer_activations(runs, np.ones(1), np.zeros(1))
-    first_stage = saved * parallelism.layers_per_stage(runs)[:, 0] * memory.micro_batches_alive(runs)[:, 0]
+    first_stage = saved * runs.stage_layers[:, 0] * memory.micro_batches_alive(runs)[:, 0]
     assert first_stage[0] / GIB == pytest.approx(float(row["activations_gib"]), rel=1e-4)
     assert again[0] == 0
     matrices = 18 * 12 * model.layers * model.hidden**2 / (8 * pp)
@@ -80,7 +80,7 @@ def test_bubbles_of_the_pipeline_schedules():
     """arXiv:2104.04473, section 2.2: (p-1)/m of the ideal time, 1/v of that interleaved; here p = 64, m = 512."""
     layout = {"tp": 8, "pp": 64, "global_batch": 512, "framework": "megatron"}
     runs = Runs([run(_gpt(128, 25600, 160), "a100", vp=vp, **layout) for vp in (1, 2)])
-    ideal, bubble = parallelism.schedule_s(runs, np.ones((2, 64)))
+    ideal, bubble = schedule_s(runs, np.ones((2, 64)))
     assert bubble / ideal == pytest.approx([63 / 512, 63 / 1024])
 
 
@@ -91,7 +91,7 @@ def test_bubbles_of_the_pipeline_schedules():
 def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(layers, pp, vp, first, middle, last):
     """arXiv:2407.21783, section 3.3.2: Llama 3 405B has 126 layers so that 126 + 2 divide over the stages."""
     model = Model(layers=layers, hidden=4096, heads=32, ffn=16384, vocab=51200)
-    stages = parallelism.layers_per_stage(Runs([run(model, pp=pp, vp=vp, global_batch=pp)]))[0]
+    stages = Runs([run(model, pp=pp, vp=vp, global_batch=pp)]).stage_layers[0]
     assert stages.sum() == layers
     assert (stages[0], stages[1], stages[-1]) == (first, middle, last)
 
@@ -101,8 +101,8 @@ def test_nccl_in_a_node_of_a100():
     rows = [row for row in read_table("nccl_all_reduce_in_a_node") if row["gpu"] == "a100"]
     runs = Runs([run(gpu="a100", dp=int(row["ranks"]), global_batch=840) for row in rows])
     constants = load_constants().rows(runs)
-    ring = parallelism.group(runs, constants, runs.dp, np.ones(len(runs)))
-    predicted = parallelism.all_reduce_s(ring, constants, np.array([float(row["bytes"]) for row in rows]))
+    ring = group(runs, constants, runs.dp, np.ones(len(runs)))
+    predicted = all_reduce_s(ring, constants, np.array([float(row["bytes"]) for row in rows]))
     measured = np.array([float(row["out_of_place_ns"]) for row in rows]) / 1e9
     assert np.median(np.abs(predicted / measured - 1)) < 0.06
 

@@ -1,6 +1,7 @@
 """The published runs: predictions of those that a fit had left out, memory, and how intervals widen."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def test_runs_that_a_fit_had_left_out_are_predicted_and_covered(fold):
     assert least <= rows["is_covered"].mean() <= most
     assert rows[rows["gpus"] >= 1000]["is_covered"].mean() >= 0.8
     by_gpus = rows.groupby(["table", "gpus"])["is_covered"].agg(["size", "mean"])
-    assert (by_gpus[by_gpus["size"] >= MIN_ROWS]["mean"] >= 0.82).all()
+    by_gpus = by_gpus[by_gpus["size"] >= MIN_ROWS]["mean"]
+    assert (by_gpus >= 0.82).all()
+    assert (by_gpus <= 0.97).all() or not fold.startswith("beyond")
     assert fold != "without the model" or rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
 
 
@@ -88,6 +91,14 @@ def test_intervals_widen_with_the_distance_and_the_answer_says_so(case):
     assert widths[1] > 1.05 * widths[0] or far.mfu > 0.8  # at the ceiling there is no room below
 
 
+def test_intervals_widen_from_a_published_table_to_another_source_and_an_unknown_framework():
+    layout = {"dp": 8, "global_batch": 64, "shard": "zero1", "recompute": "full"}
+    known = run(LLAMA_8B, seq_len=8192, framework="nemo", **layout)
+    kinds = [replace(known, table="dgxc"), known, replace(known, framework="generic")]
+    low, high = (np.array(ends) for ends in zip(*(predict(one).interval_90 for one in kinds), strict=True))
+    assert (np.diff(high / low) > 0.1).all()
+
+
 def test_too_far_from_every_measured_run_there_is_no_number():
     with pytest.raises(ValueError, match=r"too far .* 1048576 GPUs, fitted up to .* measure one run"):
         _predict("mi300x", framework="someone's", dp=2**20, global_batch=2**20)
@@ -120,8 +131,8 @@ def test_every_fold_judges_some_runs_and_is_fitted_to_others(published, fit_scal
 
 def test_a_fold_that_is_fitted_again_predicts_what_is_committed(published, fit_scaling):
     (fold,) = (fold for fold in fit_scaling.FOLDS if fold.name == "beyond 32 GPUs")
-    errors = fit_scaling.cross_validate(published, fold, np.zeros(len(published.runs), dtype=bool))
-    assert errors.predicted_s == pytest.approx(held_out_s(fold.name)[errors.row], rel=0.02)
+    columns = fit_scaling.cross_validate(published, fold, np.zeros(len(published.runs), dtype=bool))
+    assert columns["predicted_s"] == pytest.approx(held_out_s(fold.name)[columns["row"]], rel=0.02)
 
 
 def test_the_nearest_published_runs_are_alike_and_carry_the_error_made_on_them(published):

@@ -5,10 +5,9 @@ import pandas as pd
 import pytest
 
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.layout import impossible_reason
 from labkit.scaling.prediction import predict
 from labkit.scaling.published import arrangement
-from labkit.scaling.runs import Run
+from labkit.scaling.runs import Run, impossible_reason
 from labkit.scaling.scores import chosen_layouts
 from labkit.scaling.search import Request, rank
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from labkit.lab.advise.options import Options, flag, read_options
+from labkit.lab.advise.request import Options, flag, make_request, read_options
 from labkit.lab.commands.console import print_json
 from labkit.lab.config import ParameterError
 
 if TYPE_CHECKING:
     from labkit.lab.advise.report import Report, Section
     from labkit.scaling.prediction import Prediction
-
-LOCAL = ("model", "sequence")
-"""Options that a question about this machine may have."""
 
 
 def advise(
@@ -28,16 +25,11 @@ def advise(
     as_json: bool = False,
     **texts: str | None,
 ) -> None:
-    """Recommend layouts for a training on many GPUs; without --gpus, a configuration for this machine."""
+    """Recommend layouts for a training on many GPUs; with --apply, a configuration for this machine."""
     page, predictions = None if output is None else Path(output), list["Prediction"]()
     try:
         options = read_options(texts)
-        if options.gpu is None and options.gpus is None and not explain:
-            lines = list(_advise_here(options, apply, page))
-        elif apply:
-            raise ValueError("expected --apply without --gpu, --gpus and --explain: it is about this machine")
-        else:
-            lines = list(_advise(options, explain, page, predictions))
+        lines = [_apply(options, page, explain)] if apply else list(_advise(options, explain, page, predictions))
     except (ValueError, OSError) as error:
         raise ParameterError(str(error)) from None
     if as_json:
@@ -51,7 +43,7 @@ def _parameters() -> Iterator[Parameter]:
     for name, field in Options.model_fields.items():
         yield _parameter(name, str | None, None, str(field.description))
     yield _parameter("output", str | None, None, "Also write a page, one HTML file.")
-    yield _parameter("apply", bool, False, "For this machine: print the configuration as Python.", "--apply")
+    yield _parameter("apply", bool, False, "Print this machine's best configuration as Python.", "--apply")
     yield _parameter("explain", bool, False, "Why is my run slower than this?", "--explain")
     yield _parameter("as_json", bool, False, "Print one JSON document (docs/for-scripts.md).", "--json")
 
@@ -66,50 +58,49 @@ advise.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defin
 
 def _advise(options: Options, explain: bool, page: Path | None, predictions: list["Prediction"]) -> Iterator[str]:
     """The lines to print, after every refusal, and after the page is written; adds what was predicted."""
-    from labkit.lab.advise import diagnosis, layouts
-    from labkit.lab.advise.request import make_request
+    from labkit.lab.advise.report import report_advice, report_diagnosis
     from labkit.scaling import advice, slowdown_causes
     from labkit.scaling.published import nearest
 
     if explain != bool(options.named("tokens_per_second", "mfu")):
         raise ValueError("expected --tokens-per-second or --mfu (in percent) with --explain, and only with it")
-    request = make_request(options)
-    _check(page)
+    question = make_request(options)
+    request = question.request
+    if page is not None:
+        _check(page)
     if explain:
         mfu = None if options.mfu is None else options.mfu / 100
-        causes = slowdown_causes.explain(
-            request.request, tokens_per_s=options.tokens_per_second, mfu=mfu, unspecified=request.unspecified
-        )
+        speed = options.tokens_per_second
+        causes = slowdown_causes.explain(request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified)
         predictions.append(causes.expected)
-        rows = nearest(request.request.run(causes.expected.layout))
-        yield from _lines(diagnosis.make_report(request, causes, rows), page)
+        report = report_diagnosis(question, causes, nearest(request.run(causes.expected.layout)))
     else:
-        best = advice.advise(request.request)
+        best = advice.advise(request)
         predictions.extend(best.best or [best.first])
-        rows = nearest(request.request.run(best.first.layout))
-        yield from _lines(layouts.make_report(request, best, rows), page)
+        report = report_advice(question, best, nearest(request.run(best.first.layout)))
+    yield from report.lines()
+    if page is not None:
+        from labkit.lab.project import path_from_here
+
+        _write_page(report, page)
+        yield f"page: {path_from_here(page)}"
 
 
-def _advise_here(options: Options, apply: bool, page: Path | None) -> Iterator[str]:
-    """The recommendations for this machine, or the same as Python."""
-    from labkit.lab.advise import local
+def _apply(options: Options, page: Path | None, explain: bool) -> str:
+    """This machine's joined configuration as Python, from its newest runs."""
+    from labkit.lab.recommended import recommended_code
 
-    if other := [name for name in options.named() if name not in LOCAL]:
-        raise ValueError(f"expected --gpu and --gpus with {flag(other[0])}; without, it is this machine")
-    model, sequence = local.check_model(options.model), options.sequence or local.SEQUENCE
-    if apply:
-        if page is not None:
-            raise ValueError("expected --apply without --output: it prints Python")
-        yield local.recommended_code(model, sequence)
-        return
-    _check(page)
-    yield from _lines(local.make_report(model, sequence), page)
+    other = [name for name in options.named() if name not in ("model", "sequence")]
+    other += ["output"] * (page is not None) + ["explain"] * explain
+    if other:
+        raise ValueError(f"expected --apply without {flag(other[0])}: it prints Python for this machine")
+    return recommended_code(options.model, options.sequence)
 
 
 def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
     """Yield the step time of each layout as JSON has it, with memory and MFU."""
-    from labkit.lab.advise.report import describe_layout
     from labkit.lab.commands.console import number
+    from labkit.scaling.advice import describe_layout
 
     for one in predictions:
         low, high = one.interval_90
@@ -118,26 +109,14 @@ def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str
         yield number(describe_layout(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
 
 
-def _check(page: Path | None) -> None:
+def _check(page: Path) -> None:
     from labkit.lab.project import check_writable
 
-    if page is None:
-        return
     if page.is_dir():
         raise ValueError(f"--output names the file of the page, and {page} is a folder")
     if page.suffix not in (".html", ".htm"):
         raise ValueError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
     check_writable(page.parent)
-
-
-def _lines(report: "Report", page: Path | None) -> Iterator[str]:
-    """The report on a screen; also written as a page if there is one."""
-    yield from report.lines()
-    if page is not None:
-        from labkit.lab.project import path_from_here
-
-        _write_page(report, page)
-        yield f"page: {path_from_here(page)}"
 
 
 def _write_page(report: "Report", page: Path) -> None:
@@ -155,7 +134,7 @@ def _write_page(report: "Report", page: Path) -> None:
         table = cards.table(pd.DataFrame(section.rows, columns=list(section.headings))).data
         alt = "The parts of a step in seconds."
         figure = cards.figure(draw_steps(section.steps), alt, "steps").on_page if section.steps else ""
-        return {"title": section.title, "mark": section.mark, "note": section.note, "table": table, "figure": figure}
+        return {"title": section.title, "mark": section.mark, "table": table, "figure": figure}
 
     command = shlex.join(["labkit", *sys.argv[1:]])
     sections = [show(section) for section in report.sections]

@@ -1,19 +1,17 @@
-"""An advice in a notebook: rankings as frames, shares of a step and waterfalls as figures."""
+"""Advice in a notebook: rankings as frames, and the parts of steps as waterfalls."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise import layouts
-from labkit.lab.advise.options import Options, read_options
-from labkit.lab.advise.report import PARTS, PREDICTED, YOURS, Step, describe_layout, predicted_step
-from labkit.lab.advise.request import make_request
+from labkit.lab.advise.report import PREDICTED, number_steps, report_advice
+from labkit.lab.advise.request import Options, make_request, read_options
 from labkit.lab.config import ParameterError
-from labkit.lab.figures import Bars, Plot, Timeline
-from labkit.scaling.advice import advise, sums_s
+from labkit.lab.figures import Plot, Timeline
+from labkit.scaling.advice import advise, describe_layout, sums_s
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
@@ -44,7 +42,7 @@ class Plan:
 
     def __repr__(self) -> str:
         rows = nearest(self.question.request.run(self.advice.first.layout))
-        return "\n".join(layouts.make_report(self.question, self.advice, rows).lines())
+        return "\n".join(report_advice(self.question, self.advice, rows).lines())
 
     def ranking(self, count: int = 10) -> pd.DataFrame:
         """The best layouts, one per row; times in seconds, memory in GiB."""
@@ -53,24 +51,11 @@ class Plan:
 
     def waterfall(self) -> Plot:
         """The parts of the best layouts' steps, one panel each, numbered as in the ranking."""
-        return draw_steps(layouts.number_steps(self.advice.best or [self.advice.first]))
+        return draw_steps(number_steps(self.advice))
 
     def but(self, **changes: Any) -> "Plan":
         """The plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the default."""
         return Plan(self.options.named() | changes)
-
-    def by_gpus(self, gpus: Iterable[int]) -> Plot:
-        """Shares of the best layout's step on each number of GPUs; numbers on which nothing fits are left out."""
-        rankings = {count: rank(replace(self.question.request, gpus=count)) for count in gpus}
-        best = {str(count): ranking.first() for count, ranking in rankings.items() if ranking.order}
-        rows = [
-            {"gpus": count, "part": PARTS[part], "share_percent": 100 * seconds / one.step_s}
-            for count, one in best.items()
-            for part, seconds in sums_s(one).items()
-        ]
-        frame = pd.DataFrame(rows, columns=["gpus", "part", "share_percent"])
-        large = frame.groupby("part")["share_percent"].transform("max") > 100 * MIN_SHARE
-        return Bars(x="gpus", y="share_percent", hue="part", stacked=True).plot(frame[large])
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
@@ -91,7 +76,7 @@ def compare(plans: Mapping[str, Plan], count: int = 1) -> pd.DataFrame:
 
 def waterfall(plans: Mapping[str, Plan]) -> Plot:
     """The parts of each plan's best step, one panel each."""
-    return draw_steps([predicted_step(name, plan.advice.first) for name, plan in plans.items()])
+    return draw_steps({name: plan.advice.first for name, plan in plans.items()})
 
 
 def _row(one: Prediction) -> dict[str, object]:
@@ -110,24 +95,22 @@ def _row(one: Prediction) -> dict[str, object]:
     }
 
 
-def draw_steps(steps: Sequence[Step]) -> Plot:
+def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
     """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and the whole step."""
-    rows = [row for step in steps for row in _boxes(step)]
+    rows = [row for name, one in steps.items() for row in _boxes(name, one)]
     frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
     is_large = frame["seconds"] > MIN_SHARE * frame.groupby("layout")["seconds"].transform("max")
     frame = frame[is_large.groupby(frame["part"]).transform("any")]
     plot = Timeline(panel="layout", start="start_s", duration="seconds", lane="part").plot(frame)
-    source = f"{PREDICTED}, {YOURS}" if any(step.name == YOURS for step in steps) else PREDICTED
-    return replace(plot, data=plot.data.assign(source=source))
+    return replace(plot, data=plot.data.assign(source=PREDICTED))
 
 
-def _boxes(step: Step) -> Iterator[dict[str, object]]:
+def _boxes(name: str, one: Prediction) -> Iterator[dict[str, object]]:
     """A row per part of a step, and one of the whole step with its interval."""
-    start_s, no_interval = 0.0, (math.nan, math.nan)
-    boxes = []
-    for part, seconds in step.parts_s:
-        boxes.append((part, start_s, seconds, *no_interval))
+    start_s, box = 0.0, {"layout": name, "low": math.nan, "high": math.nan}
+    for part, seconds in sums_s(one).items():
+        if seconds > 0:
+            yield box | {"part": part, "start_s": start_s, "seconds": seconds}
         start_s += seconds
-    names = ("part", "start_s", "seconds", "low", "high")
-    for box in [*boxes, (WHOLE, 0.0, start_s, *step.interval_s)]:
-        yield {"layout": step.name} | dict(zip(names, box, strict=True))
+    low, high = one.interval_90
+    yield {"layout": name, "low": low, "high": high, "part": WHOLE, "start_s": 0.0, "seconds": start_s}

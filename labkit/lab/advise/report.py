@@ -1,72 +1,46 @@
-"""An advice as a verdict, a sentence and tables, for the screen and the page.
+"""Advice on a training, and why one is slow, as a verdict, a sentence and tables, for the screen and the page.
 
 Each table says where its numbers come from: *predicted*, *published* or *measured by you*.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from labkit.lab.advise.request import AdviceRequest
-from labkit.lab.units import format_seconds, join_words
-from labkit.scaling.advice import sums_s
-from labkit.scaling.layout import Layout
-from labkit.scaling.model import parameters
-from labkit.scaling.prediction import Prediction
+from labkit.lab.units import counted, format_bytes, format_seconds, join_words
+from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, describe_layout, sums_s
+from labkit.scaling.memory import PARTS as MEMORY
+from labkit.scaling.models import parameters
+from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import PublishedRow
+from labkit.scaling.runs import RECOMPUTE
 from labkit.scaling.search import Request
+from labkit.scaling.slowdown_causes import Cause, Diagnosis
 
 PREDICTED, PUBLISHED, YOURS = "predicted", "published", "measured by you"
-SHARDS = {
-    "none": "whole copies",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "FSDP (ZeRO-3)",
-    "hsdp": "FSDP inside nodes",
-}
-PARTS = {
-    "compute": "compute",
-    "launch": "CPU launches",
-    "tensor_parallel": "tensor-parallel collectives",
-    "context_parallel": "keys and values around the ring",
-    "gather": "gathering parameters",
-    "pipeline": "pipeline bubble and transfers",
-    "data_parallel": "gradient reduction",
-    "optimizer": "optimizer",
-    "stragglers": "waiting for the slowest node",
-}
-"""Names of the sums in `labkit.scaling.advice.SUMS`."""
+RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
 CLEAR = 0.01
 """A predicted difference below this is none."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """The parts of a step in seconds, and its 90% interval (nan if it was measured)."""
-
-    name: str
-    parts_s: Sequence[tuple[str, float]]
-    interval_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Section:
     """A table with a heading; `mark` says where its numbers come from.
 
-    Rows beyond `max_rows` are only on the page, as are `steps`, a figure below it.
+    Rows beyond `max_rows` and a figure of `steps` are only on the page.
     """
 
     title: str
     mark: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    max_rows: int | None = None
-    note: str = ""
-    steps: Sequence[Step] = ()
+    max_rows: int | None = 6
+    steps: Mapping[str, Prediction] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """The title, the headings and the rows that a screen has room for."""
+        """The title, the headings and the rows that fit on a screen."""
         yield f"{self.title} ({self.mark})"
         rows = [self.headings, *self.rows[: self.max_rows]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -89,18 +63,54 @@ class Report:
         yield from (self.verdict, self.headline, f"  {self.about}")
         for section in self.sections:
             yield from ("", *section.lines())
-        if self.notes:
-            yield from ("", *self.notes)
+        yield from ("", *self.notes)
 
 
-def describe_layout(layout: Layout) -> str:
-    """Degrees and sharding: "tp 2, dp 16, ZeRO-1"."""
-    degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
-    if layout.vp > 1:
-        degrees.append(f"{layout.vp} chunks per stage")
-    if layout.dp * layout.cp > 1:
-        degrees.append(SHARDS[layout.shard])
-    return ", ".join(degrees) or "one GPU"
+def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRow]) -> Report:
+    """Verdict first; then memory, layouts, why others lose, what would change the answer, and how wrong it may be."""
+    verdict, headline = _advice_verdict(advice)
+    sections = [_memory(advice.first)]
+    if advice.remedies:
+        sections.append(_changes(advice, advice.remedies, "What to change first", "change"))
+    if advice.best:
+        sections.append(_best(request, advice))
+        losers = [
+            (one.strategy, describe_layout(one.prediction.layout), _why(one, advice)) for one in advice.runners_up
+        ]
+        headings = ("strategy", "its best", "against the best")
+        sections += [Section("Why the others lose", PREDICTED, headings, losers)] if losers else []
+        sections.append(_changes(advice, advice.changes, "What would change the answer", "if"))
+    notes = list(_notes(request, rows, advice.first.warnings))
+    return Report(verdict, headline, describe_request(request.request), [*sections, _nearest(rows)], notes)
+
+
+def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[PublishedRow]) -> Report:
+    """Verdict, then possible causes, published runs, conventions, and the parts of the predicted step."""
+    verdict, headline = _diagnosis_verdict(diagnosis)
+    headings = ("cause", "MFU it leaves", "share of the gap", "check")
+    causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes if diagnosis.implied_parameters is None]
+    sections = [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)] if causes else []
+    counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
+    peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
+    title = f"The same throughput by every convention; the dense peak is {peak}"
+    sections += [
+        _nearest(rows),
+        Section(title, YOURS, ("counted as", "MFU"), counted_as),
+        _step_parts(diagnosis.expected),
+    ]
+    about = f"{describe_request(request.request)}; {describe_layout(diagnosis.expected.layout)}"
+    return Report(verdict, headline, about, sections, list(_notes(request, rows, ())))
+
+
+def describe_request(request: Request) -> str:
+    """Model, GPUs, batch and precision in one line."""
+    hardware = request.hardware
+    nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
+    return (
+        f"{request.model.name} ({format_count(float(parameters(request.model)))} parameters) on {request.gpus} x "
+        f"{hardware.name}{nodes}; {format_count(request.tokens)} tokens per step, sequences of {request.seq_len}, "
+        f"{request.precision}"
+    )
 
 
 def format_count(value: float) -> str:
@@ -123,46 +133,147 @@ def format_change(share: float) -> str:
     return "no clear difference" if abs(share) < CLEAR else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
 
 
-def predicted_step(name: str, one: Prediction) -> Step:
-    """A predicted step under a name, without the parts that take no time."""
-    parts = [(PARTS[part], value) for part, value in sums_s(one).items() if value > 0]
-    return Step(name, parts, one.interval_90)
+def number_steps(advice: Advice) -> dict[str, Prediction]:
+    """The steps of the best layouts, numbered; of the one with the least memory if none fits."""
+    best = advice.best or [advice.first]
+    return {f"{place}: {describe_layout(one.layout)}": one for place, one in enumerate(best, start=1)}
 
 
-def describe_request(request: Request) -> str:
-    """Model, GPUs, batch and precision in one line."""
-    hardware = request.hardware
-    nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
-    return (
-        f"{request.model.name} ({format_count(float(parameters(request.model)))} parameters) on {request.gpus} x "
-        f"{hardware.name}{nodes}; {format_count(request.tokens)} tokens per step, sequences of {request.seq_len}, "
-        f"{request.precision}"
+def _advice_verdict(advice: Advice) -> tuple[str, str]:
+    first, memory = advice.first, advice.request.usable.memory_gib
+    remedy = advice.remedies[0].name if advice.remedies else None
+    if not advice.fits:
+        least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
+        change = f" Change first: {remedy}." if remedy else ""
+        return f"No, it does not fit: {least}.", f"Least memory: {describe_layout(first.layout)}.{change}"
+    step = _with_interval(first, float, format_seconds)
+    headline = f"Use {describe_layout(first.layout)}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
+    fit = f"{first.peak_gib:.0f} of {memory:.0f} GiB per GPU"
+    if first.has_room:
+        return f"Yes, it fits: {fit}.", headline
+    risk = format_percent(first.out_of_memory)
+    return f"Only just: {fit}, {risk} risk of running out.", headline + (f" Safer: {remedy}." if remedy else "")
+
+
+def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
+    expected, measured = diagnosis.expected, f"{100 * diagnosis.mfu:.1f}%"
+    (low_s, high_s), (low, high) = expected.interval_90, diagnosis.interval_mfu
+    headline = (
+        f"You reach {measured} MFU ({format_seconds(diagnosis.step_s)} per step); predicted are "
+        f"{100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}] ({format_seconds(expected.step_s)})."
+    )
+    if diagnosis.implied_parameters is not None:
+        model = diagnosis.request.model
+        size, implied = (format_count(float(n)) for n in (parameters(model), diagnosis.implied_parameters))
+        verdict = f"These figures disagree: they describe a model of {implied}, not {size}."
+        headline = f"At this throughput {model.name} would reach {measured} MFU: check which model was built."
+    elif diagnosis.step_s > high_s:
+        verdict = f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
+    elif diagnosis.step_s < low_s:
+        verdict = f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
+    elif diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
+        verdict = f"Only the convention differs: {diagnosis.convention}."
+    else:
+        verdict = "As predicted: nothing unusual in this step."
+    return verdict, headline
+
+
+def _memory(first: Prediction) -> Section:
+    large, small = MEMORY[:4], MEMORY[4:]
+    rows = []
+    for stage, parts in enumerate(first.memory_gib, start=1):
+        values = [*(parts[name] for name in large), sum(parts[name] for name in small), sum(parts.values())]
+        rows.append((f"{stage} of {len(first.memory_gib)}", *(f"{value:.1f}" for value in values)))
+    title = f"Memory per GPU in GiB: {describe_layout(first.layout)}"
+    return Section(title, PREDICTED, ("stage", *large, "logits, buffers", "all"), rows)
+
+
+def _best(request: AdviceRequest, advice: Advice) -> Section:
+    columns = [_column(request, one) for one in advice.best]
+    title = f"The best {counted(len(columns), 'layout')}, with 90% intervals"
+    headings = ("", *(str(place + 1) for place in range(len(columns))))
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return Section(title, PREDICTED, headings, rows, None, number_steps(advice))
+
+
+def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
+    """A layout's cells by row."""
+    request, layout, budget = advice_request.request, one.layout, advice_request.budget
+    bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
+    gpu_hours = budget / tokens * request.gpus / 3600
+    return {
+        "arrangement": describe_layout(layout),
+        "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
+        "recomputes": RECOMPUTED[layout.recompute],
+        "bucket": "none" if bucket is None else format_bytes(bucket),
+        "memory": _memory_text(one, request.usable.memory_gib),
+        "step": _with_interval(one, float, format_seconds),
+        "MFU": _with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
+        "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, format_count),
+        "tokens per day": _with_interval(one, lambda step_s: 86400 * tokens / step_s, format_count),
+        f"GPU-hours, {format_count(budget)} tokens": _with_interval(
+            one, lambda step_s: gpu_hours * step_s, format_count
+        ),
+    }
+
+
+def _with_interval(one: Prediction, value: Callable[[float], float], text: Callable[[float], str]) -> str:
+    """A quantity of the predicted step in seconds, and of the ends of its interval."""
+    low, high = sorted(map(value, one.interval_90))
+    return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
+
+
+def _memory_text(one: Prediction, memory_gib: float) -> str:
+    """Memory of the fullest GPU, with the risk of running out if there is one."""
+    risk = "" if one.has_room else f", {format_percent(one.out_of_memory)} risk"
+    return f"{one.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
+
+
+def _why(runner_up: RunnerUp, advice: Advice) -> str:
+    """Why a layout loses against the best one, in a few words."""
+    one, best, cause = runner_up.prediction, advice.first, runner_up.cause
+    memory = _memory_text(one, advice.request.usable.memory_gib)
+    if cause in ("memory", "unstable"):
+        return f"does not fit: {memory}" if cause == "memory" else f"{memory}: steps become slow so near the limit"
+    slower = one.step_s / best.step_s - 1
+    change = format_change(slower)
+    if abs(slower) < CLEAR:
+        return change
+    if slower < 0:
+        return f"{change}, but {'further from published runs' if one.has_room else memory}"
+    if cause == "compute" and RECOMPUTE.index(one.layout.recompute) > RECOMPUTE.index(best.layout.recompute):
+        return f"{change}: to fit, it recomputes {RECOMPUTED[one.layout.recompute]}"
+    return f"{change}: {'smaller matmuls are slower' if cause == 'compute' else cause}"
+
+
+def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
+    base = advice.request.tokens / advice.first.step_s if advice.fits else None
+    usual, rows = describe_layout(advice.first.layout), []
+    for change in changes:
+        if (one := change.prediction) is None:
+            rows.append((change.name, "does not fit", "", ""))
+            continue
+        speed = format_change(change.tokens_per_s / base - 1) if base else format_count(change.tokens_per_s)
+        layout = describe_layout(one.layout)
+        rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", "the same" if layout == usual else layout))
+    return Section(title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows)
+
+
+def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
+    left = f"{format_percent(cause.mfu)} or more" if cause.mfu else "any"
+    share = diagnosis.share(cause)
+    return cause.name, left, "up to all" if share == 1 else f"up to {format_percent(share)}", cause.check
+
+
+def _step_parts(expected: Prediction) -> Section:
+    parts = sorted(sums_s(expected).items(), key=lambda part: -part[1])
+    rows = [(name, format_seconds(value), format_percent(value / expected.step_s)) for name, value in parts if value]
+    return Section(
+        "Parts of the predicted step", PREDICTED, ("part", "seconds", "share"), rows, 5, {PREDICTED: expected}
     )
 
 
-def list_notes(request: AdviceRequest, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> list[str]:
-    """How wrong this may be, its assumptions, and where it extrapolates."""
-    notes = []
-    if rows:
-        errors = np.abs([row.error for row in rows])
-        median, worst = format_percent(float(np.median(errors))), format_percent(float(errors.max()))
-        notes.append(
-            f"Predicted: on the {len(rows)} nearest published rows, without having seen them, the median error is "
-            f"{median}, the largest {worst}. [ ] holds 90% of such errors."
-        )
-    if request.calibration_runs:
-        error = format_percent(request.calibration_error)
-        notes.append(f"Calibrated on {request.calibration_runs} runs of yours ({YOURS}), explained to {error}.")
-    if request.assumptions:
-        notes.append(f"Assumed: {join_words(list(request.assumptions))}.")
-    warnings = [warning for warning in warnings if not warning.startswith(("unstable", "expected to run"))]
-    if request.request.framework == "generic":
-        warnings = [warning for warning in warnings if not warning.startswith("framework")]
-        notes.append("No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the intervals.")
-    return [*notes, *(f"Beware: {warning}." for warning in warnings)]
-
-
-def nearest_section(rows: Sequence[PublishedRow]) -> Section:
+def _nearest(rows: Sequence[PublishedRow]) -> Section:
     """The published rows nearest to the request, and how wrong the prediction of each is."""
     cells = [
         (
@@ -176,6 +287,24 @@ def nearest_section(rows: Sequence[PublishedRow]) -> Section:
         )
         for row in rows
     ]
-    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "distance")
-    note = "Distance 1 is a doubling of the model, or half the way to another kind of GPU."
-    return Section("The nearest published rows", PUBLISHED, headings, cells, 3, note=note)
+    headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "apart")
+    return Section("The nearest published rows; 1 apart is a model twice as large", PUBLISHED, headings, cells, 3)
+
+
+def _notes(request: AdviceRequest, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> Iterator[str]:
+    """How wrong this may be, its assumptions, and where it extrapolates."""
+    errors = np.abs([row.error for row in rows])
+    median, worst = format_percent(float(np.median(errors))), format_percent(float(errors.max()))
+    yield (
+        f"Predicted: on the {len(rows)} nearest published rows, by constants fitted without them, the median error "
+        f"is {median}, the largest {worst}. [ ] holds 90% of such errors."
+    )
+    if request.calibration_runs:
+        error = format_percent(request.calibration_error)
+        yield f"Calibrated on {request.calibration_runs} runs of yours ({YOURS}), explained to {error}."
+    if request.assumptions:
+        yield f"Assumed: {join_words(list(request.assumptions))}."
+    if request.request.framework == "generic":
+        yield "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the intervals."
+    above = ("unstable", "expected to run", "framework")
+    yield from (f"Beware: {warning}." for warning in warnings if not warning.startswith(above))

@@ -17,7 +17,6 @@ import nbformat
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
-from labkit.lab.advise.local import write_code
 from labkit.lab.answers import TOPICS, Answer, Verdict
 from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
@@ -25,12 +24,12 @@ from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, machine_summary, missing_points
 from labkit.lab.pages.html import piece, render
 from labkit.lab.project import relative_to_project, write_file
-from labkit.lab.recommended import Configuration
+from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
-from labkit.parallel.ranks.torchrun import describe_hosts
+from labkit.parallel.ranks.hosts import describe_hosts
 
 PAGE_MIME = "application/vnd.labkit.page+json"  # the record in an executed notebook
 OTHER_FORMAT = "its record is older or newer than this labkit: draw it again"
