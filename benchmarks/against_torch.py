@@ -34,7 +34,7 @@ from labkit.nn.vision import ResNet50
 from labkit.parallel.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding.implementations import shard
+from labkit.parallel.sharding import shard
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 

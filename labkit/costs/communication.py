@@ -107,6 +107,13 @@ def _folding(world_size: int, n_bytes: float) -> MessageCost:
     return MessageCost(0, 0) if is_power_of_two else MessageCost(2, 2 * n_bytes)
 
 
+ALL_REDUCE_COSTS: Mapping[str, CostOf] = {
+    "ring": ring,
+    "butterfly": butterfly,
+    "one_shot": one_shot,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+}
 _PHASE_COSTS = {"ring": ring_phase, "butterfly": direct_phase, "halving_doubling": halving_phase}
 REDUCE_SCATTER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": one_shot}
 AT_ONCE = frozenset({"butterfly", "one_shot"})

@@ -59,6 +59,8 @@ class Lab:
     register: Register = field(default=refuse_alternatives)
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
+    preload: tuple[str, ...] = ()
+    """Modules that every new group of ranks would take long to import: the fork server imports them once."""
     takes_models: bool = False
     """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False

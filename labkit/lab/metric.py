@@ -32,6 +32,13 @@ class Results:
     link_bytes_per_s: float = float("nan")
     """Data-sheet peak of the links between the machine's GPUs."""
 
+    def rows(self, columns: Sequence[str], **where: Any) -> pd.DataFrame:
+        """These columns of the rows that have these values; a column that the frame lacks is empty."""
+        rows = self.frame.reindex(columns=list(dict.fromkeys([*columns, *where])))
+        for name, value in where.items():
+            rows = rows[rows[name] == value]
+        return rows[list(columns)]
+
 
 Table = Callable[[Results], pd.DataFrame]
 
@@ -101,10 +108,6 @@ class Metric:
         """Return the largest value of any rank and repeat: one row per (configuration, alternative)."""
         rows = self.select(frame).dropna(subset=[self.value])
         return rows.groupby(self.columns, dropna=False, sort=False)[self.value].max().reset_index()
-
-    def largest_table(self, results: Results) -> pd.DataFrame:
-        """Return `largest` of a run's results, for a question or a figure."""
-        return self.largest(results.frame)
 
     def ratios_to(self, baseline: Any, frame: pd.DataFrame, among: Sequence[Any] | None = None) -> pd.DataFrame:
         """Divide each alternative (of `among`, if given) by `baseline` in each configuration that has both.

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from labkit.lab.units import format_bytes
 from labkit.machine import available_memory_bytes
+from labkit.parallel.ranks.torchrun import ranks_here
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
+
+RANK_BYTES = 200 * 2**20
+"""Resident memory of a rank on a CPU, torch included."""
 
 START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
 """Seconds that a plan allows for ranks to start, and for the inputs, checks and warm-up of a point."""
@@ -71,9 +75,16 @@ class Point:
         """(series, size): larger points of a series are skipped after one that ran out of memory or took too long."""
         return None
 
+    @property
+    def needed_bytes(self) -> float:
+        """Memory that one rank's tensors take on its device."""
+        return 0.0
+
     def skip_reason(self, machine: "Machine") -> str | None:
         """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
-        return None
+        device, ranks = getattr(self, "device", "cpu"), ranks_here(self.world_size)
+        process_bytes = RANK_BYTES if device == "cpu" else 0
+        return skip_reason(machine, device, ranks * (process_bytes + self.needed_bytes), ranks=ranks)
 
     @property
     def start_s(self) -> float:

@@ -1,40 +1,41 @@
 """Collectives in the background, one after the other, over a transport that nothing else uses.
 
-A thread carries them out while the caller goes on, so a layer that synchronizes meanwhile (SyncBatchNorm) needs another
+On a CPU a thread runs them while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm) needs another
 transport. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
 """
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.collectives import all_gather
 from labkit.parallel.transport import make_separate_transport
 
 Wait = Callable[[], object]
 Collective = Callable[..., None]
+END_OF_PASS = "the end of backward"
 
 
 class Channel:
-    """Carries out what is started here, in that order. Made by all ranks of a group together."""
+    """Runs actions in the order in which they are started. All ranks of a group create it together."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
-        # Now: in the middle of backward, ranks would not make it at the same moment.
-        selection = make_separate_transport(group, device, preference)
-        self.group, self.transport = group, selection.transport
-        self.in_use = (selection.transport.name, selection.reason)
+        # Now: in the middle of backward, ranks would not create it at the same moment.
+        self.group, self.transport = group, make_separate_transport(group, device, preference).transport
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 
     def call(self, collective: Collective, tensors: object, *args: object) -> None:
-        """Run `collective(tensors, group, ...)` over the channel's transport now: nothing else may be under way."""
+        """Run `collective(tensors, group, ...)` over the channel's transport now. Nothing else may be in flight."""
         collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
-        """Start; return a function that waits for the end, and raises what the action raised."""
+        """Start an action; return a function that waits for its end and raises its error."""
         task = _Task(action)
         if not self._in_thread:
             task.run()
@@ -47,8 +48,40 @@ class Channel:
         return task.wait
 
 
+class CheckedChannel(Channel):
+    """A channel whose ranks check, before each collective, that all of them start the same one.
+
+    Ranks that start different ones would hang, or mix up tensors. On a CPU each sends 8 bytes for it. On a GPU the
+    check would wait for the device, and is left out.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str, names: Sequence[str]):
+        """`names` of all collectives, the same on every rank."""
+        super().__init__(group, device, preference)
+        self._names = [END_OF_PASS, *names]
+        self._is_checked = device.type == "cpu" and self.transport.world_size > 1
+        self._error: RuntimeError | None = None
+
+    def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
+        """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
+        return self.start(partial(self._run_checked, name, action, n_trained))
+
+    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int) -> None:
+        if self._is_checked and self._error is None:
+            codes = torch.zeros(self.transport.world_size, dtype=torch.float64)
+            codes[self.transport.rank] = self._names.index(name) + len(self._names) * n_trained
+            self.call(all_gather, codes)
+            if len(set(codes.tolist())) > 1:
+                pairs = [divmod(int(code), len(self._names)) for code in codes.tolist()]
+                got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
+                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
+        if self._error is not None:
+            raise self._error
+        action()
+
+
 class _Task:
-    """An action for the thread, and how it ended."""
+    """An action for the thread, and its error."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -57,11 +90,11 @@ class _Task:
 
     def run(self) -> None:
         try:
-            with torch.no_grad():  # each thread has its own grad mode
+            with torch.no_grad():  # each thread has a grad mode
                 self._action()
         except BaseException as error:
             self._error = error
-        del self._action  # its tensors may be released long before somebody waits
+        del self._action  # its tensors may be released long before the wait
         self._is_done.set()
 
     def wait(self) -> None:
@@ -71,10 +104,10 @@ class _Task:
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
-    torch.set_num_threads(threads)  # OpenMP counts for each thread anew
+    torch.set_num_threads(threads)  # OpenMP counts per thread
     while True:
         task = tasks.get()
         if task is None:
             return
         task.run()
-        del task  # while the thread waits for the next one, it keeps no tensor and no transport alive
+        del task  # an idle thread keeps no tensor and no transport alive

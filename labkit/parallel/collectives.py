@@ -1,12 +1,12 @@
 """Collectives between ranks: all-reduce by five algorithms, reduce-scatter, all-gather, and what picks an algorithm.
 
-All-reduce. Every rank of a group calls with a tensor of one shape; afterwards every rank's tensor holds the sum or the
+Every rank of a group calls `all_reduce` with a tensor of one shape; afterwards every rank's tensor holds the sum or the
 mean, bitwise the same everywhere: each element is computed once and copied, or computed everywhere from the same
 operands in the same order. All functions work in place, for any number of ranks and any length, contiguous or not.
 
-Reduce-scatter and all-gather are the two phases of an all-reduce. A tensor, flattened, is cut into p shards of equal
-length, as if it were padded to a multiple of p. `reduce_scatter` leaves the sum or mean of shard r on rank r;
-`all_gather` completes a tensor whose shard r is right on rank r. Both exchange shards directly, as the butterfly does.
+An algorithm is a list of steps: a rank sends a part of the vector to one rank, and receives a part from another, which
+is stored or added to. `transport.run(steps)` carries them out, through memory that the ranks of a host share, or point
+to point (`transport/base.py`). Results do not depend on it, to the bit. The first call in a group is a collective.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.
@@ -22,17 +22,13 @@ Precision. Every addition is rounded to the tensor's dtype. With u its unit roun
 ceil(log2 p) with doubling), to first order |sum - exact| <= D u sum|x_r| and |mean - exact| <= (D+1) u mean|x_r|.
 float16 is divided before it is added, which costs up to p 2^-25 more: a mean cannot overflow, a sum above 65504 does.
 
-Transport. `transport.run(steps)` carries out an algorithm's messages (`transport/base.py`): through shared memory, for
-CPU tensors of ranks on one host, or point to point by torch.distributed. `transport="auto"` picks; "shared" and
-"point_to_point" ask for one. Results do not depend on it, to the bit. The first call in a group is a collective.
-
 Sources: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (ring);
 Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH" (doubling).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 
@@ -40,60 +36,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.costs import communication
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace, Reduction, check_into, cut, shard_sizes
-from labkit.parallel.select_algorithm import Algorithm, select_algorithm
-from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import AUTO, find_transport
+from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, Step, Transport, find_transport
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
 Group = dist.ProcessGroup | None
 Via = str | Transport
 Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
+
+# Above these lengths another algorithm overtakes: time over gloo's `dist.all_reduce`, point to point, by
+# benchmarks/against_torch.py (RD recursive doubling, D direct exchange, R ring; medians, 2 cores, SCHED_BATCH).
+#
+#     ranks     2                       4                       8                       16
+#     391 KiB   RD .87  D 1.0  R .97    RD .67  D .85  R 1.0    RD .54  D .74  R .92    RD .41  D .73  R .95
+#     1 MiB     RD 1.0  D 1.0  R 1.0    RD .91  D .84  R .94    RD 1.0  D .90  R 1.0    RD 1.2  D .78  R 1.1
+#     100 MiB           D .96  R .92            D 1.0  R 1.0
+SHORT_BYTES, MIDDLE_BYTES = 512 << 10, 16 << 20
+SHARED_SHORT_BYTES = 192 << 10  # through shared memory, RD over D: 64 KiB .73 to .91, 256 KiB .82 to 1.2
+
+
+@disable_compile
+def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+    """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
+
+    `transport`: "auto" picks, "shared" and "point_to_point" request one. Raises ValueError for an `op` other than
+    "mean" and "sum", for a tensor that is not of a float dtype or whose elements share memory, and for a group that
+    this rank is not in.
+    """
+    transport = find_transport(group, tensor.device, transport)
+    name = select_algorithm(tensor.numel() * tensor.itemsize, transport.world_size, transport.name)
+    ALGORITHMS[name](tensor, group, op, transport=transport)
+
+
+def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
+    """Return the name of the algorithm for `n_bytes` per rank: few messages if short, few bytes if long."""
+    if world_size < 1 or n_bytes < 0:
+        raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
+    if n_bytes <= (SHARED_SHORT_BYTES if transport == SHARED else SHORT_BYTES):
+        return "recursive_doubling"
+    return "butterfly" if transport == SHARED or n_bytes <= MIDDLE_BYTES else "ring"
 
 
 @disable_compile
 def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
-    The shards travel around the ring twice: once to be added up, once to be copied to every rank. 2 (p-1) messages in a
-    row, 2 n (p-1)/p bytes sent per rank.
+    The shards travel around the ring twice: once to be added up, after which shard r is complete on rank r, and once to
+    be copied to every rank. 2 (p-1) messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards are cut into
+    pieces, of which two are in flight: one is being added while the other arrives.
     """
     with Reduction(tensor, group, op, transport, "ring") as (vector, transport, divisor):
-        shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
-        pieces = cut(shards, transport, depth=2)
-        _ring_reduce_scatter(pieces, transport, divisor)
-        _ring_all_gather(pieces, transport)
-
-
-def _ring_reduce_scatter(pieces: Pieces, transport: Transport, divisor: int) -> None:
-    """Add up the shards: p-1 rounds, after which shard r is complete on rank r.
-
-    In round s, rank r sends shard r-s-1 to the right and adds the message from the left to its shard r-s-2. So a shard
-    collects one rank's share per round. Long shards are cut into pieces. A round needs only the same piece of the round
-    before, so two pieces are in flight: one is being added while the other arrives.
-    """
-    p, r = transport.world_size, transport.rank
-    right, left = (r + 1) % p, (r - 1) % p
-    steps = []
-    for s in range(p - 1):
-        by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
-        for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
-            steps.append(Step(sent, right, received, left, add=True, divisor=by))
-    transport.run(steps, depth=min(2, len(pieces[r])))
-
-
-def _ring_all_gather(pieces: Pieces, transport: Transport) -> None:
-    """Copy the shards: p-1 rounds. In round s, rank r sends shard r-s to the right and receives shard r-s-1."""
-    p, r = transport.world_size, transport.rank
-    right, left = (r + 1) % p, (r - 1) % p
-    steps = []
-    for s in range(p - 1):
-        for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
-            steps.append(Step(sent, right, received, left))
-    transport.run(steps, depth=min(2, len(pieces[r])))
+        p, r = transport.world_size, transport.rank
+        right, left = (r + 1) % p, (r - 1) % p
+        pieces = cut(vector.split_with_sizes(shard_sizes(len(vector), p)), transport, depth=2)
+        adds, copies = [], []
+        for s in range(p - 1):
+            by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
+            for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
+                adds.append(Step(sent, right, received, left, add=True, divisor=by))
+            for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
+                copies.append(Step(sent, right, received, left))
+        depth = min(2, len(pieces[r]))
+        transport.run(adds, depth)
+        transport.run(copies, depth)
 
 
 @disable_compile
@@ -172,7 +179,7 @@ def recursive_doubling_all_reduce(
 ) -> None:
     """The butterfly of textbooks: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
-    Fold in: of the first 2 (p-q) ranks, every second hands its vector to the one before it, which adds it. That leaves
+    Fold in: of the first 2 (p-q) ranks, every second sends its vector to the one before it, which adds it. That leaves
     q ranks. In log2 q rounds, for distance d = 1, 2, 4, ..., q/2, the k-th of them and the (k XOR d)-th send each other
     all they have and add: 2d ranks then hold the same partial sum. Fold out: the folded ranks receive the result.
 
@@ -244,26 +251,14 @@ def _swap(sent: Tensor, received: Tensor, to: int, transport: Transport, *, add:
     transport.run([Step(outgoing, to, incoming, to, add, divisor) for outgoing, incoming in pieces], depth=2)
 
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "ring": Algorithm(ring_all_reduce, communication.ring),
-    "butterfly": Algorithm(butterfly_all_reduce, communication.butterfly),
-    "one_shot": Algorithm(one_shot_all_reduce, communication.one_shot),
-    "recursive_doubling": Algorithm(recursive_doubling_all_reduce, communication.recursive_doubling),
-    "halving_doubling": Algorithm(halving_doubling_all_reduce, communication.halving_doubling),
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "ring": ring_all_reduce,
+    "butterfly": butterfly_all_reduce,
+    "one_shot": one_shot_all_reduce,
+    "recursive_doubling": recursive_doubling_all_reduce,
+    "halving_doubling": halving_doubling_all_reduce,
 }
-"""What the all-reduce lab checks, times, predicts and plots."""
-
-
-@disable_compile
-def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
-    """Sum or mean over the ranks of `group`, in place, by the algorithm that suits size and ranks.
-
-    Raises ValueError for an `op` other than "mean" and "sum", for a tensor that is not of a float dtype or whose
-    elements share memory, and for a group that this rank is not in.
-    """
-    transport = find_transport(group, tensor.device, transport)
-    name = select_algorithm(tensor.numel() * tensor.itemsize, transport.world_size, transport.name)
-    ALGORITHMS[name].run(tensor, group, op, transport=transport)
+"""The algorithms that the all-reduce lab checks, times, predicts and plots."""
 
 
 @disable_compile
@@ -278,6 +273,7 @@ def reduce_scatter(
 ) -> None:
     """Sum or mean of shard r over the ranks of `group` on rank r, in place. The rest of the tensor is overwritten.
 
+    The first phase of an all-reduce: a tensor, flattened, is cut into p shards of equal length, as if it were padded.
     `into`, a vector of the shard's length, gets the shard instead. `sizes`: elements of each rank's shard, if they are
     not equal. Raises ValueError as `all_reduce`, and for `sizes` and `into` that do not fit.
     """
@@ -302,7 +298,7 @@ def reduce_scatter(
 def all_gather(
     tensor: Tensor, group: Group = None, *, sizes: Sequence[int] | None = None, transport: Via = AUTO
 ) -> None:
-    """Complete, in place, a tensor of any dtype whose shard r is right on rank r: afterwards it is alike on all ranks.
+    """Complete, in place, a tensor of any dtype whose shard r is right on rank r: the second phase of an all-reduce.
 
     `sizes` and errors as `reduce_scatter`.
     """

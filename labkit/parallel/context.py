@@ -38,11 +38,9 @@ from torch.nn.functional import pad
 from labkit.nn.attention import accumulator_dtype, check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
-from labkit.parallel.agreement import agree
 from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.exchange import start_exchange
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.exchange import agree, start_exchange
+from labkit.parallel.transport import AUTO, member_group
 
 LAYOUTS = ("zigzag", "contiguous")
 Group = dist.ProcessGroup | None

@@ -1,4 +1,4 @@
-"""Run a worker on a group of ranks, point by point, and hand over its rows as they come.
+"""Run a worker on a group of ranks, point by point, and yield its rows as they come.
 
     for item in launch(worker, points, world_size=4):
         match item:
@@ -7,12 +7,12 @@
             case PointEnd():  # ok, or why not; then the next point
 
 Every rank calls ``worker(point)`` with `torch.distributed` ready, and its rows arrive here at once. One group of ranks
-serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group is
-ended, the first failure is reported, and a new group carries on with the next point. If the worker has named the
-current alternative (`ranks.current_alternative`) and it raised or died, the same point is measured again without it.
-Nothing is left behind, whatever ends this process (`ranks.fork_server`).
+serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group ends,
+the first failure is reported, and a new group runs the next point. If the worker has named the current alternative
+(`ranks.results`) and it raised or died, the same point is measured again without it. Nothing is left behind, whatever
+ends this process (`ranks.fork_server`).
 
-Under torchrun every process of the job forks one of the ranks (`ranks.job_group`).
+Under torchrun the worker runs in the ranks of the job (`ranks.worker.JobGroup`). There a rank that dies ends the job.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
-import resource
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from types import CodeType
@@ -36,19 +34,14 @@ import torch.distributed as dist
 
 from labkit.machine import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
-from labkit.parallel.ranks.group import RankGroup, StartError
-from labkit.parallel.ranks.hosts import GLOO_INTERFACE, LOOPBACK
-from labkit.parallel.ranks.job_group import STOP, JobGroup, JobSteps, LaunchStopped, job_environment
-from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker, next_attempt
-from labkit.parallel.ranks.worker import GroupPlan, call_once, make_code
+from labkit.parallel.ranks.group import RankGroup
+from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker
+from labkit.parallel.ranks.worker import GroupPlan, JobGroup, call_once, make_code
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Retry", "Row", "launch", "run_ranks", "too_many_ranks_reason"]
 
 RANK_BYTES = 20 * 2**20  # forked from a server that has imported torch: 11 MiB, and buffers of the process group
 RANKS_PER_CORE = 64  # more are not ready in time: every rank connects to every other
-THREADS_PER_RANK = 4  # its main thread and gloo's
-FILES_PER_RANK = 4  # of the parent; a rank has one for each of the others
-SPARE = 64
 
 Items = Generator[Row | Retry | PointEnd, None, None]
 
@@ -60,49 +53,41 @@ def launch(
     world_size: int,
     backend: str | None = "gloo",
     scheduling: str = "batch",
-    threads: int | None = None,
     timeout_s: float = 120.0,
-    environment: Mapping[str, str] | None = None,
     on_output: Callable[[str], None] | None = None,
 ) -> Items:
     """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per point.
 
-    The arguments are checked before this returns, and nothing starts before the first item is requested.
-    To stop early, wrap the result in `contextlib.closing`: closing ends the ranks.
+    Arguments are checked at once; nothing starts before the first item is requested. To stop early, close the result
+    (`contextlib.closing`), which ends the ranks.
 
     Args:
         worker: called on every rank with each point; yields mappings from names to JSON-able values.
             Imported, or defined in a notebook cell.
         points: anything that cloudpickle can carry.
-        world_size: ranks; as many as this machine can start, by cores, memory and its limits of files and processes.
+        world_size: ranks, at most as many as this machine can start, by cores and memory.
         backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
-        scheduling: "batch" or "default"; the facts of a point's end have what was in force.
-        threads: torch threads per rank; available cores // ranks, at least 1, if None.
+        scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
         timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
-        environment: variables for the ranks, on top of this process's as they are now.
         on_output: gets the ranks' output, as "[rank r] line"; stderr if None.
 
     Raises:
         ValueError: an argument that cannot work, with the expected values.
     """
-    environment = environment or {}
-    _check(worker, world_size, backend, scheduling, threads, timeout_s, environment)
+    plan = GroupPlan(world_size, backend, scheduling, timeout_s)
+    _check(plan, worker)
+    plan = replace(plan, threads=max(1, available_cores() // torchrun.ranks_here(world_size)))
     points = list(points)
-    threads = threads or max(1, available_cores() // torchrun.ranks_here(world_size))
-    plan = GroupPlan(world_size, backend, scheduling, threads, timeout_s)
-    payload, on_output = _serialize(worker, points), on_output or _print_to_stderr
+    payload = _serialize((plan, worker, points))
     if torchrun.is_job_rank():
-        return _run_in_job(plan, payload, len(points), environment, on_output)
-    # A cluster's choice of interface gives way: these ranks are all on one machine.
-    loopback = {GLOO_INTERFACE: LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-    variables = {**os.environ, **loopback, **environment}
-    return _run_points(partial(RankGroup, plan, variables, on_output), payload, len(points))
+        return _run_in_job(plan, worker, points)
+    return _run_points(lambda: RankGroup(plan, payload, on_output or partial(print, file=sys.stderr)), len(points))
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
     """Call `function(*args)` once on every rank and return the results by rank.
 
-    For tests and notebooks; results must be JSON-able, `options` are those of `launch`. The call has 120 s, unless
+    For tests and notebooks; results must be JSON-able, and `options` are those of `launch`: the call has 120 s, unless
     `timeout_s` gives it another deadline. Under torchrun only rank 0 gets the results, the others an empty list.
 
     Raises:
@@ -118,166 +103,99 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
             elif isinstance(item, Retry):
                 results.clear()
             elif item.failure is not None:
-                raise RankError(_with_advice(item.failure))
+                raise RankError(item.failure)
             elif item.status != "ok":
                 raise ValueError(f"world_size: {item.reason}; {torchrun.describe_job()}")
     return [results[rank] for rank in sorted(results)]
 
 
-def _with_advice(failure: RankFailure) -> RankFailure:
-    if failure.kind != "timeout":
-        return failure
-    return replace(failure, message=f"{failure.message}; run_ranks(..., timeout_s=...) sets this deadline")
-
-
-def _run_in_job(
-    plan: GroupPlan, payload: bytes, n_points: int, environment: Mapping[str, str], on_output: Callable[[str], None]
-) -> Items:
+def _run_in_job(plan: GroupPlan, worker: Worker, points: list[Any]) -> Items:
     """Run the points in the ranks of this job. Rank 0's process yields the items, the others none."""
-    actual = torchrun.job_world_size()
-    if actual != plan.world_size:
-        reason = f"needs {plan.world_size} ranks, but this job has {actual}"
-        facts = {"world_size": actual, "backend": plan.backend, "start_method": "torchrun"}
-        for index in range(n_points if torchrun.job_rank() == 0 else 0):
-            yield PointEnd(index, "skipped", reason, None, 0.0, facts)
+    size, is_first = torchrun.job_world_size(), torchrun.job_rank() == 0
+    if size != plan.world_size:
+        reason = f"needs {plan.world_size} ranks, but this job has {size}"
+        facts = {"world_size": size, "backend": plan.backend, "start_method": "torchrun"}
+        yield from (PointEnd(i, "skipped", reason, None, 0.0, facts) for i in range(len(points) * is_first))
         return
-    steps = JobSteps(plan.world_size)
-    variables = {**os.environ, **job_environment(plan.world_size), **environment}
-    items = _run_points(partial(JobGroup, plan, variables, on_output, steps), payload, n_points)
-    if steps.rank > 0:
-        with contextlib.suppress(LaunchStopped):
-            for _ in items:
-                pass
+    items = _run_points(lambda: JobGroup(plan, worker, points), len(points))
+    if not is_first:
+        with contextlib.suppress(torchrun.LaunchStopped):
+            list(items)
+            torchrun.begin_step()
         return
     try:
         yield from items
     finally:
-        steps.begin(STOP)
+        torchrun.stop_launch()
 
 
-def _run_points(make_group: Callable[[], RankGroup | JobGroup], payload: bytes, n_points: int) -> Items:
+def _run_points(make_group: Callable[[], RankGroup | JobGroup], n_points: int) -> Items:
     group: RankGroup | JobGroup | None = None
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
-            if group is not None and not group.is_whole():
-                group.close()  # a rank has died since the last point, which costs none
-                group = None
             if group is None:
-                try:
-                    group = _start_group(make_group, payload)
-                except StartError as error:
-                    yield from _end_all(range(index, n_points), error)
-                    return
+                group = make_group()
+                if group.start() is not None:
+                    group = make_group()  # once more: the machine may have been busy
+                    if (failure := group.start()) is not None:
+                        failure = replace(failure, message=f"the ranks did not start, twice: {failure.message}")
+                        yield from (PointEnd.from_failure(i, failure, 0.0, group.facts) for i in range(index, n_points))
+                        return
             end = yield from group.run(index, excluded)
             if end.status != "ok":
                 group = None
-            if (retry := next_attempt(index, end.failure, excluded)) is not None:
-                excluded[retry.alternative] = retry.reason
-                yield retry
-                continue
-            yield end
-            index, excluded = index + 1, {}
+            if end.failure and end.failure.blamed and end.failure.blamed[0] not in excluded:
+                alternative, reason = end.failure.blamed
+                excluded[alternative] = reason
+                yield Retry(index, alternative, reason, end.failure)
+            else:
+                yield end
+                index, excluded = index + 1, {}
     finally:
         if group is not None:
             group.close()
 
 
-def _start_group(make_group: Callable[[], RankGroup | JobGroup], payload: bytes) -> RankGroup | JobGroup:
-    """A group that is ready for its first point; StartError if it does not start the second time either."""
-    for is_last in (False, True):
-        group = make_group()
-        try:
-            group.start(payload)
-            break
-        except StartError:
-            if is_last:
-                raise
-    return group
-
-
-def _end_all(indices: range, error: StartError) -> Iterator[PointEnd]:
-    reason = f"the ranks did not start, twice: {error.failure.message}"
-    failure = replace(error.failure, message=reason)
-    for index in indices:
-        yield PointEnd(index, "failed", reason, failure, 0.0, error.facts)
-
-
-def _check(
-    worker: Any,
-    world_size: Any,
-    backend: Any,
-    scheduling: Any,
-    threads: Any,
-    timeout_s: Any,
-    environment: Mapping[Any, Any],
-) -> None:
-    """Stop at an argument that cannot work, before anything starts."""
-    expectations = (
-        (callable(worker), f"worker: expected a function of one point, got {worker!r:.80}"),
-        (_is_count(world_size), f"world_size: expected a whole number of ranks, 1 or more, got {world_size!r}"),
-        (backend in ("gloo", "nccl", None), f"backend: expected 'gloo', 'nccl' or None, got {backend!r}"),
-        (backend is not None or world_size == 1, "backend: expected 'gloo' or 'nccl'; None is for a single rank"),
-        (scheduling in ("batch", "default"), f"scheduling: expected 'batch' or 'default', got {scheduling!r}"),
-        (
-            threads is None or _is_count(threads),
-            f"threads: expected a whole number, 1 or more, or None to share the cores, got {threads!r}",
-        ),
-        (
-            isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf,
-            f"timeout_s: expected a positive number of seconds, got {timeout_s!r}",
-        ),
-        (
-            all(isinstance(text, str) for item in environment.items() for text in item),
-            f"environment: expected names and values to be strings, got {environment!r:.80}",
-        ),
-    )
-    for is_met, message in expectations:
+def _check(plan: GroupPlan, worker: Any) -> None:
+    """Raise ValueError for an argument that cannot work, before anything starts."""
+    ranks, backend, timeout_s = plan.world_size, plan.backend, plan.timeout_s
+    is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf
+    is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
+    expectations: list[tuple[bool, str, Any]] = [
+        (callable(worker), "worker: expected a function of one point", worker),
+        (is_count, "world_size: expected a whole number of ranks, 1 or more", ranks),
+        (backend in ("gloo", "nccl", None), "backend: expected 'gloo', 'nccl' or None", backend),
+        (backend is not None or ranks == 1, "backend: expected 'gloo' or 'nccl', None is for a single rank", backend),
+        (plan.scheduling in ("batch", "default"), "scheduling: expected 'batch' or 'default'", plan.scheduling),
+        (is_time, "timeout_s: expected a positive number of seconds", timeout_s),
+    ]
+    for is_met, expectation, value in expectations:
         if not is_met:
-            raise ValueError(message)
-    if backend == "nccl":
-        _check_gpus(torchrun.ranks_here(world_size))
-    if not torchrun.is_job_rank() and (limit := too_many_ranks_reason(world_size)) is not None:
-        raise ValueError(f"world_size: this machine can start {limit}; got {world_size}")
-
-
-def _check_gpus(ranks: int) -> None:
-    gpus = torch.cuda.device_count()
-    if not dist.is_nccl_available():
-        raise ValueError("backend: expected 'gloo', since this build of torch has no NCCL, got 'nccl'")
-    if ranks > gpus:
+            raise ValueError(f"{expectation}, got {value!r:.80}")
+    ranks_here = torchrun.ranks_here(ranks)
+    if backend == "nccl" and ranks_here > (gpus := torch.cuda.device_count()):
         raise ValueError(f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if torchrun.is_job_rank() and dist.is_initialized():
+        raise ValueError("expected no process group: under torchrun launch makes its own, destroy yours first")
+    if not torchrun.is_job_rank() and (limit := too_many_ranks_reason(ranks)) is not None:
+        raise ValueError(f"world_size: this machine can start {limit}; got {ranks}")
 
 
 def too_many_ranks_reason(ranks: int) -> str | None:
     """Why so many ranks cannot be started here ("at most 128 ranks, 64 per core"), or None."""
     memory = available_memory_bytes()
-    limits = [(RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core")]
-    limits.append((memory // RANK_BYTES, f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"))
-    for kind, name, share in (
-        (resource.RLIMIT_NOFILE, "open files", FILES_PER_RANK),
-        (resource.RLIMIT_NPROC, "processes and threads", THREADS_PER_RANK),
-    ):
-        limit, _ = resource.getrlimit(kind)
-        if limit != resource.RLIM_INFINITY:
-            limits.append(((limit - SPARE) // share, f"{share} of the {limit} {name} allowed each"))
-    most, reason = min(limits)
+    by_cores = RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core"
+    by_memory = memory // RANK_BYTES, f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"
+    most, reason = min(by_cores, by_memory)
     return None if ranks <= most else f"at most {max(0, most)} ranks, {reason}"
 
 
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def _serialize(worker: Any, points: list[Any]) -> bytes:
-    """Worker and points for a rank: names of what can be imported, the rest by value. ValueError if that cannot be."""
+def _serialize(content: Any) -> bytes:
+    """Pickle what a rank needs: names of what can be imported, the rest by value. ValueError if that cannot be."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump((worker, points))
+        _Pickler(file).dump(content)
     except Exception as error:
         raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
     return file.getvalue()

@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.parallel.agreement import agree, describe_tensor
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe, device_of
-from labkit.parallel.exchange import exchange
+from labkit.parallel.exchange import agree, describe_tensor, exchange
 from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.transport import AUTO, find_transport
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.transport import AUTO, find_transport, member_group
 
 HEADER = 12
 """Numbers that announce an activation: dtype, dimensions, and sizes."""

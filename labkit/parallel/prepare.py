@@ -1,4 +1,4 @@
-"""What every collective does before its first message and after its last: check, flatten, cut, copy back."""
+"""Before a collective's first message and after its last: check the tensor, flatten it, cut it, copy it back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.traffic import count_traffic
+from labkit.parallel.transport import find_transport
 from labkit.parallel.transport.base import Transport
-from labkit.parallel.transport.select_transport import find_transport
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
@@ -36,8 +36,8 @@ class InPlace:
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
         is_contiguous = tensor.is_contiguous()
-        if not is_contiguous:
-            _check_no_overlap(tensor)
+        if not is_contiguous and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
         selected = find_transport(group, tensor.device, transport)
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -60,10 +60,7 @@ class InPlace:
 
 
 class Reduction(InPlace):
-    """The same for sums and means: (vector, transport, divisor).
-
-    float16 is divided before it is added, so that a mean cannot overflow on the way.
-    """
+    """Context of a sum or mean: (vector, transport, divisor). float16 is divided first, so that it cannot overflow."""
 
     __slots__ = ("divisor",)
 
@@ -76,7 +73,11 @@ class Reduction(InPlace):
         by: str,
         name: str = "all_reduce",
     ) -> None:
-        _check_reducible(tensor, op)
+        if op not in OPS:
+            raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+        if tensor.dtype not in FLOAT_TYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
+            raise ValueError(f"tensor must be of one of the dtypes {names}; got {tensor.dtype}")
         super().__init__(tensor, group, transport, name, by)
         self.divisor = self.transport.world_size if op == "mean" else 1
         if self.divisor > 1 and tensor.dtype == torch.float16:
@@ -87,15 +88,6 @@ class Reduction(InPlace):
         return self.vector, self.transport, self.divisor
 
 
-def _check_reducible(tensor: torch.Tensor, op: str) -> None:
-    """Raise ValueError for an `op` other than "mean" and "sum", and for a dtype that is not added."""
-    if op not in OPS:
-        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
-    if tensor.dtype not in FLOAT_TYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
-        raise ValueError(f"tensor must be of one of the dtypes {names}; got {tensor.dtype}")
-
-
 def check_into(into: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
     """Raise ValueError unless `into` can hold a shard of `size` elements of the tensor."""
     expected = ((size,), tensor.dtype, tensor.device, True)
@@ -104,8 +96,8 @@ def check_into(into: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
             f"into must be a contiguous vector of {size} elements, {tensor.dtype} on {tensor.device}, got "
             f"{tuple(into.shape)}, {into.dtype} on {into.device}"
         )
-    if into.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and _overlap(into, tensor):
-        raise ValueError("into must not share elements with the tensor, which travels while into is written")
+    if into.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and size:
+        raise ValueError("into must not share memory with the tensor, which travels while into is written")
 
 
 def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None) -> list[int]:
@@ -129,17 +121,3 @@ def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> lis
     length = n_bytes // shards[0].itemsize
     number = -(-longest // (length * shards[0].itemsize))
     return [[shard[i * length : (i + 1) * length] for i in range(number)] for shard in shards]
-
-
-def _check_no_overlap(tensor: torch.Tensor) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether the ranges of memory overlap in which two tensors of one storage lie."""
-    (start, end), (other_start, other_end) = (
-        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-        for t in (first, second)
-    )
-    return first.numel() > 0 < second.numel() and start <= other_end and other_start <= end

@@ -40,11 +40,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from labkit.nn.transformer import Matrix, RMSNorm, Transformer
-from labkit.parallel.agreement import agree, describe_tensor
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import CHOICES, member_group
+from labkit.parallel.exchange import agree, describe_tensor
+from labkit.parallel.transport import AUTO, CHOICES, member_group
 
 Tensors = Callable[[Tensor], Tensor]
 TORCH = "torch"

@@ -1,4 +1,4 @@
-"""Record the collectives of this rank: the bytes that each call within a block sends.
+"""Record what collectives send: the bytes of each call within a block, and the schedule of an all-reduce.
 
     with recorded_traffic() as traffic:
         loss.backward()
@@ -8,28 +8,35 @@ All groups, transports and threads of the process count. Bytes are those that an
 a transport adds to a message, and collectives of `torch.distributed`, are not counted.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from labkit.parallel.transport.base import Step, Transport
 
+MAX_RANKS = 32  # of a schedule: float64 adds their powers of two exactly, and a picture shows them
+MAX_WAIT_S = 10.0  # for a message that may never come: the function may have raised on another rank
+
+_Item = tuple[int, int, Tensor]  # the round in which a part is sent, its first element, the part
+_Queues = Sequence[Sequence[SimpleQueue[_Item]]]  # [source][target]
+
 
 @dataclass
 class Collective:
     """One call on this rank."""
 
-    collective: str
-    """"all_reduce", "reduce_scatter", "all_gather" or "exchange"."""
+    collective: str  # "all_reduce", "reduce_scatter", "all_gather" or "exchange"
     algorithm: str
     dtype: str
-    n_bytes: int
-    """Bytes of the tensor."""
-    sent_bytes: int = 0
-    """Bytes sent to all other ranks."""
+    n_bytes: int  # of the tensor
+    sent_bytes: int = 0  # to all other ranks
 
 
 _records: list[list[Collective]] = []  # of the blocks that are open
@@ -77,3 +84,98 @@ class _Counting(Transport):
 
     def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         return self._transport.scratch(count, numel, dtype)
+
+
+class Message(NamedTuple):
+    """Elements `start` to `stop` of the vector, sent by rank `source` to rank `target` in round `round`, from 1 up."""
+
+    round: int
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+class Schedule(NamedTuple):
+    """All messages, and the vectors' content after each round."""
+
+    elements: int  # length of the vector: as few as give every rank a shard of the same length
+    messages: list[Message]
+    held: list[list[list[int]]]  # by round (0: before the first), rank and element: whose shares, one bit per rank
+
+
+def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedule:
+    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`; return its messages.
+
+    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Rounds
+    are counted as if each message took one, however long it is. Raises ValueError for another number of ranks, and
+    whatever the function raises.
+    """
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"expected 1 to {MAX_RANKS} ranks, got {world_size}")
+    elements = math.lcm(world_size, 1 << (world_size.bit_length() - 1))
+    queues = [[SimpleQueue[_Item]() for _ in range(world_size)] for _ in range(world_size)]
+    ranks = [_RecordingTransport(rank, queues, elements) for rank in range(world_size)]
+    with ThreadPoolExecutor(world_size) as threads:
+        ends = [threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks]
+    if errors := [error for end in ends if (error := end.exception())]:
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
+    rounds = max(rank.round for rank in ranks)
+    return Schedule(
+        elements,
+        sorted(message for rank in ranks for message in rank.received),
+        [[rank.shares_after(number) for rank in ranks] for number in range(rounds + 1)],
+    )
+
+
+class _RecordingTransport(Transport):
+    """Messages between threads. `round`: the last one of this rank."""
+
+    name = "recorded"
+
+    def __init__(self, rank: int, queues: _Queues, elements: int) -> None:
+        super().__init__(rank, len(queues), torch.device("cpu"))
+        self.vector = torch.full((elements,), 2.0**rank, dtype=torch.float64)
+        self.round = 0
+        self.received: list[Message] = []
+        self._queues = queues
+        self._snapshots: dict[int, Tensor] = {}
+
+    def piece_bytes(self, depth: int) -> int:
+        return 1 << 20
+
+    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+        self._snapshot(self.round)
+        ends: list[int] = []
+        for number, step in enumerate(steps):
+            start = end = self.round if number < depth else max(self.round, ends[number - depth])
+            if step.outgoing is not None and len(step.outgoing):
+                part = step.outgoing
+                self._queues[self.rank][step.target].put((start, int(part.storage_offset()), part.clone()))
+                end = start + 1
+            if step.incoming is not None and len(step.incoming):
+                end = max(end, self._receive(step, start))
+            ends.append(end)
+            self._snapshot(end)
+        self.round = max([self.round, *ends])
+
+    def shares_after(self, number: int) -> list[int]:
+        """Return whose shares each element holds after a round. Called once the all-reduce has returned."""
+        self._snapshot(self.round)
+        last = max((end for end in self._snapshots if end <= number), default=0)
+        return [int(value) for value in self._snapshots[last]]
+
+    def _snapshot(self, end: int) -> None:
+        """Keep the vector after a round; a step that changes it later in that round replaces it."""
+        self._snapshots[end] = self.vector.clone()
+
+    def _receive(self, step: Step, start: int) -> int:
+        """Store or add a step's message; return the round in which it arrived."""
+        incoming = step.incoming
+        assert incoming is not None
+        sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
+        end = max(start, sent) + 1
+        self.received.append(Message(end, step.source, self.rank, at, at + len(part)))
+        result = incoming if step.into is None else step.into
+        result.copy_((incoming + part if step.add else part) / step.divisor)
+        return end

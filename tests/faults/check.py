@@ -14,7 +14,6 @@ import psutil
 
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
-from tests import shared_memory
 
 MARK = "LABKIT_TEST_MARK"
 PATIENCE_S = 300.0  # for what takes a second on a quiet machine
@@ -28,7 +27,6 @@ class Victim:
         self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
-        self.shared_before = shared_memory.names()
         self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
         self.process = None
 
@@ -65,19 +63,12 @@ class Victim:
         return [Run.load(path) for path in sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))]
 
     def leftovers(self):
-        shared = shared_memory.left_behind(self.shared_before)
         processes = [f"{process.pid} {process.name()}" for process in self.processes()]
-        return [*processes, *map(str, self.temporary.iterdir()), *map(str, shared)]
+        return [*processes, *map(str, self.temporary.iterdir())]
 
     def assert_nothing_left(self):
-        left = ["not looked yet"]
-
-        def is_gone():
-            left[:] = self.leftovers()  # looked at once: another victim may have something in /dev/shm the next moment
-            return not left
-
-        until(is_gone, 60)
-        assert left == [], f"left behind: {left}"
+        until(lambda: not self.leftovers(), 60)
+        assert self.leftovers() == []
 
     def kill(self):
         for process in self.processes():

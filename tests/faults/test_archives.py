@@ -45,7 +45,6 @@ TORN = "cut short, altered, or no .tar.gz"
 DAMAGES = {
     "torn": (_torn, TORN),
     "altered": (_altered, TORN),
-    "empty": (lambda path: path.write_bytes(b""), TORN),
     "no archive": (lambda path: path.write_bytes(b"<html>504</html>" * 100), TORN),
     "foreign": (lambda path: write_archive(path, {"readme.txt": b"of something else"}), f"got no {TRAIN}"),
     "a link": (_link, "expected one regular file"),
@@ -114,13 +113,3 @@ def test_an_archive_that_changes_costs_the_points_that_need_it_and_a_run_goes_on
     (run,) = hit.runs()
     assert run.coverage()["status"].tolist() == ["ok", "ok"]
     assert run.path.read_bytes().startswith(before)
-
-
-@pytest.mark.faults
-def test_an_archive_whose_members_lead_elsewhere_is_unpacked_nowhere(victim):
-    hit = victim("0", lab="cifar100")
-    archive = hit.folder / "archive.tar.gz"
-    _whole_with_members_elsewhere(archive)
-    status, output = hit.start(*training(archive)).finish()
-    assert status == 0, output
-    assert_nothing_left(hit)

@@ -183,16 +183,6 @@ def test_two_measurements_of_one_lab_at_the_same_time(victim):
     two.assert_nothing_left()
 
 
-@pytest.mark.slow  # tests/lab/test_measure.py has it in one process
-def test_a_run_that_another_process_writes_is_not_taken_up(victim):
-    first, second = victim(LABKIT_FAULT_PAUSE=BETWEEN), victim()
-    first.start().wait_for("paused")
-    (run,) = first.runs()
-    status, output = second.start("--resume", str(run.path)).finish()
-    assert status == 2
-    assert "another process is writing this run" in output
-
-
 @pytest.mark.slow
 def test_a_clock_that_jumps(victim):
     hit = victim(LABKIT_FAULT_CLOCK="1")

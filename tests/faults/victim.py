@@ -67,8 +67,8 @@ def pause():
 def pause_at(moment):
     """Let this process wait there once."""
     if moment == BEFORE:
-        fork = rank_group.RankGroup._fork_ranks
-        rank_group.RankGroup._fork_ranks = lambda group, payload: (fork(group, payload), pause())[0]
+        request = rank_group.RankGroup._request_ranks
+        rank_group.RankGroup._request_ranks = lambda group: (request(group), pause())[0]
     if moment == BETWEEN:
         end = RunWriter.end_point
         RunWriter.end_point = lambda writer, *args, **options: (end(writer, *args, **options), pause())[0]

@@ -79,7 +79,7 @@ def fill_memory(parent_first):
         return
     if parent_first:
         Path("/proc/self/oom_score_adj").write_text("0")
-        _server, _cleaner, parent = psutil.Process().parents()[:3]
+        _leader, _server, parent = psutil.Process().parents()[:3]
         Path(f"/proc/{parent.pid}/oom_score_adj").write_text("1000")
     taken = []
     for _ in range(128):

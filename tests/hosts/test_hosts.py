@@ -20,8 +20,10 @@ from tests.hosts.network import HOSTS_FILES, Network, why_no_hosts
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 
-# The first `python` and `torchrun` are those of this environment, and find this checkout.
+# The first `python` and `torchrun` are those of this environment, and find this checkout. The docs want the interface
+# named, since each host's name stands for a loopback address.
 ENVIRONMENT = os.environ | {
+    "GLOO_SOCKET_IFNAME": "eth0",
     "OMP_NUM_THREADS": "1",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": str(checkout()),

@@ -13,7 +13,7 @@ from labkit.lab.answers import Report
 from labkit.lab.config import LabConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
-from labkit.parallel.ranks import current_alternative
+from labkit.parallel.ranks.results import current_alternative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,22 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.costs.communication import ALL_GATHER_COSTS, REDUCE_SCATTER_COSTS
+from labkit.costs.communication import ALL_GATHER_COSTS, ALL_REDUCE_COSTS, REDUCE_SCATTER_COSTS
 from labkit.parallel import prepare
+from labkit.parallel import transport as transports
 from labkit.parallel.collectives import (
     ALGORITHMS,
     all_gather,
     all_reduce,
     reduce_scatter,
     ring_all_reduce,
+    select_algorithm,
 )
 from labkit.parallel.exchange import exchange, start_exchange
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.prepare import shard_sizes
 from labkit.parallel.ranks.messages import gather_json
-from labkit.parallel.select_algorithm import select_algorithm
 from labkit.parallel.traffic import recorded_traffic
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, build, find_transport, select_transport
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 SHORT = (0, 1, 3, 1000)
 LENGTHS = (*SHORT, 2**20 + 1)
 CPU = torch.device("cpu")
-TRANSPORTS = (POINT_TO_POINT, SHARED) if build.unavailable_reason() is None else (POINT_TO_POINT,)
+TRANSPORTS = (POINT_TO_POINT, SHARED) if shared_memory.unavailable_reason() is None else (POINT_TO_POINT,)
 # Largest whole number that 8 ranks can add without rounding, over 8.
 EXACT_BELOW = {torch.float64: 2**49, torch.float32: 2**21, torch.float16: 2**8, torch.bfloat16: 2**5}
 
@@ -230,7 +231,7 @@ def _check_bytes() -> list[str]:
     wrong = []
     p, length = dist.get_world_size(), 60_000
     n_bytes = 4 * length
-    expected = {name: algorithm.cost(p, n_bytes).n_bytes for name, algorithm in ALGORITHMS.items() if algorithm.cost}
+    expected = {name: cost(p, n_bytes).n_bytes for name, cost in ALL_REDUCE_COSTS.items()}
     calls: dict[str, Callable[..., None]] = {**ALGORITHMS, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
     for by in TRANSPORTS:
         expected |= {"reduce_scatter": REDUCE_SCATTER_COSTS["butterfly"](p, n_bytes).n_bytes}
@@ -421,10 +422,10 @@ def _check_scratch() -> list[str]:
                 wrong.append(f"{name} {length}: {len(transport._scratch)} bytes")
     group = dist.new_group(range(dist.get_world_size()))
     ring_all_reduce(torch.ones(1000), group)
-    before = len(select_transport._selections)
+    before = len(transports._selections)
     dist.destroy_process_group(group)
     del group
-    return wrong if len(select_transport._selections) == before - 1 else [*wrong, "goes with its group"]
+    return wrong if len(transports._selections) == before - 1 else [*wrong, "goes with its group"]
 
 
 def _check_batches() -> list[str]:
@@ -435,8 +436,8 @@ def _check_batches() -> list[str]:
     batches = BatchTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     prepare.find_transport = lambda group, device, preference: batches
     launched: list[int] = []
-    run_batch = batches._run_batch
-    batches._run_batch = lambda steps, landings: (launched.append(len(steps)), run_batch(steps, landings))  # type: ignore
+    launch = batches._launch
+    batches._launch = lambda steps, landings: (launched.append(len(steps)), launch(steps, landings))[1]  # type: ignore
     for name, function in ALGORITHMS.items():
         for length in (0, 1, 3, 1000, 30_001):
             launched.clear()
@@ -458,7 +459,7 @@ def _check_refusals() -> list[str]:
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("into", lambda: reduce_scatter(half, into=torch.empty(6, dtype=torch.float16))),
         ("into", lambda: reduce_scatter(half, into=torch.empty(3))),
-        ("share elements", lambda: reduce_scatter(half, into=half[:3])),
+        ("share memory", lambda: reduce_scatter(half, into=half[:3])),
         ("dense", lambda: all_gather(half.to_sparse())),
         ("share memory", lambda: all_gather(half[:1].expand(6))),
         ("this rank belongs to", lambda: all_gather(half, outside)),

@@ -24,7 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
-from labkit.parallel.ranks import rank_process
+from labkit.parallel.ranks import fork_server
 from tests.parallel.waiting import is_gone, wait_until
 
 MARK = "LABKIT_TEST_MARK"
@@ -34,12 +34,12 @@ SCRIPT = """
 import ctypes, os, subprocess, sys, time
 import torch, torch.distributed as dist
 from labkit.parallel.launch import launch, run_ranks
-from labkit.parallel.ranks import rank_process
+from labkit.parallel.ranks import fork_server
 
 sys.path.insert(0, "")  # the working directory comes first, as in a kernel
 
 def worker(how):
-    yield {"pid": os.getpid(), "server": os.getppid()}
+    yield {"pid": os.getpid(), "leader": os.getppid()}
     if how == "child" and dist.get_rank() == 1:
         os.system("sleep 1000")
     if how == "forks" and os.fork() == 0:
@@ -53,7 +53,7 @@ def worker(how):
 
 print("starts", flush=True)
 print(run_ranks(lambda: "ready", world_size=2), flush=True)
-print("cleaner", rank_process.start_server(), flush=True)
+print("server", fork_server.start_server(), flush=True)
 for item in launch(worker, sys.argv[1:], world_size=2):
     print(item, flush=True)
 """
@@ -92,11 +92,11 @@ class Script:
         while "rank 1" not in self.ids or "rank 0" not in self.ids:
             line = self.process.stdout.readline()
             assert line, self.process.communicate()[1]
-            if line.startswith("cleaner"):
-                self.ids["cleaner"] = int(line.split()[1])
+            if line.startswith("server"):
+                self.ids["server"] = int(line.split()[1])
             if line.startswith("Row("):
                 row = eval(line, {"Row": Row})
-                self.ids |= {f"rank {row.rank}": row.values["pid"], "server": row.values["server"]}
+                self.ids |= {f"rank {row.rank}": row.values["pid"], "leader": row.values["leader"]}
 
     def signal(self, number: int, *names: str) -> None:
         for name in names:
@@ -145,21 +145,21 @@ ENDS: dict[str, Callable[[Script], None]] = {
     "parent interrupted": lambda script: script.process.send_signal(signal.SIGINT),
     "Ctrl-C to all": lambda script: os.killpg(script.process.pid, signal.SIGINT),
     "ranks stopped, parent killed": stop_ranks_and_kill("parent"),
-    "server killed": kill("server"),
-    "cleaner killed": kill("cleaner"),
+    "leader killed": kill("leader"),
+    "leader, then parent killed": kill("leader", "parent"),
+    "parent, then leader killed": kill("parent", "leader"),
     "server, then parent killed": kill("server", "parent"),
     "parent, then server killed": kill("parent", "server"),
-    "cleaner and parent killed": kill("cleaner", "parent"),
-    "server and cleaner killed": kill("server", "cleaner"),
-    "ranks stopped, server and parent killed": stop_ranks_and_kill("server", "parent"),
+    "leader and server killed": kill("leader", "server"),
+    "ranks stopped, leader and parent killed": stop_ranks_and_kill("leader", "parent"),
 }
 ACTIVITIES = ("blocked", "asleep", "child", "forks", "GIL")
 QUICK = {
     ("parent killed", "child"),
     ("Ctrl-C to all", "asleep"),
     ("ranks stopped, parent killed", "GIL"),
-    ("server, then parent killed", "forks"),
-    ("server and cleaner killed", "child"),
+    ("leader, then parent killed", "forks"),
+    ("leader and server killed", "child"),
 }
 
 
@@ -192,23 +192,12 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
     assert wait_until(lambda: not script.survivors()), script.survivors()
 
 
-def test_a_server_that_still_imports_ends_with_its_caller(tmp_path: Path) -> None:
-    """Torch takes half a minute from a cold disk."""
-    (tmp_path / "labkit_slow.py").write_text("import time\nprint('slow', flush=True)\ntime.sleep(1000)\n")
-    program = "from labkit.parallel.ranks.rank_process import start_server\nprint(start_server(['labkit_slow']))\n"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    output = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert wait_until(lambda: is_gone(int(output)))
-
-
 def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_group(script: Script) -> None:
     """A Jupyter kernel waits at its end for children in its process group."""
     script.start("blocked", "works")
     script.wait_for_rows()
-    assert os.getpgid(script.ids["cleaner"]) == script.ids["cleaner"]
-    script.signal(signal.SIGKILL, "server")
+    assert os.getpgid(script.ids["server"]) == script.ids["server"]
+    script.signal(signal.SIGKILL, "server", "leader")
     output, errors = script.process.communicate(timeout=60)
     assert script.process.returncode == 0, errors
     assert "status='failed', reason='the fork server of the ranks was killed'" in output
@@ -219,12 +208,12 @@ def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_gr
 # In this process
 
 
-def test_a_server_that_is_killed_before_it_has_read_all_requests_is_reported() -> None:
+def test_a_leader_that_is_killed_before_it_has_read_all_requests_is_reported() -> None:
     ours, theirs = socket.socketpair()
-    rank_process.request_stacks(ours)
+    fork_server.request_rank(ours, 0, {})
     theirs.close()
-    assert rank_process.read_reports(ours) == [(None, "the fork server of the ranks was killed")]
-    rank_process.request_stacks(ours)  # which nobody reads
+    assert fork_server.read_reports(ours) == [(None, "the fork server of the ranks was killed")]
+    fork_server.request_rank(ours, 1, {})  # which nobody reads
 
 
 @pytest.fixture
@@ -257,40 +246,67 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
     assert not list(temporary.glob("labkit-*"))
 
 
-@pytest.mark.parametrize("name", ["open_group", "fork_rank", "read_reports"])
+@pytest.mark.parametrize("name", ["open_group", "request_rank", "read_reports"])
 def test_an_interrupt_while_ranks_start_leaves_nothing(
     name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank_process.start_server()
+    fork_server.start_server()
     before = set(psutil.Process().children(recursive=True))
-    original = getattr(rank_process, name)
+    original = getattr(fork_server, name)
 
     def interrupted(*arguments: Any) -> Any:
         result = original(*arguments)
         os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    monkeypatch.setattr(rank_process, name, interrupted)
+    monkeypatch.setattr(fork_server, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(launch(lambda _: os._exit(1), [None], world_size=2))
     assert wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)
     assert wait_until(lambda: not list(temporary.glob("labkit-*")))
 
 
-def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(tmp_path: Path) -> None:
+# A caller that ends while a child of its own holds the connection. The process that it prints must end then.
+WITH_A_CHILD = {
+    "rank runs": """
+from labkit.parallel.launch import launch
+items = launch(lambda _: [{"pid": os.getpid()}] * 2, [1], world_size=1)
+print(next(items).values["pid"], flush=True)
+if os.fork() == 0:
+    os.close(1)
+    os.read(0, 1)
+os._exit(0)
+""",
+    "requests are pending": """
+server = psutil.Process(fork_server.start_server())
+server.suspend()
+group = fork_server.open_group(Path(sys.argv[1], "group"))
+pipe = fork_server.request_rank(group, 0, os.environ)
+parent, child = os.getpid(), os.fork()
+if child:
+    print(child, flush=True)
+    os._exit(0)
+os.close(1)
+while psutil.pid_exists(parent) and os.getppid() == parent:
+    time.sleep(0.01)
+server.resume()
+while group.recv(4096):  # until the server has removed the group
+    pass
+os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("moment", WITH_A_CHILD)
+def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(moment: str, tmp_path: Path) -> None:
     """A group lives as long as the process that opened it, even if a child has inherited the connection."""
     ours, theirs = socket.socketpair()
-    program = (
-        "import os, time\nfrom labkit.parallel.launch import launch\n"
-        "items = launch(lambda _: [{'pid': os.getpid()}] * 2, [1], world_size=1)\n"
-        "print(next(items).values['pid'], flush=True)\n"
-        "if os.fork() == 0:\n    os.close(1); os.read(0, 1); os._exit(0)\nos._exit(0)\n"
-    )
+    imports = "import os, psutil, sys, time\nfrom pathlib import Path\nfrom labkit.parallel.ranks import fork_server\n"
+    command = [sys.executable, "-c", imports + WITH_A_CHILD[moment], str(tmp_path)]
     with ours, theirs:
-        output = subprocess.run(
-            [sys.executable, "-c", program], stdin=theirs, stdout=subprocess.PIPE, text=True, timeout=60, check=True
-        ).stdout
+        output = subprocess.run(command, stdin=theirs, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
         assert wait_until(lambda: is_gone(int(output)))
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_leaves_no_files_and_no_descriptors(temporary: Path) -> None:

@@ -11,47 +11,32 @@ import torch
 import torch.distributed as dist
 
 from labkit.costs.transformer import SIZES
-from labkit.machine import cgroups
 from labkit.nn.transformer import Transformer
 from labkit.parallel.context import ring_attention
 from labkit.parallel.launch import RankError, run_ranks
 from labkit.parallel.pipeline import Pipeline
-from labkit.parallel.ranks.results import death_failure, describe_kernel_kills, is_out_of_memory
+from labkit.parallel.ranks.results import death_failure, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
 from labkit.parallel.tensor import tensor_parallel
 from tests.parallel.waiting import is_gone, wait_until
 
-KILLED = "rank 1 was killed by SIGKILL"
-MEANWHILE = f"{KILLED}: out of memory: meanwhile the kernel killed"
 SCORE = Path("/proc/self/oom_score_adj")
 
 
 @pytest.mark.parametrize(
-    ("number", "before", "now", "limit", "kind", "message"),
+    ("number", "is_memory_full", "kind", "message"),
     [
-        (signal.SIGKILL, None, None, None, "killed", KILLED),
-        (signal.SIGKILL, 3, 3, 2**30, "killed", KILLED),
-        (signal.SIGKILL, 3, None, 2**30, "killed", KILLED),
-        (signal.SIGTERM, 3, 4, 2**30, "killed", "rank 1 was killed by SIGTERM"),
-        (signal.SIGKILL, 3, 4, 2**28, "oom", f"{MEANWHILE} 1 process of its cgroup for that, whose limit is 256 MiB"),
-        (signal.SIGKILL, 3, 5, None, "oom", f"{MEANWHILE} 2 processes of its cgroup for that"),
+        (signal.SIGKILL, False, "killed", "rank 1 was killed by SIGKILL"),
+        (signal.SIGTERM, True, "killed", "rank 1 was killed by SIGTERM"),
+        (signal.SIGKILL, True, "oom", "rank 1 was killed by SIGKILL: out of memory, by the kernel"),
     ],
 )
 def test_a_kill_is_for_memory_if_the_kernel_counted_one(
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    before: int | None,
-    now: int | None,
-    limit: int | None,
-    kind: str,
-    message: str,
+    number: signal.Signals, is_memory_full: bool, kind: str, message: str
 ) -> None:
-    monkeypatch.setattr(cgroups, "oom_kills", lambda: now)
-    monkeypatch.setattr(cgroups, "memory_limit_bytes", lambda: limit)
-    kills = describe_kernel_kills(before)
-    failure = death_failure(1, -number, 0.0, output_tail="", stacks="", alternative="one", kernel_kills=kills)
-    assert (failure.kind, failure.message, failure.is_consequence) == (kind, message, False)
-    assert failure.blamed is None
+    options = {"output_tail": "", "stacks": "", "alternative": "one", "is_memory_full": is_memory_full}
+    failure = death_failure(1, -number, 0.0, **options)
+    assert (failure.kind, failure.message, failure.is_consequence, failure.blamed) == (kind, message, False, None)
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:

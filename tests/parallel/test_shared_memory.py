@@ -1,4 +1,4 @@
-"""Shared memory: order under stress, failures of ranks, memory that leaves nothing behind, and falling back.
+"""Shared memory: order under stress, failures of ranks, memory that leaves nothing behind, falling back, compiling.
 
 What algorithms compute over it is in `test_collectives.py`.
 """
@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from labkit.parallel.collectives import all_reduce, butterfly_all_reduce
 from labkit.parallel.launch import RankError, run_ranks
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, build, find_transport, shared_memory, transport_in_use
+from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory, transport_in_use
 from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport
 from tests.cases import thinned
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
-    pytest.mark.skipif(build.unavailable_reason() is not None, reason=str(build.unavailable_reason())),
+    pytest.mark.skipif(shared_memory.unavailable_reason() is not None, reason=str(shared_memory.unavailable_reason())),
 ]
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int,
 
 @pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
 def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
-    check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, threads=1, timeout_s=3000)
+    check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, timeout_s=3000)
 
 
 def _check_stress(rounds: int) -> list[str]:
@@ -130,6 +130,21 @@ def _check_leaving() -> list[str]:
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
+def _check_left_group() -> list[str]:
+    """A rank whose group is destroyed ends the wait of the others, long before the time-out."""
+    group = dist.new_group([0, 1])
+    transport = find_transport(group, CPU, SHARED)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        del group, transport
+        return []
+    try:
+        transport.run([Step(None, 0, torch.empty(3), 1)])
+        return ["no error"]
+    except RuntimeError as error:
+        return [] if "rank 1 ended" in str(error) else [str(error)]
+
+
 def _check_time_out() -> list[str]:
     """A rank that does not come ends the wait at the time-out."""
     group = dist.group.WORLD
@@ -209,7 +224,14 @@ def _count_mappings() -> int:
 
 @pytest.mark.parametrize(
     ("check", "world_size"),
-    [(_check_death, 3), (_check_leaving, 2), (_check_time_out, 2), (_check_parts, 2), (_check_mappings, 3)],
+    [
+        (_check_death, 3),
+        (_check_leaving, 2),
+        (_check_left_group, 2),
+        (_check_time_out, 2),
+        (_check_parts, 2),
+        (_check_mappings, 3),
+    ],
 )
 def test_on_ranks(check: Callable[..., list[str]], world_size: int) -> None:
     check_on_ranks(check, world_size=world_size)
@@ -234,7 +256,7 @@ def _check_fallback(cause: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
     elif rank == 1:
         place, name, value = {
-            "library": (build, "load", _refuse(SharedMemoryUnavailable, "none here")),
+            "library": (shared_memory, "load_library", _refuse(SharedMemoryUnavailable, "none here")),
             "memory": (shared_memory, "available_memory_bytes", lambda: 0),
             "hosts": (shared_memory, "host_identity", lambda: "another"),
             "open": (shared_memory, "_open_mailbox", _refuse(PermissionError, "not allowed")),
@@ -260,3 +282,98 @@ def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
         raise kind(reason)
 
     return refuse
+
+
+# Compiling the library: once, by one process, for this user; and what happens if that fails
+
+LOAD = """
+from labkit.parallel.transport import shared_memory
+from labkit.parallel.transport.base import SharedMemoryUnavailable
+try:
+    print(shared_memory.load_library()._name)
+except SharedMemoryUnavailable as error:
+    print("none:", error)
+"""
+
+
+def _start(cache: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache.parent), **variables}
+    return subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=-1, stderr=-1, text=True)
+
+
+def _output(process: subprocess.Popen[str]) -> str:
+    out, error = process.communicate(timeout=200)
+    assert (process.returncode, error) == (0, "")
+    return out.strip()
+
+
+def _compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\necho called >> {folder}/calls\n{script}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_processes_that_start_together_build_it_once_and_print_nothing(tmp_path: Path) -> None:
+    cache, compiler = tmp_path / "cache", _compiler(tmp_path, 'exec c++ "$@"')
+    files = {_output(process) for process in [_start(cache, CXX=compiler) for _ in range(3)]}
+    (file,) = files
+    assert _output(_start(cache)) == file
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert {path.name for path in Path(file).parent.iterdir()} == {"library.so", "lock"}
+
+
+def test_a_failure_is_one_line_and_not_kept(tmp_path: Path) -> None:
+    message = "cc1plus: error: cannot write: No space left on device"
+    compiler = _compiler(tmp_path, f'echo "In file x:"; echo "{message}" >&2; exit 1')
+    assert _output(_start(tmp_path / "cache", CXX=compiler)) == f"none: {compiler} failed: {message}"
+    assert _output(_start(tmp_path / "cache", CXX=compiler, LABKIT_SHARED_MEMORY_FAILURE="none")) == "none: none"
+    assert (tmp_path / "calls").read_text() == "called\n"  # ranks take their launcher's word
+    assert _output(_start(tmp_path / "cache")).endswith("library.so")
+
+
+def test_a_full_temporary_folder_does_not_matter(tmp_path: Path) -> None:
+    compiler = _compiler(tmp_path, 'case "$TMPDIR" in */cache/labkit/*) exec c++ "$@";; esac; exit 1')
+    assert _output(_start(tmp_path / "cache", CXX=compiler)).endswith("library.so")
+
+
+@pytest.mark.parametrize(
+    ("variables", "hint"), [({"PATH": "/nowhere"}, "apt install g++"), ({"CXX": "no-such-compiler"}, "apt install g++")]
+)
+def test_a_missing_compiler_is_named_with_what_to_install(tmp_path: Path, variables: dict[str, str], hint: str) -> None:
+    text = _output(_start(tmp_path / "cache", **variables))
+    assert text.startswith("none: ")
+    assert hint in text
+
+
+def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(shared_memory, "_libraries", [])
+    monkeypatch.setattr(shared_memory.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "python3-dev" in str(shared_memory.unavailable_reason())
+
+
+def test_folders_that_others_can_write_to_or_that_forbid_execution_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    (cache / "labkit").mkdir(parents=True)
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(temporary))
+    (cache / "labkit").chmod(0o777)
+    assert shared_memory._cache_folder().parent == temporary
+    (cache / "labkit").chmod(0o700)
+    assert shared_memory._cache_folder().parent == cache
+    real = os.statvfs
+
+    class NoExec:
+        f_flag = os.ST_NOEXEC
+
+    monkeypatch.setattr(os, "statvfs", lambda path: NoExec if Path(path).is_relative_to(cache) else real(path))
+    assert shared_memory._cache_folder().parent == temporary
+    monkeypatch.setattr(os, "statvfs", lambda path: NoExec)
+    monkeypatch.setattr(shared_memory, "_libraries", [])
+    reason = str(shared_memory.unavailable_reason())
+    assert "XDG_CACHE_HOME" in reason
+    assert "\n" not in reason

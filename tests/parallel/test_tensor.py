@@ -13,8 +13,8 @@ from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor
-from labkit.parallel.agreement import NOTE_BYTES
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.exchange import NOTE_BYTES
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.tensor import TensorParallel, tensor_parallel

@@ -108,7 +108,7 @@ def test_each_epoch_has_an_order_of_its_own_and_every_image_at_most_once():
 def test_a_batch_is_no_larger_than_what_there_is():
     (update,) = updates_of(7, RECIPE, 0, 1, 2)
     assert update.shape == (1, 2, 3)
-    with pytest.raises(ValueError, match="expected at least two images a rank, got 3 for 2 ranks"):
+    with pytest.raises(ValueError, match="expected at least two images per rank, got 3 for 2 ranks"):
         list(updates_of(3, RECIPE, 0, 1, 2))
 
 

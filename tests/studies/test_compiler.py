@@ -1,4 +1,4 @@
-"""What torch tries of the C++ compiler is kept for later ranks; what they compile then is not, unless they ask."""
+"""What torch compiles in a rank outlives it, in the user's directory or the one that the user names."""
 
 import os
 import tempfile
@@ -10,41 +10,23 @@ import torch
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.ranks.worker import COMPILED_CODE
-from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
+from labkit.studies.shared.compiler import prepare_compiler
 
 
-def _compile(ready):
-    make_compiler_ready("cpu" if ready else "cuda")
+def _compile(_):
+    prepare_compiler("cpu")
     torch.compile(torch.nn.functional.gelu)(torch.ones(8))
-    return tempfile.gettempdir()
+    return os.environ[COMPILED_CODE], tempfile.gettempdir()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(no_compiler_reason("cpu") is not None, reason=str(no_compiler_reason("cpu")))
-def test_a_ranks_look_at_the_compiler_outlives_it_and_what_it_compiles_does_not(tmp_path):
-    def kept():
-        return {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".so", ".gch")}
-
-    own = run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path), COMPILED_CODE: ""})
-    first = kept()
-    assert first
-    assert not Path(*own).exists()
-    run_ranks(_compile, True, world_size=1, environment={"TMPDIR": str(tmp_path), COMPILED_CODE: ""})
-    assert kept() == first
-
-
-def _where_it_is_kept(_):
-    before = os.environ.get(COMPILED_CODE)
-    keep_what_is_compiled()
-    return before, os.environ[COMPILED_CODE], tempfile.gettempdir()
-
-
-@pytest.mark.parametrize("users", [None, "compiled"])
-def test_what_a_rank_is_to_keep_goes_to_the_users_directory_and_nothing_else_does(users, tmp_path):
-    # where this process has compiled something, torch has set it
-    environment = {"TMPDIR": str(tmp_path), COMPILED_CODE: str(tmp_path / users) if users else ""}
-    ((before, cache, temporary),) = run_ranks(_where_it_is_kept, None, world_size=1, environment=environment)
-    assert before is None
-    assert Path(cache).parent == tmp_path
-    assert users is None or Path(cache).name == users
+@pytest.mark.parametrize("users", ["", "compiled"])
+def test_compiled_code_outlives_its_rank_and_nothing_else_does(users, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(COMPILED_CODE, str(tmp_path / users) if users else "")
+    ((cache, temporary),) = run_ranks(_compile, None, world_size=1)
     assert not Path(temporary).exists()
+    assert Path(cache).parent == tmp_path
+    assert not users or Path(cache).name == users
+    assert any(path.suffix in (".so", ".gch") for path in Path(cache).rglob("*"))

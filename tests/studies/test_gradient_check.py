@@ -32,7 +32,7 @@ class _Ranks:
         for self.rank in range(ranks):
             with gradient_check._whole_numbers(self.parameters, range(ranks)):
                 self.backward()
-            self.local.append(gradient_check._taken(self.parameters))
+            self.local.append(gradient_check._take_gradients(self.parameters))
         self.rank = 0
 
     def backward(self):

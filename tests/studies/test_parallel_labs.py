@@ -62,7 +62,7 @@ def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
     rows = [row for rank in run_ranks(_measure, name, is_broken, world_size=2) for row in rank]
     checks = {row["check"].partition(":")[0] for row in rows if "check" in row}
     assert checks == ({"wrong"} if is_broken else {"ok"})
-    assert any("seconds" in row or "peak_bytes" in row or "moment" in row for row in rows) != is_broken
+    assert any("seconds" in row or "peak_bytes" in row or "parameters_bytes" in row for row in rows) != is_broken
 
 
 @pytest.mark.parametrize(("host_ranks", "share"), [(4, 4), (2, 2), (float("nan"), 4)])

@@ -22,9 +22,9 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_layers_that_are_not_traced_are_counted(precision):
+def test_layers_that_are_not_trace_are_counted(precision):
     shape = replace(SIZES["nano"], n_layers=4)
-    whole = {**module._traced_passes(shape, 2, 16, precision), **module._traced_update(shape, "cpu")}
+    whole = {**module._trace_passes(shape, 2, 16, precision), **module._trace_update(shape, "cpu")}
     found = list_operators(shape, 2, 16, precision)
     assert {phase: Counter(calls) for phase, calls in found.items()} == {
         phase: Counter(calls) for phase, calls in whole.items()

@@ -11,7 +11,7 @@ from labkit.lab.point import planned_s
 from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import available_memory_bytes, describe_machine
-from labkit.parallel.transport.build import unavailable_reason
+from labkit.parallel.transport.shared_memory import unavailable_reason
 
 
 def machine_rows() -> list[tuple[str, str]]:

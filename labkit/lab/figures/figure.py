@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from pandas.api.types import is_numeric_dtype
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures.style import ALL, FONT, GRID, PAGE, PALETTE, SOFT, TEXT, WIDTH
@@ -135,6 +136,8 @@ class Figure:
     """Column of panels."""
     hue: str | None = None
     """Column of colors; by default the alternatives of the metric."""
+    at: Mapping[str, Any] = field(default_factory=dict)
+    """Column -> value of the rows to plot. If no row has it: the largest number, or the last name."""
 
     @property
     def color(self) -> str:
@@ -144,10 +147,21 @@ class Figure:
     def draw(self, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
         """Draw these results; a figure without rows says so. ParameterError for a missing column."""
         if isinstance(self.source, Metric):
-            return self.plot(self.source.medians(results.frame))
+            source, frame = self.source, results.frame
+            return self.plot(self.select(source.largest(frame) if source.exact else source.medians(frame)))
         if callable(self.source):
-            return self.plot(self.source(results))
-        return self.plot(pd.DataFrame() if answer_table is None else answer_table)
+            return self.plot(self.select(self.source(results)))
+        return self.plot(pd.DataFrame() if answer_table is None else self.select(answer_table))
+
+    def select(self, table: pd.DataFrame) -> pd.DataFrame:
+        """The rows at `at`; columns that the table lacks, or that make panels or colors, select nothing."""
+        for name, wanted in self.at.items():
+            if name in table and name not in (self.panel, self.color) and len(table):
+                values = table[name]
+                if not (values == wanted).any():
+                    wanted = values.max() if is_numeric_dtype(values) else values.iloc[-1]
+                table = table[values == wanted]
+        return table
 
     def plot(self, frame: pd.DataFrame) -> Plot:
         """Draw a tidy frame with one row per point, bar or box. ParameterError for a missing column."""
@@ -160,6 +174,10 @@ class ValueFigure(Figure):
 
     x: str
     y: str | None = None
+
+    @property
+    def color(self) -> str:
+        return ALL if self.hue is None and super().color == self.x else super().color
 
     @property
     def value(self) -> str:

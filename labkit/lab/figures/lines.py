@@ -20,6 +20,7 @@ MANY_POINTS = 100  # of a line; more are drawn small
 SPREAD = 0.5  # of the distance between two names on the x axis: room for the dots of one
 FEW_PLACES = 4  # on the x axis: each gets a tick
 FIRST = "nccl"  # panel that comes first: readers with GPUs look for it
+RATIOS = ("ratio", "measured_over_predicted")  # columns with a line at 1
 AT = "at"  # column of places on the x axis
 
 
@@ -33,8 +34,6 @@ class Lines(ValueFigure):
 
     log: str = "xy"
     """Logarithmic axes: "x", "y", "xy" or ""."""
-    level: float | None = None
-    """Height of a horizontal line, such as 1 for a ratio."""
 
     def __post_init__(self) -> None:
         if not set(self.log) <= set("xy"):
@@ -89,8 +88,8 @@ class Lines(ValueFigure):
         for line in axis.lines:
             line.set_markeredgecolor(line.get_color())
         style.draw_intervals(axis, rows[AT], rows, [colors[name] for name in rows[self.color]])
-        if self.level is not None:
-            axis.axhline(self.level, color=style.TEXT, linewidth=1.0, zorder=1)
+        if self.value in RATIOS:
+            axis.axhline(1, color=style.TEXT, linewidth=1.0, zorder=1)
         return [
             Mark(axis, row[AT], row[self.value], row[AT], row[self.value], self._text(row))
             for row in rows.to_dict("records")

@@ -31,8 +31,8 @@ from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.ranks.hosts import describe_hosts
-from labkit.parallel.schedule import record_schedule
+from labkit.parallel.ranks.torchrun import describe_hosts
+from labkit.parallel.traffic import record_schedule
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
 MAX_CSV_BYTES = 2**18  # embedded in a page; larger tables stay next to the figure's file

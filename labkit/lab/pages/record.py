@@ -29,7 +29,7 @@ from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
-from labkit.parallel.ranks.hosts import describe_hosts
+from labkit.parallel.ranks.torchrun import describe_hosts
 
 PAGE_MIME = "application/vnd.labkit.page+json"  # the record in an executed notebook
 OTHER_FORMAT = "its record is older or newer than this labkit: draw it again"

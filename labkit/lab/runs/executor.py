@@ -21,6 +21,7 @@ from labkit.lab.user_plugins import Plugins, worker_with_plugins
 from labkit.machine import describe_machine
 from labkit.machine.load import LoadMeter
 from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
+from labkit.parallel.ranks.fork_server import PRELOADED
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_rank
 
 Events = Generator[Row | Retry | PointEnd, None, None]
@@ -147,6 +148,7 @@ def launch_points(
 ) -> Events:
     """Launch points of one group of ranks and yield their events; only rank 0 of a job gets `checkpoints`."""
     first, options = points[0], {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
+    PRELOADED.extend(module for module in study.preload if module not in PRELOADED)
     return launch(
         partial(probed, worker_with_plugins(study, plugins), **options),
         points,

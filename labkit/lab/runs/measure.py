@@ -24,8 +24,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
-from labkit.parallel.ranks.hosts import describe_hosts
-from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
+from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, describe_hosts, job_rank, ranks_by_host
 
 CALIBRATING = "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}

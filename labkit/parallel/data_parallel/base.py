@@ -34,7 +34,7 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_module, c
 from labkit.parallel.data_parallel.join import UnevenInputs
 from labkit.parallel.data_parallel.reducer import TORCH, Reducer, check_reducer
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.transport import member_group
 
 
 class UnusedParameterError(RuntimeError):

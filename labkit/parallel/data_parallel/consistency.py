@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
-from labkit.parallel.transport.select_transport import member_group
+from labkit.parallel.transport import member_group
 
 COALESCED_BYTES = 2**26
 """A broadcast copies some tensors together, until they are this large; two of these copies travel at once."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from labkit.parallel.background_comm import Channel, Wait
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.transport.select_transport import CHOICES
+from labkit.parallel.transport import CHOICES
 
 TORCH = "torch"
 

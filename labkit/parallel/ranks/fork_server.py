@@ -1,15 +1,13 @@
 """Fork server: a process that has imported torch and forks ranks, each a `torch.multiprocessing` worker.
 
-Three processes take part, and each ends what another leaves behind:
+The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader forks the ranks
+(`fork_rank`) that the caller requests (`request_rank`). Each process ends what another leaves behind:
 
-* The caller (`group.py`) opens a connection per group of ranks. When it is closed, or the caller ends, the server kills
-  the ranks' process groups and removes the group's directory. It has one thread and never waits for a rank.
-* If the server ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The
-  cleaner, which is the server's parent, kills the rest of the server's session and removes the groups' directories. It
-  does the same when the last caller ends, even while the server still imports torch.
-* If the cleaner ends, the server ends its groups and itself.
-
-The server runs this file as a script. A rank imports labkit and its worker: an edited file takes effect at once.
+* If the caller ends, or closes a group's connection, the leader kills the ranks with all that they have started, and
+  removes the group's directory. The server ends with its last caller.
+* If a leader ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The server
+  kills the rest of the leader's session and removes the group's directory.
+* If the server ends, its groups go on, and the caller starts another for the next group.
 """
 
 from __future__ import annotations
@@ -21,134 +19,182 @@ import importlib
 import json
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any, NoReturn
 
 PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
 REQUEST_BYTES, REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
-_PR_SET_PDEATHSIG = 1
+# BLAS and OpenMP read these when the server loads torch: a process that forks must have one thread.
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+_lock = threading.Lock()
+# Connection and process of the server, for this process and all that are forked from it; empty without one.
+_server: list[tuple[socket.socket, Popen[bytes]]] = []
 
 
-@dataclass(eq=False)
-class _Group:
-    connection: socket.socket
-    directory: str
-    caller: int | None = None  # a descriptor that becomes ready when the caller ends
-    ranks: dict[int, BaseProcess] = field(default_factory=dict)
-    is_over: bool = False
+def start_server() -> int:
+    """Start the server unless it runs; return its process id."""
+    with _lock:
+        if not _server:
+            control, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", __file__, str(theirs.fileno()), *PRELOADED]
+                env = os.environ | dict.fromkeys(_ONE_THREAD, "1")
+                # A session of its own is out of reach of a Ctrl-C, and of a kernel that waits for its children.
+                process = Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=DEVNULL, stdout=DEVNULL, start_new_session=True, env=env
+                )
+            _server.append((control, process))
+        return _server[0][1].pid
 
-    def end(self) -> None:
-        """Kill every rank and its children. The group is removed once all are reaped."""
-        self.is_over = True
-        for process in self.ranks.values():
-            _signal(process, signal.SIGKILL)
 
-    def reap(self) -> None:
-        """Report ranks that have ended, and end what they have started."""
-        for rank, process in list(self.ranks.items()):
-            if process.exitcode is not None:
-                _signal(process, signal.SIGKILL)  # ids are given out in turn: nobody else has this one yet
-                del self.ranks[rank]
-                self.report(rank, process.exitcode)
+def open_group(directory: Path) -> socket.socket:
+    """Open a group of ranks with a private directory, which its leader makes. Closing the connection ends the group."""
+    ours, theirs = socket.socketpair()
+    passed = [theirs.detach()]
+    with contextlib.suppress(OSError, AttributeError):  # the system has no descriptors of processes
+        passed.append(os.pidfd_open(os.getpid()))
+    try:
+        while True:
+            start_server()
+            try:
+                _send(_server[0][0], {"directory": str(directory)}, *passed)
+                return ours
+            except OSError:  # the server was killed
+                _server.clear()
+    finally:
+        for descriptor in passed:
+            os.close(descriptor)
 
-    def report(self, rank: int | None, how: int | str) -> None:
-        with contextlib.suppress(OSError):  # the caller has ended, or does not listen
-            self.connection.send(json.dumps([rank, how]).encode().ljust(REPORT_BYTES), socket.MSG_DONTWAIT)
 
-    def remove(self) -> None:
-        for process in self.ranks.values():
+def request_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
+    """Have the leader fork a rank with these variables, and this process's `sys.path` and working directory."""
+    ours, theirs = multiprocessing.Pipe()
+    state = {"environment": dict(environment), "path": list(map(str, sys.path)), "argv": list(map(str, sys.argv))}
+    state |= {"directory": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
+    with theirs, contextlib.suppress(OSError):  # the leader has ended, and reported why
+        _send(group, {"rank": rank}, theirs.fileno())
+        ours.send_bytes(json.dumps(state).encode())
+    return ours
+
+
+def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
+    """Return the ranks that have ended, with exit codes; None as a rank: the group has ended, and why."""
+    content = b""
+    with contextlib.suppress(OSError):  # the leader was killed before it read all requests
+        content = group.recv(64 * REPORT_BYTES)
+    if not content:
+        return [(None, "the fork server of the ranks was killed")]
+    return [json.loads(content[at : at + REPORT_BYTES]) for at in range(0, len(content), REPORT_BYTES)]
+
+
+def _send(peer: socket.socket, request: Mapping[str, Any], *descriptors: int) -> None:
+    """Send in one system call, so that an interrupt leaves nothing halfway."""
+    socket.send_fds(peer, [json.dumps(request).encode().ljust(REQUEST_BYTES)], descriptors)
+
+
+# The server
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork a leader per group, and clean up after leaders, until the last process that holds `control` ends."""
+    leaders: dict[int, str] = {}  # process id -> the group's directory
+    ended, _waking = _watch_children()
+    while True:
+        ready = connection.wait([control, ended])
+        if ended in ready:
+            ended.recv(4096)
+            for leader in list(leaders):
+                _clean_up(leader, leaders, os.WNOHANG)
+        if control in ready:
+            content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 2)
+            if not content:
+                break
+            directory = json.loads(content)["directory"]
+            if (leader := os.fork()) == 0:
+                control.close()
+                _lead_group(directory, *descriptors)
+            leaders[leader] = directory
+            for descriptor in descriptors:
+                os.close(descriptor)
+    for leader in list(leaders):
+        _clean_up(leader, leaders, 0)
+
+
+def _clean_up(leader: int, leaders: dict[int, str], flags: int) -> None:
+    """Reap a leader; if it was killed, kill what is left of its session, and remove the group's directory."""
+    ended, status = os.waitpid(leader, flags)
+    if ended:
+        directory = leaders.pop(leader)
+        if status != 0:
+            _kill_session(leader)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _lead_group(directory: str, group: int, caller: int = -1) -> NoReturn:
+    """Fork the ranks that are requested, and report their ends, until the caller ends or closes the group.
+
+    `caller`: a descriptor that becomes ready when the caller ends, even if its children hold the group's connection.
+    """
+    os.setsid()
+    requests, (ended, waking) = socket.socket(fileno=group), _watch_children()
+    watched: list[Any] = [requests, ended] if caller == -1 else [requests, ended, caller]
+    ranks: dict[int, BaseProcess] = {}
+    try:
+        Path(directory).mkdir(mode=0o700)
+        while caller not in (ready := connection.wait(watched)):  # no rank is forked for a caller that has ended
+            if requests in ready:
+                content, descriptors, *_ = socket.recv_fds(requests, REQUEST_BYTES, 1)
+                if not content:
+                    break
+                rank = json.loads(content)["rank"]
+                ranks[rank] = fork_rank(directory, rank, descriptors[0], [requests, ended, waking])
+                os.close(descriptors[0])
+            if ended in ready:
+                ended.recv(4096)
+            for rank, process in list(ranks.items()):
+                if process.exitcode is not None:
+                    _kill(process)  # and its children; ids are assigned in turn: this one is not in use again yet
+                    _report(requests, rank, ranks.pop(rank).exitcode)
+    except OSError as error:
+        _report(requests, None, f"the ranks were not started: {error.strerror}")
+    finally:
+        for process in ranks.values():
+            _kill(process)
+        for process in ranks.values():
             process.join(1.0)
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.connection.close()
-        if self.caller is not None:
-            os.close(self.caller)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)
 
 
-def _serve(control: socket.socket, cleaner: socket.socket) -> None:
-    """Open groups and fork their ranks until the last process that holds `control` ends, or the cleaner does."""
-    groups: list[_Group] = []
-    reaping, waking = socket.socketpair()
+def _report(group: socket.socket, rank: int | None, how: int | str | None) -> None:
+    with contextlib.suppress(OSError):  # the caller has ended, or does not listen
+        group.send(json.dumps([rank, how]).encode().ljust(REPORT_BYTES), socket.MSG_DONTWAIT)
+
+
+def _watch_children() -> tuple[socket.socket, socket.socket]:
+    """Return a socket that becomes ready when a child of this process ends, and its other end, to be kept."""
+    ended, waking = socket.socketpair()
     waking.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `waking`
     signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-    try:
-        while True:
-            alive = [group for group in groups if not group.is_over]
-            callers = {group.caller: group for group in alive if group.caller is not None}
-            connections = {group.connection: group for group in alive}
-            for ready in connection.wait([control, cleaner, reaping, *callers, *connections]):
-                if ready is reaping:
-                    reaping.recv(4096)
-                elif ready in connections:
-                    _answer(connections[ready], [control, cleaner, reaping, waking, *connections])
-                elif ready in callers:
-                    callers[ready].end()
-                elif ready is cleaner or not _open_group(control, cleaner, groups):
-                    return
-            for group in list(groups):
-                group.reap()
-                if group.is_over and not group.ranks:
-                    groups.remove(group)
-                    group.remove()
-    finally:
-        for group in groups:
-            group.end()
-        for group in groups:
-            group.remove()
+    return ended, waking
 
 
-def _open_group(control: socket.socket, cleaner: socket.socket, groups: list[_Group]) -> bool:
-    """Open the group that a caller requests; False if there is no caller any more."""
-    content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 1)
-    if not content:
-        return False
-    request = json.loads(content)
-    group = _Group(socket.socket(fileno=descriptors[0]), request["directory"])
-    groups.append(group)
-    cleaner.sendall(f"{group.directory}\0".encode())
-    try:
-        Path(group.directory).mkdir(mode=0o700)
-    except OSError as error:
-        group.report(None, f"the ranks were not started: {error.strerror}")
-        group.end()
-    with contextlib.suppress(OSError, AttributeError):  # the system has no such descriptors
-        group.caller = os.pidfd_open(request["caller"])
-    return True
-
-
-def _answer(group: _Group, inherited: Sequence[socket.socket]) -> None:
-    """Do what the caller requests: fork a rank, have all write their stacks or, if it has closed the group, end it."""
-    try:
-        content, descriptors, *_ = socket.recv_fds(group.connection, REQUEST_BYTES, 1)
-    except OSError:
-        content, descriptors = b"", []
-    if not content:
-        group.end()
-    elif not descriptors:
-        for process in group.ranks.values():
-            _signal(process, STACKS_SIGNAL)
-    else:
-        rank = json.loads(content)["rank"]
-        try:
-            group.ranks[rank] = _fork(group.directory, rank, descriptors[0], inherited)
-        except OSError as error:
-            group.report(None, f"rank {rank} was not started: {error.strerror}")
-        os.close(descriptors[0])
-
-
-def _fork(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
-    """Fork a rank, which leads a process group; `inherited` is for the server alone."""
+def fork_rank(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
+    """Fork a rank, which leads a process group; it closes the `inherited` sockets."""
     import torch.multiprocessing
 
     context = torch.multiprocessing.get_context("fork")
@@ -160,20 +206,18 @@ def _fork(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socke
     return process
 
 
-def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Kill the rank's process group, or have the rank alone write its stacks."""
-    send = os.kill if number == STACKS_SIGNAL else os.killpg
-    assert process.pid is not None, "it was started"
+def _kill(process: BaseProcess) -> None:
+    """Kill the rank and all that it has started."""
     with contextlib.suppress(OSError):  # all of it has ended
-        send(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # it was started
 
 
-def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> None:
-    """The life of a rank: tie it to the server, take over the caller's state, serve points."""
+def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> None:
+    """Live as a rank: tie it to the leader, take over the caller's state, serve points."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != leader:
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -183,6 +227,7 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     with connection.Connection(pipe) as caller:
+        caller.send_bytes(json.dumps({"kind": "started", "pid": os.getpid()}).encode())
         state = json.loads(caller.recv_bytes())
         os.environ.clear()
         os.environ.update(state["environment"])
@@ -190,65 +235,33 @@ def _run_rank(server: int, directory: str, rank: int, pipe: int, inherited: Sequ
         sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
         multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
         os.chdir(state["directory"])
-        worker = importlib.import_module("labkit.parallel.ranks.worker")
+        worker = importlib.import_module("labkit.parallel.ranks.worker")  # only now: an edited file takes effect
         worker.serve_points(caller, rank, Path(directory))
-
-
-def _clean_up(server: int, control: int, notes: socket.socket) -> None:
-    """Wait for the end of the server or of its last caller, end the session, remove the directories in `notes`.
-
-    A server that still imports torch would see only later that its callers have ended.
-    """
-    named = b""
-    events = select.poll()
-    events.register(notes, select.POLLIN)
-    events.register(control, 0)  # its end, not what is in it
-    while control not in dict(events.poll()) and (note := notes.recv(4096)):
-        named += note
-    _kill_session(server)
-    os.waitpid(server, 0)  # until now its id, which is the session's, cannot be somebody else's
-    while note := notes.recv(4096):
-        named += note
-    for directory in filter(None, named.decode().split("\0")):
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _kill_session(session: int) -> None:
     """Kill the processes of a session, and those that they start meanwhile."""
     import psutil
 
-    for _ in range(500):
+    is_empty, deadline = False, time.monotonic() + 5.0
+    while not is_empty and time.monotonic() < deadline:
         is_empty = True
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):  # it has ended
                 if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                     process.kill()
                     is_empty = False
-        if is_empty:
-            return
         time.sleep(0.01)
 
 
 def _main(control: int, modules: Sequence[str]) -> None:
-    notes, cleaner = socket.socketpair()
-    if server := os.fork():
-        cleaner.close()
-        _clean_up(server, control, notes)
-        return
-    try:
-        notes.close()
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL):
-            signal.signal(number, signal.SIG_IGN)
-        for module in modules:
-            importlib.import_module(module)
-        gc.collect()
-        gc.freeze()  # a collection in a rank would copy the pages of what is imported here
-        _serve(socket.socket(fileno=control), cleaner)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy the pages of what is imported here
+    _serve(socket.socket(fileno=control))
 
 
 if __name__ == "__main__":

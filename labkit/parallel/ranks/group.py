@@ -1,20 +1,22 @@
 """A group of ranks as the process that starts them sees it: start, run points, close.
 
-The caller holds a connection to the group, which is closed to end it (`rank_process.py`), and one to each rank. The
-group's private directory has the rendezvous file, the ranks' output, stacks, current alternatives and temporary files.
+The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe to each rank. The
+group's private directory has the rendezvous file, and each rank's output, stacks, turn and temporary files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -22,35 +24,25 @@ from typing import Any
 import psutil
 
 from labkit.machine.cgroups import oom_kills
-from labkit.parallel.ranks import current_alternative, rank_process
-from labkit.parallel.ranks.rank_process import RankProcess
+from labkit.parallel.ranks import fork_server
 from labkit.parallel.ranks.results import (
     PointEnd,
     RankFailure,
     Row,
     death_failure,
-    describe_kernel_kills,
-    end_point,
     failure_from_json,
     first_failing_rank,
+    read_turn,
+    slowest_rank,
 )
-from labkit.parallel.ranks.worker import START_TIMEOUT_S, GroupPlan
-from labkit.parallel.transport import build
+from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
+from labkit.parallel.transport import shared_memory
 
-GRACE_S = 0.1
-"""How long to wait after a first failure for others that may be its cause: a death is noticed within milliseconds."""
-GRACE_FOR_CAUSE_S = 1.0
-"""The same while all failures are consequences: a large process takes longer to be taken down."""
+# After a first failure, others that may be its cause have this time; more if all failures so far are consequences.
+GRACE_S, GRACE_FOR_CAUSE_S = 0.1, 1.0
 CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
-
-
-class StartError(Exception):
-    """A group did not start; `failure` has the cause, `facts` what was planned."""
-
-    def __init__(self, failure: RankFailure, facts: dict[str, Any]) -> None:
-        super().__init__(failure.message)
-        self.failure, self.facts = failure, facts
+OUTPUT_LINES, OUTPUT_BYTES = 40, 16 * 1024  # of a rank, per point
 
 
 @dataclass
@@ -74,87 +66,124 @@ class _Wait:
         self.deadline = min(self.deadline, time.monotonic() + grace_s)
 
 
+@dataclass
+class _Rank:
+    """One rank: its pipe, its process as soon as it has started, and the files that it writes."""
+
+    number: int
+    pipe: connection.Connection[Any, Any]
+    directory: Path
+    process: psutil.Process | None = None
+    is_open: bool = True
+    n_forwarded: int = 0  # bytes of its output that were shown
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has died, which the leader reports
+            self.pipe.send_bytes(message)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message if there is one."""
+        try:
+            return json.loads(self.pipe.recv_bytes()) if self.is_open and self.pipe.poll() else None
+        except (EOFError, OSError):
+            self.is_open = False
+            return None
+
+    def turn(self) -> tuple[int, str]:
+        return read_turn(self.directory / f"rank-{self.number}.turn")
+
+    def request_stacks(self) -> None:
+        """Have it write its stacks, even inside C++."""
+        with contextlib.suppress(psutil.Error, AttributeError):  # it has ended, or never started
+            self.process.send_signal(fork_server.STACKS_SIGNAL)  # type: ignore[union-attr]
+
+    def stacks(self) -> str:
+        """The stacks that it has written so far."""
+        with contextlib.suppress(FileNotFoundError):  # none yet
+            return (self.directory / f"rank-{self.number}.stacks").read_text(errors="replace")
+        return ""
+
+    def output(self, start: int = 0) -> tuple[list[str], int]:
+        """Its last lines of output from byte `start` on, with a note of what is left out; and the bytes of all output.
+
+        Each line is as a terminal would leave it: of a progress bar that rewrites its line, the last state.
+        """
+        with contextlib.suppress(FileNotFoundError), (self.directory / f"rank-{self.number}.log").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = file.seek(max(start, size - OUTPUT_BYTES))
+            text = file.read(size - begin).decode(errors="replace").removesuffix("\n")
+            lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
+            if begin > start or len(lines) > OUTPUT_LINES:
+                lines = [f"... the last of {(size - start) / 1e6:.1f} MB of output", *lines[1:][-OUTPUT_LINES:]]
+            return lines, size
+        return [], start  # not yet, or the directory was removed
+
+    def output_tail(self) -> str:
+        return "\n".join(filter(None, self.output()[0]))
+
+    def kill(self) -> None:
+        """Kill it and its children, if nobody else has done so. The id is still its own while one of them is there."""
+        if self.process and (self.process.is_running() or not psutil.pid_exists(self.process.pid)):
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
 class RankGroup:
     """Ranks with a process group among them, which serve one point after another until one fails."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        environment: Mapping[str, str],
-        on_output: Callable[[str], None],
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        """`numbers`: the ranks of the group that are started here, all if None."""
+    def __init__(self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None]) -> None:
+        """`payload`: pickled, the plan, the worker and its points."""
         self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
-        self._plan = plan
-        self._environment = environment
-        self._on_output = on_output
+        self._plan, self._payload, self._on_output = plan, payload, on_output
+        self._environment = os.environ | LOOPBACK
         self._connection: socket.socket | None = None
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
-        self._numbers = range(plan.world_size) if numbers is None else numbers
-        self._ranks: dict[int, RankProcess] = {}
-        self._is_interrupted = False
-        self._kills_before = oom_kills()
+        self._ranks: list[_Rank] = []
+        self._kills_before = oom_kills() or 0
 
-    def start(self, payload: bytes) -> None:
-        """Start the ranks and wait until their process group is made; StartError with the cause otherwise.
-
-        `payload` is the worker and the points, as `pickle.loads` takes them.
-        """
+    def start(self) -> RankFailure | None:
+        """Start the ranks and wait until their process group is made; return the failure if it is not."""
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
-            reason = build.unavailable_reason()
+            reason = shared_memory.unavailable_reason()
             self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
-            self._environment = {**self._environment, **({build.FAILURE: reason} if reason else {})}
+            self._environment |= {shared_memory.FAILURE: reason} if reason else {}
         begun = time.monotonic()
+        wait = self._wait("ready", START_TIMEOUT_S)
         try:
-            self._fork_ranks(payload)
-            wait = _Wait("ready", set(self._numbers), begun + START_TIMEOUT_S)
+            self._request_ranks()
             for row in self._listen(wait):
                 raise AssertionError(f"a rank that is not ready sends no rows: {row}")
-            if failure := self._failure(wait, f"not ready after {START_TIMEOUT_S:g} s"):
-                raise StartError(failure, self.facts)
+            failure = self._failure(wait, f"not ready after {START_TIMEOUT_S:g} s")
         except OSError as error:
-            self.close()
-            text = f"a rank was not started: {type(error).__name__}: {error}"
-            raise StartError(RankFailure(None, "exception", text), self.facts) from error
+            failure = RankFailure(None, "exception", f"a rank was not started: {type(error).__name__}: {error}")
         except BaseException:
             self.close()
             raise
-        self.facts |= wait.messages[0]["facts"]
-        self.facts |= {"start_method": "forkserver", "start_s": time.monotonic() - begun}
+        if failure:
+            self.close()
+        else:
+            self.facts |= wait.messages[0]["facts"]
+            self.facts |= {"start_method": "forkserver", "start_s": time.monotonic() - begun}
+        return failure
 
     def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
         """Run one point on every rank, without some alternatives: rows as they come, then how it ended.
 
         A group whose point has not ended ok is of no more use, and has been closed.
         """
-        self._kills_before = oom_kills()
+        self._kills_before = oom_kills() or 0
         begun = time.monotonic()
-        wait = _Wait("done", set(self._numbers), begun + self._plan.timeout_s)
-        for rank in self._ranks.values():
+        wait = self._wait("done", self._plan.timeout_s)
+        for rank in self._ranks:
             rank.send(json.dumps([index, excluded]).encode())
         yield from self._listen(wait, index)
-        if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s"):
+        if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s (timeout_s)"):
             ended = time.monotonic()
             self.close()
         else:
             ended = max(message["at"] for message in wait.messages)
             self._forward_output()
-        return end_point(index, failure, ended - begun, self.facts)
-
-    def is_whole(self) -> bool:
-        """Whether every rank waits for a point. The end of a rank between two points is reported, and costs none."""
-        self._receive(0.0)
-        ended = [rank for rank in self._ranks.values() if not rank.is_open or not rank.is_alive]
-        for rank in ended:
-            self._on_output(f"[rank {rank.number}] ended between two points")
-        return not ended
-
-    def interrupt(self) -> None:
-        """Have the ranks ended, in whatever they do: from another thread."""
-        self._is_interrupted = True
-        with contextlib.suppress(OSError, AttributeError):  # it was closed meanwhile
-            self._connection.shutdown(socket.SHUT_WR)  # type: ignore[union-attr]
+        return PointEnd.from_failure(index, failure, ended - begun, self.facts)
 
     def close(self) -> None:
         """End the ranks with all that they have started, and remove the directory. Safe to repeat."""
@@ -163,66 +192,65 @@ class RankGroup:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
                 self._connection.settimeout(CLOSE_TIMEOUT_S)
-                while self._connection.recv(4096):  # until the server has removed the group
+                while self._connection.recv(4096):  # until the leader has removed the group
                     pass
             self._connection.close()
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.kill()
             rank.pipe.close()
-        shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the server was killed
-        self._connection, self._ranks = None, {}
+        shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the leader was killed
+        self._connection, self._ranks = None, []
 
-    def _fork_ranks(self, payload: bytes) -> None:
-        self._connection = rank_process.open_group(self._directory)
-        plan = json.dumps(asdict(self._plan)).encode()
-        for number in self._numbers:
-            pipe = rank_process.fork_rank(self._connection, number, self._environment)
-            self._ranks[number] = RankProcess(number, pipe, self._directory)
-        for rank in self._ranks.values():
-            rank.send(plan, payload)
+    def _wait(self, kind: str, timeout_s: float) -> _Wait:
+        return _Wait(kind, set(range(self._plan.world_size)), time.monotonic() + timeout_s)
+
+    def _request_ranks(self) -> None:
+        self._connection = fork_server.open_group(self._directory)
+        for number in range(self._plan.world_size):
+            pipe = fork_server.request_rank(self._connection, number, self._environment)
+            self._ranks.append(_Rank(number, pipe, self._directory))
+        for rank in self._ranks:
+            rank.send(self._payload)
 
     def _listen(self, wait: _Wait, index: int = -1) -> Iterator[Row]:
         """Listen until every rank has answered or failed, or the deadline has passed; rows on the way."""
         while wait.missing:
             is_late = wait.remaining_s() == 0.0
             for rank, message in self._receive(wait.remaining_s()):
-                if message["kind"] == "row":
+                if message["kind"] == "started":
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.process = psutil.Process(message["pid"])
+                elif message["kind"] == "row":
                     handed_over = time.monotonic()
                     yield Row(index, rank.number, message["values"])
                     wait.deadline += time.monotonic() - handed_over  # the caller's time is not the point's
                 elif message["kind"] == wait.kind:
                     wait.messages.append(message)
                     wait.missing.discard(rank.number)
-                    if "pid" in message:
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            rank.process = psutil.Process(message["pid"])
                 else:
                     wait.note_failure(self._describe_failure(rank, message), rank.number)
             if is_late and wait.remaining_s() == 0.0:
                 return
 
-    def _receive(self, timeout_s: float) -> list[tuple[RankProcess, dict[str, Any]]]:
-        """Wait until ranks send something or die; what they sent, in each rank's order."""
+    def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
+        """Wait until ranks send something or die; return what they sent, in each rank's order."""
         assert self._connection is not None, "the group was started"
-        watched: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks.values() if rank.is_open}
-        received: list[tuple[RankProcess, dict[str, Any]]] = []
+        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks if rank.is_open}
+        received: list[tuple[_Rank, dict[str, Any]]] = []
         ready = connection.wait([self._connection, *watched], timeout_s)
         for pipe in ready:
             if pipe is not self._connection and (message := watched[pipe].receive()):
                 received.append((watched[pipe], message))
         if self._connection in ready:
-            for number, how in rank_process.read_reports(self._connection):
-                for rank in self._ranks.values() if number is None else [self._ranks[number]]:
+            for number, how in fork_server.read_reports(self._connection):
+                for rank in self._ranks if number is None else [self._ranks[number]]:
                     received += [(rank, message) for message in iter(rank.receive, None)]
                     received.append((rank, {"kind": "died", "how": how, "at": time.monotonic()}))
-                    rank.is_alive = False
         return received
 
-    def _describe_failure(self, rank: RankProcess, message: Mapping[str, Any]) -> RankFailure:
+    def _describe_failure(self, rank: _Rank, message: Mapping[str, Any]) -> RankFailure:
         if message["kind"] == "failed":
             return failure_from_json(message["failure"], output_tail=rank.output_tail())
-        if self._is_interrupted:
-            return RankFailure(None, "killed", "interrupted: another rank failed", is_consequence=True)
         if isinstance(message["how"], str):
             return RankFailure(None, "killed", message["how"], at=message["at"])
         return death_failure(
@@ -232,7 +260,7 @@ class RankGroup:
             output_tail=rank.output_tail(),
             stacks=rank.stacks(),
             alternative=rank.turn()[1],
-            kernel_kills=describe_kernel_kills(self._kills_before),
+            is_memory_full=(oom_kills() or 0) > self._kills_before,
         )
 
     def _failure(self, wait: _Wait, lateness: str) -> RankFailure | None:
@@ -243,23 +271,23 @@ class RankGroup:
             return None
         late = [self._ranks[number] for number in sorted(wait.missing)]
         names = f"rank{'s' if len(late) > 1 else ''} {', '.join(str(rank.number) for rank in late)}"
-        slowest = current_alternative.slowest_rank(rank.turn() for rank in late)
+        slowest = slowest_rank(rank.turn() for rank in late)
         message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
         return RankFailure(late[0].number if len(late) == 1 else None, "timeout", message, self._dump_stacks(), tails)
 
     def _dump_stacks(self) -> str:
-        """The stacks of every rank, as of now."""
-        assert self._connection is not None, "the group was started"
-        rank_process.request_stacks(self._connection)
+        """Return the stacks of every rank, as of now."""
+        for rank in self._ranks:
+            rank.request_stacks()
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
-            before, now = now, [rank.stacks() for rank in self._ranks.values()]
-        dumps = zip(self._ranks.values(), now, strict=True)
-        return "\n".join(f"rank {rank.number}:\n{dump or '(no answer)'}" for rank, dump in dumps)
+            before, now = now, [rank.stacks() for rank in self._ranks]
+        return "\n".join(f"rank {number}:\n{dump or '(no answer)'}" for number, dump in enumerate(now))
 
     def _forward_output(self) -> None:
-        for rank in self._ranks.values():
-            for line in rank.new_output():
-                self._on_output(line)
+        for rank in self._ranks:
+            lines, rank.n_forwarded = rank.output(rank.n_forwarded)
+            for line in lines:
+                self._on_output(f"[rank {rank.number}] {line}")

@@ -1,7 +1,7 @@
-"""JSON, bytes and checkpoints among ranks, without unpickling.
+"""JSON and checkpoints among ranks, without unpickling.
 
-torch's collectives of objects unpickle a peer's bytes, and a pickle runs code. So JSON and bytes travel in tensors of
-uint8, and a checkpoint is read with `weights_only`, which makes tensors and plain values and calls nothing else.
+torch's collectives of objects unpickle a peer's bytes, and a pickle runs code. So JSON travels in tensors of uint8, and
+a checkpoint is read with `weights_only`, which makes tensors and plain values and calls nothing else.
 """
 
 from __future__ import annotations
@@ -30,28 +30,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return [json.loads(_to_bytes(part[:count])) for part, count in zip(parts, counts, strict=True)]
 
 
-def broadcast_json(value: Any) -> Any:
-    """Rank 0's JSON-able `value`, on every rank; the other ranks' values are ignored. A collective."""
-    return json.loads(broadcast_bytes(json.dumps(value).encode() if dist.get_rank() == 0 else b""))
-
-
-def broadcast_bytes(content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank; the other ranks' are ignored. A collective."""
-    own = _to_tensor(content)
-    length = torch.tensor([own.numel()], device=own.device)
-    dist.broadcast(length, src=0)
-    if dist.get_rank() != 0:
-        own = torch.empty(int(length), dtype=torch.uint8, device=own.device)
-    if own.numel():
-        dist.broadcast(own, src=0)
-    return _to_bytes(own)
-
-
 def save_checkpoint(path: Path | None, state: Any) -> None:
     """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
 
     The file is there whole or not at all: it is written under another name, synced to disk, and renamed. Nothing is
-    written without a path. When it returns, on any rank, the checkpoint is on the disk.
+    written without a path.
     """
     if path is not None and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,17 +44,21 @@ def save_checkpoint(path: Path | None, state: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)  # the new name
-        os.close(directory)
     dist.barrier()
 
 
 def load_checkpoint(path: Path | None) -> Any | None:
     """The content of rank 0's checkpoint, on every rank and on the CPU; None if there is none. A collective."""
     is_there = path is not None and dist.get_rank() == 0 and path.exists()
-    content = broadcast_bytes(path.read_bytes() if is_there and path is not None else b"")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) if content else None
+    content = _to_tensor(path.read_bytes() if is_there and path is not None else b"")
+    length = torch.tensor([content.numel()], device=content.device)
+    dist.broadcast(length, src=0)
+    if not length:
+        return None
+    if dist.get_rank() != 0:
+        content = torch.empty(int(length), dtype=torch.uint8, device=content.device)
+    dist.broadcast(content, src=0)
+    return torch.load(io.BytesIO(_to_bytes(content)), map_location="cpu", weights_only=True)
 
 
 def _to_tensor(content: bytes, group: dist.ProcessGroup | None = None) -> torch.Tensor:

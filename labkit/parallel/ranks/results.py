@@ -1,27 +1,26 @@
-"""Results of a point: rows, then one end; and what is reported of a rank that raised or died.
+"""Results of a point: its rows, its end, and the report of a rank that raised, died or hangs.
 
-Used by ranks, by the process that started them, and by the ranks of a torchrun job.
+A worker names the alternative that it is about to call (`current_alternative`). If the rank then raises or dies,
+`launch` measures the point again without it. If ranks hang, the failure names it.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import mmap
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from labkit.parallel.ranks import current_alternative
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 FailureKind = Literal["exception", "killed", "exited", "timeout", "oom"]
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 
-MAX_EXCLUDED = 32
-"""A point is measured without at most so many alternatives; with one more failure it has failed."""
+TURN_BYTES = 1024
 # CPU allocator on Linux, the same elsewhere, CUDA and NCCL, `new` in C++, and cuBLAS, cuDNN and their like
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE
@@ -33,20 +32,16 @@ _CONSEQUENCE = re.compile(
     r"|one of the others raised",
     re.IGNORECASE,
 )
-_MACHINERY = Path(__file__).parent
-# A rank that ends by these was ended from outside.
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # no alternative is to blame
 
 
 @dataclass(frozen=True)
 class Row:
     """One measured row, handed over as soon as a rank yields it."""
 
-    index: int
-    """The point, counted from 0."""
+    index: int  # of the point, from 0
     rank: int
-    values: dict[str, Any]
-    """The worker's mapping, after a round trip through JSON."""
+    values: dict[str, Any]  # the worker's mapping, in JSON's types
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,7 @@ class Retry:
 
     index: int
     alternative: str
-    reason: str
-    """For the row of that alternative."""
+    reason: str  # for the row of that alternative
     failure: RankFailure
 
 
@@ -64,21 +58,14 @@ class Retry:
 class RankFailure:
     """The first thing that went wrong in a group of ranks, without its consequences."""
 
-    rank: int | None
-    """None if no single rank is to blame, as when all of them hang."""
+    rank: int | None  # None if no single rank is to blame, as when all of them hang
     kind: FailureKind
-    message: str
-    """One line: "rank 1 was killed by SIGKILL", "rank 0: ValueError: ..."."""
-    traceback: str = ""
-    """Full Python traceback; for a timeout or an abort the stacks of the ranks."""
-    output_tail: str = ""
-    """The last lines the rank wrote to stdout and stderr."""
-    blamed: tuple[str, str] | None = None
-    """The alternative that failed and the text for its row; None if the failure is the whole point's."""
-    at: float = 0.0
-    """Seconds, on a clock that the ranks of the group share."""
-    is_consequence: bool = False
-    """It reads like the loss of another rank: the cause is another failure, if there is one."""
+    message: str  # one line: "rank 1 was killed by SIGKILL", "rank 0: ValueError: ..."
+    traceback: str = ""  # full Python traceback; for a timeout or an abort the stacks of the ranks
+    output_tail: str = ""  # the last lines the rank wrote to stdout and stderr
+    blamed: tuple[str, str] | None = None  # the alternative that failed, and the text for its row
+    at: float = 0.0  # seconds, on a clock that the ranks of the group share
+    is_consequence: bool = False  # it reads like the loss of another rank, whose failure is the cause
 
     @property
     def status(self) -> Status:
@@ -92,25 +79,27 @@ class PointEnd:
 
     index: int
     status: Status
-    reason: str | None
-    """None when ok; otherwise one line that names rank and cause."""
+    reason: str | None  # None when ok; otherwise one line that names rank and cause
     failure: RankFailure | None
-    elapsed_s: float
-    """From the start of the point until the last rank was done, or until the failure was clear."""
-    facts: dict[str, Any]
-    """As the ranks report it: world_size, backend, threads, scheduling, start_method, start_s."""
+    elapsed_s: float  # until the last rank was done, or until the failure was clear
+    facts: dict[str, Any]  # world_size, backend, threads, scheduling, start_method, start_s
+
+    @classmethod
+    def from_failure(
+        cls, index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]
+    ) -> PointEnd:
+        """The end of a point that ran: ok without a failure."""
+        if failure is None:
+            return cls(index, "ok", None, None, elapsed_s, dict(facts))
+        return cls(index, failure.status, failure.message, failure, elapsed_s, dict(facts))
 
 
 class RankError(RuntimeError):
     """A function that was run on every rank failed; `failure` has rank and cause."""
 
     def __init__(self, failure: RankFailure) -> None:
-        parts = [failure.message]
-        if failure.traceback:
-            parts.append(failure.traceback.rstrip())
-        if failure.output_tail:
-            parts.append(f"last output of the rank:\n{failure.output_tail.rstrip()}")
-        super().__init__("\n\n".join(parts))
+        output = f"last output of the rank:\n{failure.output_tail.rstrip()}" if failure.output_tail else ""
+        super().__init__("\n\n".join(filter(None, (failure.message, failure.traceback.rstrip(), output))))
         self.failure = failure
 
     def _render_traceback_(self) -> list[str]:
@@ -118,75 +107,144 @@ class RankError(RuntimeError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def worker_rows(worker: Worker, point: Any) -> Iterator[dict[str, Any]]:
-    """Run the worker on a point; yield its rows, each checked and made plain at once."""
-    rows = worker(point)
-    if rows is None:
-        return
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-        raise TypeError(f"a worker yields rows or returns a list of them, but it returned a {_type_name(rows)}")
-    for row in rows:
-        yield plain_row(row)
+class CurrentAlternative:
+    """The alternative that this rank works on, and those that its point is measured without.
+
+    A rank that dies or hangs cannot answer, so number and name of its turn are in a file that its caller reads.
+    """
+
+    def __init__(self) -> None:
+        self._memory: bytearray | mmap.mmap = bytearray(TURN_BYTES)
+        self._point = self._turn = 0
+        self._name: str | None = None
+        self._reason: str | None = None
+        self._excluded: Mapping[str, str] = {}
+
+    def __reduce__(self) -> str:
+        return "current_alternative"  # a worker that is pickled by value refers to the rank's
+
+    def share(self, path: Path) -> None:
+        """Keep the turn in this file, where `read_turn` finds it after the death of this process."""
+        with contextlib.suppress(OSError), path.open("w+b") as file:  # a full disk must not end the rank
+            file.write(bytes(TURN_BYTES))  # and not later either
+            file.flush()
+            self._memory = mmap.mmap(file.fileno(), TURN_BYTES)
+
+    def begin_point(self, index: int, excluded: Mapping[str, str]) -> None:
+        """Begin a point without some alternatives, each with the reason."""
+        self._point, self._turn, self._excluded = index, 0, excluded
+        self._set(None)
+
+    def excluded_reason(self, alternative: str) -> str | None:
+        """Why the point is measured without this alternative, for its row; None if it takes part."""
+        return self._excluded.get(alternative)
+
+    def begin(self, alternative: str) -> str:
+        """Blame this alternative from here on. Returns an id of the turn, the same on all ranks. No system call."""
+        self._turn += 1
+        self._set(alternative)
+        return f"turn {self._turn} of point {self._point}"
+
+    def end(self) -> None:
+        """Blame no alternative from here on."""
+        self._set(None)
+
+    def explain(self, reason: str) -> None:
+        """Set the text for the alternative's row, in case this turn is the end of the rank's work on the point."""
+        self._reason = reason
+
+    def name(self) -> str | None:
+        """The current alternative."""
+        return self._name
+
+    def blamed(self) -> tuple[str, str] | None:
+        """The current alternative and the text for its row; None if nothing was explained."""
+        return (self._name, self._reason) if self._name and self._reason else None
+
+    def _set(self, name: str | None) -> None:
+        self._name, self._reason = name, None
+        self._memory[:] = f"{self._turn} {name or ''}".encode()[:TURN_BYTES].ljust(TURN_BYTES, b"\0")
+
+
+current_alternative = CurrentAlternative()
+
+
+def read_turn(path: Path) -> tuple[int, str]:
+    """Number and alternative of the turn of the process that shares this file; no alternative between two turns."""
+    with contextlib.suppress(OSError, ValueError):
+        number, _, name = path.read_bytes().rstrip(b"\0").decode(errors="replace").partition(" ")
+        return int(number), name
+    return 0, ""  # no turn has begun
+
+
+def slowest_rank(turns: Iterable[tuple[int, str]]) -> str:
+    """The alternative of the earliest turn of ranks that do not end: others may wait for it. "" if there is none."""
+    turns = list(turns)
+    first = min(number for number, _ in turns)
+    return max(name for number, name in turns if number == first)
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as JSON has it: scalars of numpy and torch become numbers, tuples become lists; NaN and infinities pass.
+    """Convert a row to JSON's types: scalars of numpy and torch become numbers, tuples become lists.
 
-    TypeError naming the value that JSON cannot carry or would change: a tensor with dimensions, a key that is no
-    string.
+    TypeError for a value that JSON cannot carry or would change: a tensor with dimensions, a key that is no string.
     """
     if not isinstance(row, Mapping):
-        raise TypeError(
-            f"a row is a mapping from names to values, but the worker yielded a {_type_name(row)}: {row!r:.80}"
-        )
-    plain: dict[str, Any] = {}
-    for name, value in row.items():
-        if not isinstance(name, str):
-            raise TypeError(f"a row's names are strings, but the worker yielded {name!r:.80}")
-        try:
-            _check_keys(value)
-            plain[name] = json.loads(json.dumps(value, default=_to_number))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"row value {name!r} is not JSON-able: {error} ({value!r:.80})") from None
-    return plain
+        raise TypeError(f"expected a row to be a mapping from names to values, the worker yielded {row!r:.80}")
+    return {name: _to_plain(value, name) for name, value in row.items()}
 
 
-def _check_keys(value: Any) -> None:
-    """TypeError for a mapping inside the value with a key that JSON would change."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be strings, not {_type_name(key)}")
-        value = list(value.values())
+def _to_plain(value: Any, place: Any) -> Any:
+    if not isinstance(place, str):
+        raise TypeError(f"expected names to be strings, got {place!r:.80}")
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, list | tuple):
-        for inside in value:
-            _check_keys(inside)
-
-
-def _to_number(value: Any) -> Any:
+        return [_to_plain(inside, place) for inside in value]
+    if isinstance(value, Mapping):
+        return {key: _to_plain(inside, key) for key, inside in value.items()}
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"it holds a {_type_name(value)}")
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise TypeError(f"row value {place!r} is not JSON-able: {value!r:.80}")
 
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
     """The failure of a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
-    name, text = type(error).__qualname__, str(error).strip()
-    first_line = text.splitlines()[0] if text else ""
-    frame = error.__traceback__
-    while frame and frame.tb_next and Path(frame.tb_frame.f_code.co_filename).parent == _MACHINERY:
-        frame = frame.tb_next  # the first line to show is the worker's
     is_oom, is_consequence = is_out_of_memory(error), _is_consequence(error)
+    first_line = str(error).strip().partition("\n")[0]
     return RankFailure(
         rank=rank,
         kind="oom" if is_oom else "exception",
-        message=f"rank {rank}: {name}: {first_line}" if first_line else f"rank {rank}: {name}",
-        traceback="".join(traceback.format_exception(type(error), error, frame)),
+        message=f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": "),
+        traceback="".join(traceback.format_exception(error)),
         blamed=None if is_oom or is_consequence else current_alternative.blamed(),
+        at=at,
+        is_consequence=is_consequence,
+    )
+
+
+def death_failure(
+    rank: int, code: int, at: float, *, output_tail: str, stacks: str, alternative: str, is_memory_full: bool
+) -> RankFailure:
+    """The failure of a rank that died with an exit code, negative for a signal.
+
+    `is_memory_full`: the kernel has killed processes for lack of memory meanwhile.
+    """
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    cpp_errors = re.findall(r"what\(\):\s*(.+)", output_tail)  # of an exception that ends the process
+    cause = f": {cpp_errors[-1].strip()}" if cpp_errors else ""
+    if code == -signal.SIGKILL and is_memory_full:
+        cause = ": out of memory, by the kernel"
+    is_oom, is_consequence = _OUT_OF_MEMORY.search(cause) is not None, _CONSEQUENCE.search(cause) is not None
+    message = f"rank {rank} {how}{cause}"
+    is_blamed = alternative and not (is_oom or is_consequence or -code in _FROM_OUTSIDE)
+    return RankFailure(
+        rank=rank,
+        kind="oom" if is_oom else "killed" if code < 0 else "exited",
+        message=message,
+        traceback=stacks,
+        output_tail=output_tail,
+        blamed=(alternative, f"failed: {message}") if is_blamed else None,
         at=at,
         is_consequence=is_consequence,
     )
@@ -194,48 +252,7 @@ def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure
 
 def failure_from_json(values: Mapping[str, Any], **changes: Any) -> RankFailure:
     """A failure that came from another process as JSON."""
-    blamed = values["blamed"]
-    return RankFailure(**{**values, "blamed": tuple(blamed) if blamed else None, **changes})
-
-
-def death_failure(
-    rank: int, code: int, at: float, *, output_tail: str, stacks: str, alternative: str | None, kernel_kills: str
-) -> RankFailure:
-    """The failure of a rank that died with an exit code, negative for a signal.
-
-    `kernel_kills` says that the kernel killed processes for lack of memory meanwhile, or "".
-    """
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    cpp_errors = re.findall(r"what\(\):\s*(.+)", output_tail)  # of an exception that ends the process
-    cause = f": {cpp_errors[-1].strip()}" if cpp_errors else ""
-    cause += kernel_kills if code == -signal.SIGKILL else ""
-    is_oom, is_consequence = _OUT_OF_MEMORY.search(cause) is not None, _CONSEQUENCE.search(cause) is not None
-    message = f"rank {rank} {how}{cause}"
-    if is_oom or is_consequence or -code in _FROM_OUTSIDE:
-        alternative = None
-    return RankFailure(
-        rank=rank,
-        kind="oom" if is_oom else "killed" if code < 0 else "exited",
-        message=message,
-        traceback=stacks,
-        output_tail=output_tail,
-        blamed=(alternative, f"failed: {message}") if alternative else None,
-        at=at,
-        is_consequence=is_consequence,
-    )
-
-
-def describe_kernel_kills(before: int | None) -> str:
-    """Why a rank was killed by SIGKILL, as far as the kernel's count of such kills shows; it does not say whom."""
-    from labkit.machine.cgroups import memory_limit_bytes, oom_kills  # not in every rank that starts
-
-    now = oom_kills()
-    if before is None or now is None or now <= before:
-        return ""
-    number = f"{now - before} process{'' if now - before == 1 else 'es'}"
-    limit = memory_limit_bytes()
-    limited = "" if limit is None else f", whose limit is {limit / 2**20:,.0f} MiB"
-    return f": out of memory: meanwhile the kernel killed {number} of its cgroup for that{limited}"
+    return RankFailure(**{**values, "blamed": values["blamed"] and tuple(values["blamed"]), **changes})
 
 
 def first_failing_rank(failures: Iterable[RankFailure]) -> RankFailure:
@@ -268,18 +285,3 @@ def _is_consequence(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def next_attempt(index: int, failure: RankFailure | None, excluded: Mapping[str, str]) -> Retry | None:
-    """Whether a point that ended so is measured again, without one alternative more."""
-    if failure is None or failure.blamed is None or len(excluded) >= MAX_EXCLUDED:
-        return None
-    alternative, reason = failure.blamed
-    return None if alternative in excluded else Retry(index, alternative, reason, failure)
-
-
-def end_point(index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]) -> PointEnd:
-    """The end of a point that ran."""
-    if failure is None:
-        return PointEnd(index, "ok", None, None, elapsed_s, dict(facts))
-    return PointEnd(index, failure.status, failure.message, failure, elapsed_s, dict(facts))

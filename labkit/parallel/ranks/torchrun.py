@@ -1,39 +1,41 @@
-"""The job that this process is a rank of, if torchrun (or anything that sets the same variables) has started it.
+"""The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree on.
 
-Before any process group exists, the ranks of a job share a store: torchrun's, or one that rank 0 serves. Through it
-they agree and learn of each other's hosts. `job_group` runs points in the ranks of a job.
+The job's ranks share torchrun's store before any process group exists.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import hashlib
+import itertools
 import json
 import os
 import platform
-import sys
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from labkit.parallel.ranks.hosts import host_identity, label_hosts
-
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-START_TIMEOUT_S = 120.0
-LEAVE_TIMEOUT_S = 5.0
-NOTE_AFTER_S = 1.0
-# Ranks wait for one that downloads a large file or shows a figure. One that has ended ends the wait: torchrun ends its
-# job, and with rank 0 goes the store that it serves.
+# Ranks wait for one that downloads a large file or shows a figure. torchrun ends its job when a rank ends.
 PATIENCE = timedelta(days=1)
+
+_steps = itertools.count()  # each of them is taken by all ranks, in the same order
+
+
+class LaunchStopped(Exception):
+    """The caller in rank 0's process requests no more."""
 
 
 def is_job_rank() -> bool:
-    """Whether this process is a rank of a torchrun job (or of anything that sets the same variables)."""
-    return all(name in os.environ for name in VARIABLES)
+    """Whether torchrun has started this process; ValueError for the variables of any other job."""
+    if not all(name in os.environ for name in VARIABLES):
+        return False
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "LOCAL_RANK" not in os.environ:
+        raise ValueError(f"expected a job of torchrun, which sets LOCAL_RANK and shares its store; {describe_job()}")
+    return True
 
 
 def job_rank() -> int:
@@ -46,33 +48,27 @@ def job_world_size() -> int:
     return _read_variable("WORLD_SIZE")
 
 
+def local_rank() -> int:
+    """This process's number among the ranks of the job on this host, from 0."""
+    return _read_variable("LOCAL_RANK")
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of `world_size` ranks are or would be on this host: all, unless a job of that size spans several."""
+    return _read_variable("LOCAL_WORLD_SIZE") if is_job_rank() and job_world_size() == world_size else world_size
+
+
+def describe_job() -> str:
+    """The variables that make this process a rank of a job, for messages."""
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+    return f"{variables} describe a job: unset them if there is none"
+
+
 @cache
 def job_store() -> Any:
-    """The job's store, a `torch.distributed.TCPStore`: opened once, and kept until this process ends.
-
-    Every rank notes at once which host it is on. ValueError that names the job's variables, if the other ranks are not
-    found in time.
-    """
-    waiting = f"labkit waits for the other ranks of the job; {describe_job()}"
-    note = threading.Timer(NOTE_AFTER_S, lambda: print(waiting, file=sys.stderr))
-    note.daemon = True
-    note.start()
-    try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))  # type: ignore[attr-defined]
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the other ranks of the job were not found ({reason}); {describe_job()}") from error
-    finally:
-        note.cancel()
-    store.set(f"labkit/host of rank {job_rank()}", json.dumps([platform.node(), host_identity()]))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        atexit.register(_leave_job, store, job_rank(), job_world_size())
-    return store
-
-
-def wait_for(keys: Sequence[str], patience: timedelta = PATIENCE) -> None:
-    """Wait until the job's store has all keys. torch's DistStoreError after `patience`, DistNetworkError without it."""
-    job_store().wait(list(keys), patience)
+    """The job's store, a `torch.distributed.PrefixStore`: opened once, and kept until this process ends."""
+    store, *_ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return dist.PrefixStore("labkit", store)  # type: ignore[attr-defined]
 
 
 def broadcast_from_first_rank(value: Any) -> Any:
@@ -83,63 +79,85 @@ def broadcast_from_first_rank(value: Any) -> Any:
     """
     if not is_job_rank():
         return value
-    store = job_store()
-    number = store.add(f"labkit/agreements of rank {job_rank()}", 1)
-    key = f"labkit/agreement {number}"
+    key = f"step {next(_steps)}"
     if job_rank() == 0:
-        store.set(key, json.dumps(value))
-    wait_for([key])
-    return json.loads(store.get(key))
+        job_store().set(key, json.dumps(value))
+    return json.loads(_wait_and_get(key))
+
+
+def begin_step() -> int:
+    """Wait until rank 0's caller requests more; LaunchStopped if it does not. Returns a number, alike on all ranks."""
+    if not broadcast_from_first_rank(True):
+        raise LaunchStopped
+    return next(_steps)
+
+
+def stop_launch() -> None:
+    """Let the other ranks' `begin_step` raise LaunchStopped. Rank 0 calls this."""
+    broadcast_from_first_rank(False)
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Every rank's JSON-able `value`, by rank, on every rank of the job."""
+    key = f"step {next(_steps)} of rank"
+    job_store().set(f"{key} {job_rank()}", json.dumps(value))
+    return [json.loads(_wait_and_get(f"{key} {rank}")) for rank in range(job_world_size())]
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
     """The ranks of the job that share a host, by a name of that host, on every rank of the job; None without a job.
 
-    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. Waits until every
-    rank has opened the job's store; needs no process group.
+    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All ranks call this.
     """
     if not is_job_rank():
         return None
-    keys = [f"labkit/host of rank {rank}" for rank in range(job_world_size())]
-    wait_for(keys)
-    return label_hosts([tuple(json.loads(job_store().get(key))) for key in keys])
+    return label_hosts([tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])])
 
 
-def ranks_here(world_size: int) -> int:
-    """How many of `world_size` ranks are or would be on this machine: all, unless a job of that size spans several."""
-    if not is_job_rank() or job_world_size() != world_size:
-        return world_size
-    return _read_variable("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else len(_neighbors())
+@cache
+def host_identity() -> str:
+    """16 hex digits, the same for all processes of a host, others elsewhere.
+
+    Two processes share a host if they run under one boot of one kernel and see the same processes and the same
+    network. Containers, and network namespaces, are separate hosts.
+    """
+    parts = [platform.node()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts.append(boot.read_text().strip())
+    for namespace in (Path("/proc/self/ns/pid"), Path("/proc/self/ns/net")):
+        if namespace.exists():
+            parts.append(str(namespace.stat().st_ino))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def local_index() -> int:
-    """This process's number among the ranks of the job on this machine, from 0."""
-    return _read_variable("LOCAL_RANK") if "LOCAL_RANK" in os.environ else _neighbors().index(job_rank())
+def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
+    """Ranks by host, hosts in the order of their first rank, from (host name, `host_identity`) by rank."""
+    hosts: dict[tuple[str, ...], list[int]] = {}
+    for rank, host in enumerate(ranks):
+        hosts.setdefault(host, []).append(rank)
+    names = [name for name, _ in hosts]
+    return {
+        name if names.count(name) == 1 else f"{name}-{identity[:4]}": members
+        for (name, identity), members in hosts.items()
+    }
 
 
-def _neighbors() -> list[int]:
-    """The ranks of the job on this host, for launchers that do not say."""
-    hosts = ranks_by_host() or {}
-    return next(ranks for ranks in hosts.values() if job_rank() in ranks)
+def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
+    """Describe which ranks share a host: "rank 0 on a; ranks 1, 2 on b"."""
+    if hosts is None:
+        return "ranks started on one machine"
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items()
+    )
+
+
+def _wait_and_get(key: str) -> bytes:
+    job_store().wait([key], PATIENCE)
+    return bytes(job_store().get(key))
 
 
 def _read_variable(name: str) -> int:
-    if not os.environ[name].isdecimal():
+    if not os.environ.get(name, "").isdecimal():
         raise ValueError(f"{name}: expected a whole number in the environment, as torchrun sets it; {describe_job()}")
     return int(os.environ[name])
-
-
-def describe_job() -> str:
-    """The variables that make this process a rank of a job, for messages."""
-    variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
-    return f"{variables} describe a job: unset them if there is none"
-
-
-def _leave_job(store: Any, rank: int, world_size: int) -> None:
-    """Rank 0, which serves the store, leaves last: the others may still read from it."""
-    with contextlib.suppress(RuntimeError):  # a rank is gone already
-        if rank > 0:
-            store.set(f"labkit/rank {rank} has left", "")
-        else:
-            keys = [f"labkit/rank {other} has left" for other in range(1, world_size)]
-            store.wait(keys, timedelta(seconds=LEAVE_TIMEOUT_S))

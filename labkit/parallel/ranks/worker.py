@@ -1,8 +1,10 @@
-"""The worker's side of a launch: what a rank sets up, and how it runs the points that its parent sends.
+"""A rank's side of a launch: set up the process, join the group, run points.
 
-A rank answers over its connection with JSON, one message each: ``ready`` (with its facts), ``row``, ``done`` or
+A forked rank (`serve_points`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
 ``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
-lost connection, and the parent would have to guess which came first.
+lost connection, and the caller would have to guess which came first.
+
+Under torchrun the processes of the job are the ranks (`JobGroup`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -27,17 +30,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.ranks import current_alternative, torchrun
+from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
-from labkit.parallel.ranks.results import exception_failure, worker_rows
+from labkit.parallel.ranks.results import (
+    PointEnd,
+    RankFailure,
+    Row,
+    Worker,
+    current_alternative,
+    exception_failure,
+    failure_from_json,
+    first_failing_rank,
+    plain_row,
+)
 
-# A tenth of the memory there is: the parent may hold that much more than a rank before it is taken instead. Its tables
-# and figures take less than a GiB; a larger number would have ranks killed for what other processes take.
+# A tenth of the memory there is: the caller may hold that much more than a rank before the kernel kills it instead.
 OOM_SCORE = 100
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable by which torch finds what it has compiled."""
-USERS_DIRECTORY, USERS_CACHE = "LABKIT_USERS_TMPDIR", "LABKIT_USERS_COMPILED_CODE"
-"""Variables of a rank: the directories that it would have without its private one."""
+# Ranks of one host need no other interface, whatever a cluster has set.
+LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
 """Between one deadline and the next, in case the first did not do."""
@@ -50,34 +62,117 @@ class GroupPlan:
     world_size: int
     backend: str | None
     scheduling: str
-    threads: int
     timeout_s: float
-    store: list[str] | None = None
-    """Host, port and prefix of a job's store; None if all ranks share the group's directory."""
+    threads: int = 1
 
 
-def serve_points(parent: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
-    """Join the group, then run each point that the parent asks for; returns when the parent has ended."""
+def serve_points(caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
+    """Join the group, then run each point that the caller requests; returns when the caller has ended."""
     _write_files(directory, rank)
     _prefer_for_oom_kill()
     _use_private_directory(directory / "tmp")
+
+    def send(kind: str, **body: Any) -> None:
+        caller.send_bytes(json.dumps({"kind": kind, "at": time.monotonic(), **body}).encode())
+
     try:
-        plan = GroupPlan(**json.loads(parent.recv_bytes()))
-        worker, points = pickle.loads(parent.recv_bytes())
-        _send(parent, "ready", pid=os.getpid(), facts=_join_group(plan, rank, directory))
+        plan, worker, points = pickle.loads(caller.recv_bytes())
+        store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
+        send("ready", facts=_join_group(plan, rank, store))
         while True:
-            index, excluded = json.loads(parent.recv_bytes())
+            index, excluded = json.loads(caller.recv_bytes())
             current_alternative.begin_point(index, excluded)
-            for values in worker_rows(worker, points[index]):
-                _send(parent, "row", values=values)
-            release_device_memory()
+            for row in worker(points[index]) or ():
+                send("row", values=plain_row(row))
+            _release_device_memory()
             _flush_output()
-            _send(parent, "done")
+            send("done")
     except BaseException as error:  # SystemExit, too
         _flush_output()
-        with contextlib.suppress(EOFError, OSError):  # the parent has ended
-            _send(parent, "failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
-            parent.recv_bytes()  # until killed
+        with contextlib.suppress(EOFError, OSError):  # the caller has ended
+            send("failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
+            caller.recv_bytes()  # until killed
+
+
+class JobGroup:
+    """The ranks of a torchrun job: this process is one of them, and all of them call the same methods.
+
+    The process of rank 0 yields the rows of all ranks at the end of a point. A rank that raises closes its process
+    group, which ends the waiting of others. One that dies, or hangs beyond all deadlines, ends the job.
+    """
+
+    def __init__(self, plan: GroupPlan, worker: Worker, points: Sequence[Any]) -> None:
+        self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
+        self._plan, self._worker, self._points, self._rank = plan, worker, points, torchrun.job_rank()
+        self._before: tuple[dict[str, str], int] | None = None
+
+    def start(self) -> RankFailure | None:
+        """Make the process group; return the failure, on all ranks, if one could not."""
+        number, failure = torchrun.begin_step(), None
+        self._before = dict(os.environ), torch.get_num_threads()
+        if torchrun.ranks_here(self._plan.world_size) == self._plan.world_size:
+            os.environ.update(LOOPBACK)
+        try:
+            store = dist.PrefixStore(f"group {number}", torchrun.job_store())  # type: ignore[attr-defined]
+            self.facts |= _join_group(self._plan, self._rank, store)
+        except RuntimeError as error:
+            failure = exception_failure(self._rank, error, time.monotonic())
+        self.facts["start_method"] = "torchrun"
+        return self._agree(failure)
+
+    def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
+        """Run one point, as `RankGroup.run`."""
+        torchrun.begin_step()
+        begun, failure, rows = time.monotonic(), None, list[Any]()
+        current_alternative.begin_point(index, excluded)
+        deadline = threading.Timer(self._plan.timeout_s + 2 * MARGIN_S, self._end_job)
+        deadline.start()
+        try:
+            rows.extend(map(plain_row, self._worker(self._points[index]) or ()))
+            _release_device_memory()
+        except (Exception, SystemExit) as error:
+            failure = exception_failure(self._rank, error, time.monotonic())
+            if failure.is_consequence and time.monotonic() - begun > self._plan.timeout_s:
+                failure = RankFailure(self._rank, "timeout", self._lateness(), failure.traceback)
+        deadline.cancel()
+        if failure:
+            self.close()
+        torchrun.job_store().set(f"rows of rank {self._rank}", json.dumps(rows))
+        failure = self._agree(failure)
+        for rank in range(self._plan.world_size if self._rank == 0 else 0):
+            for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
+                yield Row(index, rank, values)
+        return PointEnd.from_failure(index, failure, time.monotonic() - begun, self.facts)
+
+    def close(self) -> None:
+        """Destroy the process group, and restore what it changed in this process. Safe to repeat."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()  # its connections close when the last reference goes
+        if self._before is not None:
+            variables, threads = self._before
+            os.environ.clear()
+            os.environ.update(variables)
+            torch.set_num_threads(threads)
+            use_scheduling("default")
+            self._before = None
+
+    def _agree(self, failure: RankFailure | None) -> RankFailure | None:
+        """Exchange how a step ended on each rank; return the failure to show."""
+        ends = torchrun.gather_from_ranks(failure and asdict(failure))
+        if failures := [failure_from_json(end) for end in ends if end]:
+            self.close()
+            return first_failing_rank(failures)
+        return None
+
+    def _lateness(self) -> str:
+        place = f", in {current_alternative.name()}" if current_alternative.name() else ""
+        return f"rank {self._rank} still running after {self._plan.timeout_s:g} s (timeout_s){place}"
+
+    def _end_job(self) -> None:
+        print(f"{self._lateness()}: ending the job", file=sys.stderr)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os._exit(1)
 
 
 def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
@@ -86,36 +181,24 @@ def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: 
 
 
 def make_code(filename: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
-    """The code of a function that came by value, with the name of its file."""
+    """Make the code of a function that came by value, with the name of its file."""
     return make(*arguments).replace(co_filename=filename)
 
 
 def use_device(kind: str, rank: int | None = None) -> str:
-    """The device of this rank, "cpu" or "cuda:1", which becomes the current one.
+    """Make the device of this rank the current one; return its name, "cpu" or "cuda:1".
 
-    Ranks of one machine take its GPUs in turn, by their number on that machine: under torchrun LOCAL_RANK, otherwise
-    their rank, 0 without a process group. Several share a GPU if there are fewer. `rank` is for a rank that has no
-    process group yet.
+    Ranks of one machine take its GPUs in turn, by LOCAL_RANK under torchrun, otherwise by their rank, 0 without a
+    process group. Several share a GPU if there are fewer. `rank` is for a rank that has no process group yet.
     """
     if kind == "cpu":
         return kind
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    number = torchrun.local_index() if torchrun.is_job_rank() else rank
+    number = torchrun.local_rank() if torchrun.is_job_rank() else rank
     device = f"cuda:{number % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return device
-
-
-def release_device_memory() -> None:
-    """At the end of a point, give the memory of its tensors back to the GPU, which other ranks may use.
-
-    torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
-    """
-    if torch.cuda.is_initialized():
-        gc.collect()
-        with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point
-            torch.cuda.empty_cache()
 
 
 def use_scheduling(scheduling: str) -> str:
@@ -132,7 +215,7 @@ def use_scheduling(scheduling: str) -> str:
     return "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "default"
 
 
-def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
+def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
     scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
     torch.set_num_threads(plan.threads)
@@ -143,33 +226,31 @@ def _join_group(plan: GroupPlan, rank: int, directory: Path) -> dict[str, Any]:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
         dist.init_process_group(
             plan.backend,
-            store=_open_store(plan, rank, directory),
+            store=store,
             rank=rank,
             world_size=plan.world_size,
-            # the parent's deadline comes first, and shows the stacks of every rank
+            # the caller's deadline comes first, and shows the stacks of every rank
             timeout=timedelta(seconds=plan.timeout_s + MARGIN_S),
             device_id=torch.device(use_device("cuda", rank)) if plan.backend == "nccl" else None,
         )
     return {"threads": torch.get_num_threads(), "scheduling": scheduling}
 
 
-def _open_store(plan: GroupPlan, rank: int, directory: Path) -> Any:
-    """Where the ranks find each other. Those of a job wait here until all have been forked."""
-    if plan.store is None:
-        return dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
-    host, port, prefix = plan.store
-    tcp_store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(prefix, tcp_store)  # type: ignore[attr-defined]
-    store.set(str(rank), "")
-    store.wait([str(other) for other in range(plan.world_size)], timedelta(seconds=START_TIMEOUT_S))
-    return store
+def _release_device_memory() -> None:
+    """At the end of a point, give the memory of its tensors back to the GPU, which other ranks may use.
+
+    torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
+    """
+    if torch.cuda.is_initialized():
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point
+            torch.cuda.empty_cache()
 
 
 def _write_files(directory: Path, rank: int) -> None:
     """Write stacks and the current alternative to files, and output line by line; its descriptors are the log's."""
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):  # new objects: those inherited may be missing
-        options: Any = {"encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-        setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, **options))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -177,31 +258,20 @@ def _write_files(directory: Path, rank: int) -> None:
 
 
 def _prefer_for_oom_kill() -> None:
-    """When memory runs out, let the kernel take a rank: that costs a point, and the parent would cost the rest.
-
-    The kernel takes the process with the most memory, in thousandths of what there is, after adding this number.
-    """
+    """When memory runs out, let the kernel kill a rank: that costs a point, and the caller would cost the rest."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # Linux has it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
 
 
 def _use_private_directory(directory: Path) -> None:
-    """Have temporary files, and what torch compiles, go with the group's directory.
-
-    Compiled code that the user has elsewhere is not used: a result would depend on what ran before.
-    """
-    if users_cache := os.environ.pop(COMPILED_CODE, None):
-        os.environ[USERS_CACHE] = users_cache
+    """Have temporary files go with the group's directory. What torch compiles stays: the first time takes 15 s."""
     tempfile.tempdir = None  # the fork server's
-    os.environ[USERS_DIRECTORY] = tempfile.gettempdir()
+    if not os.environ.get(COMPILED_CODE):
+        os.environ[COMPILED_CODE] = str(Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}")
     directory.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(directory)
     tempfile.tempdir = None
-
-
-def _send(parent: connection.Connection[Any, Any], kind: str, **body: Any) -> None:
-    parent.send_bytes(json.dumps({"kind": kind, "at": time.monotonic(), **body}).encode())
 
 
 def _flush_output() -> None:

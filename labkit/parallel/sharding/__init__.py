@@ -1,29 +1,36 @@
-"""Sharding: what data-parallel ranks would all hold alike, each holds a share of (ZeRO, arXiv:1910.02054).
+"""Sharding: each data-parallel rank holds 1/p of the training state instead of a copy (ZeRO, arXiv:1910.02054).
 
-``optimizer``    `ShardedOptimizer`, ZeRO-1: the optimizer's state, and the work of its step
-``reduce_scatter_ddp``    `ReduceScatterDDP`, with that optimizer ZeRO-2: gradients as well
-``fsdp``         `FSDP`, ZeRO-3: parameters as well
-``units``        which of a model's modules are gathered together, and what belongs to which
-``gather``       a unit: its parameters gathered, whole, and given back
-``schedule``     when units are gathered and given back
-``gradients``    a backward pass: gradients averaged in one order on all ranks
-``line``         collectives in the background, the same ones on all ranks
-``rows``         which rank has which rows, and how they travel
-``state_dicts``  states whole, and in shards
-``implementations``    all of it, and torch's, by name
+``optimizer``           `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
+``reduce_scatter_ddp``  `ReduceScatterDDP`, with that optimizer ZeRO-2: gradients, too
+``fsdp``                `FSDP`, ZeRO-3: parameters, too
+``gather``              ZeRO-3: `Schedule._run_unit` gathers parameters, `gather_rows` sends them
+``gradients``           `average_rows` averages gradients; `GradientPass` follows a backward pass
+``units``               the modules whose parameters are gathered together
+``rows``                the rows of a parameter that a rank keeps
 
-The classes are imported when they are first used: torch's DTensor, on which they stand, takes half a second.
+`shard` builds them and torch's by name. Classes are imported on first use: torch's DTensor takes half a second.
 """
 
+import inspect
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.transport import AUTO
 
 if TYPE_CHECKING:
     from labkit.parallel.sharding.fsdp import FSDP
     from labkit.parallel.sharding.optimizer import ShardedOptimizer
     from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
 
-__all__ = ["FSDP", "ReduceScatterDDP", "ShardedOptimizer"]
+__all__ = ["FSDP", "ReduceScatterDDP", "ShardedOptimizer", "shard"]
 
 _MODULES = {"FSDP": "fsdp", "ReduceScatterDDP": "reduce_scatter_ddp", "ShardedOptimizer": "optimizer"}
 
@@ -31,4 +38,143 @@ _MODULES = {"FSDP": "fsdp", "ReduceScatterDDP": "reduce_scatter_ddp", "ShardedOp
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
+
+
+def _load(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+OptimizerClass = type[Optimizer]
+Wrap = Callable[[nn.Module, str], nn.Module]
+MakeOptimizer = Callable[..., Optimizer]
+
+
+def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from labkit.parallel.sharding.units import find_units
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for unit in find_units(model, None):  # the model itself comes last
+        if unit is model or any(parameter.dim() > 1 for parameter in unit.parameters()):  # norms belong to the model
+            fully_shard(unit, mesh=mesh)
+    return model
+
+
+def _plain(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
+    return optimizer(model.parameters(), **settings)
+
+
+def _sharded(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
+    sharded: Optimizer = _load("ShardedOptimizer")(model.parameters(), optimizer, transport=transport, **settings)
+    return sharded
+
+
+def _torch_sharded(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer, **settings)
+
+
+def _ddp(model: nn.Module, transport: str) -> nn.Module:
+    return BucketedDDP(model, all_reduce=transport)
+
+
+def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
+    "ddp": (_ddp, _plain),
+    "zero1": (_ddp, _sharded),
+    "zero2": (lambda model, transport: _load("ReduceScatterDDP")(model, transport=transport), _sharded),
+    "zero3": (lambda model, transport: _load("FSDP")(model, transport=transport), _plain),
+    "torch_ddp": (_torch_ddp, _plain),
+    "torch_zero1": (_torch_ddp, _torch_sharded),
+    "torch_zero3": (_torch_zero3, _plain),
+}
+"""Functions that wrap the model, and that build the optimizer, by name. `register` adds a user's."""
+TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
+LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
+
+
+def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap, MakeOptimizer]]:
+    """Add a user's sharded optimizer, or wrapper. ValueError for a name that is taken.
+
+    A sharded optimizer is called with (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and
+    works with labkit's DDP. A wrapper is called with (model) and returns a module, whose parameters are optimized. Its
+    `finish_gradient_synchronization()`, if any, is called after each backward pass. If it shards parameters, its
+    `gather_full_parameters()` returns whole ones by the model's names.
+    """
+    if name in (taken := (*LABKITS, *TORCHS)):
+        raise ValueError(f"expected a name other than {', '.join(taken)}")
+
+    def wrap(model: nn.Module, _: str) -> nn.Module:
+        return _expect(nn.Module, "an nn.Module", alternative(model))
+
+    def make(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+        return _expect(Optimizer, "a torch.optim.Optimizer", alternative(model.parameters(), optimizer, **settings))
+
+    IMPLEMENTATIONS[name] = (_ddp, make) if _takes_an_optimizer(alternative) else (wrap, _plain)
+    return IMPLEMENTATIONS
+
+
+def _expect(kind: type[Any], name: str, result: Any) -> Any:
+    if not isinstance(result, kind):
+        raise ValueError(f"expected {name}, got {type(result).__name__}")
+    return result
+
+
+def _takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
+    if isinstance(alternative, type):
+        return issubclass(alternative, Optimizer)
+    parameters = inspect.signature(alternative).parameters.values()
+    return sum(each.default is each.empty and each.kind < each.VAR_POSITIONAL for each in parameters) > 1
+
+
+def shard(
+    name: str, model: nn.Module, optimizer: OptimizerClass, *, transport: str = AUTO, **settings: Any
+) -> tuple[nn.Module, Optimizer]:
+    """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates. A collective.
+
+    `transport` of labkit's strategies. ValueError for a name that is not in `IMPLEMENTATIONS`.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    wrap, make = IMPLEMENTATIONS[name]
+    wrapped = wrap(model, transport)
+    return wrapped, make(wrapped, optimizer, transport, **settings)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole parameters of a wrapped model, by the bare model's names, on every rank. A collective."""
+    if callable(gather := getattr(model, "gather_full_parameters", None)):
+        return dict(gather())
+    parameters = getattr(model, "module", model).named_parameters()
+    return {name: (value.full_tensor() if _is_distributed(value) else value).detach() for name, value in parameters}
+
+
+def held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors that this rank holds between steps: parameters, their gradients, the optimizer's state."""
+    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]  # of a sharded optimizer
+    states = [(p, state) for each in (optimizer, *inner) for p, state in each.state.items()]
+    parameters = list(model.parameters())
+    updated = [*parameters, *(p for p, _ in states)]  # shards have gradients, too
+    gradients = [tensor.grad for tensor in dict.fromkeys(updated) if tensor.grad is not None]
+    values = [value for _, state in states for value in tree_leaves(state) if isinstance(value, Tensor)]
+    return {"parameters": _local(parameters), "gradients": _local(gradients), "optimizer": _local(values)}
+
+
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.to_local() if _is_distributed(tensor) else tensor for tensor in tensors]
+
+
+def _is_distributed(tensor: Tensor) -> TypeGuard[Any]:
+    return hasattr(tensor, "full_tensor")  # a DTensor, whose import takes half a second

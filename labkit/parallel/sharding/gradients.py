@@ -1,47 +1,100 @@
-"""Gradients averaged over ranks: each rank gets the mean of its rows, as soon as a bucket has all its gradients.
+"""Gradients averaged over ranks: each rank gets the mean of its rows, once a bucket has all its gradients.
 
-Buckets are averaged in the order in which backward comes to them, each waiting for those before it. What is incomplete
-when the pass is over follows then: ranks first exchange which parameters have a gradient on any of them.
+All ranks average buckets in the order in which backward reaches them. At the end of backward, ranks exchange which
+parameters have a gradient on any of them, and average the rest.
 """
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from labkit.parallel.background_comm import Wait
+from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass
-from labkit.parallel.collectives import all_reduce
-from labkit.parallel.sharding.line import END_OF_PASS, Line
-from labkit.parallel.sharding.rows import Sharded, average_rows, by_rows, gradient_rows, row_strides
+from labkit.parallel.collectives import add_steps, all_reduce
+from labkit.parallel.prepare import cut
+from labkit.parallel.sharding.rows import (
+    MESSAGES_IN_FLIGHT,
+    Sharded,
+    as_gradient,
+    flatten,
+    row_strides,
+    rows_by_rank,
+    separate_small,
+    unpack,
+    with_strides,
+)
+from labkit.parallel.traffic import count_traffic
+from labkit.parallel.transport import AUTO, find_transport
+from labkit.parallel.transport.base import Step, Transport
 
 
+def average_rows(
+    gradients: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    results: Sequence[Tensor],
+    *,
+    transport: str | Transport = AUTO,
+) -> None:
+    """Write the mean over ranks of this rank's rows of each gradient into `results`. A collective.
+
+    Gradients are of one dtype, and have `row_strides` as the results. Rank r adds the rows that the others send it to
+    its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
+    """
+    via = find_transport(group, gradients[0].device, transport)
+    p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
+    is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
+    whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
+    means = [flatten(result).to(via.device) for result in results]
+    large, small = separate_small([[*rows_by_rank(each, p), mean] for each, mean in zip(whole, means, strict=True)])
+    packed = [torch.cat(blocks) for blocks in zip(*small, strict=True)]
+    steps: list[Step] = []
+    for by_rank in [*large, packed] if small else large:
+        *pieces, totals = cut(by_rank, via, depth)
+        steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
+        if p == 1:
+            by_rank[-1].copy_(by_rank[0])
+    count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    if small:
+        unpack(packed[-1], [by_rank[-1] for by_rank in small])
+    for result, mean in zip(results, means, strict=True):
+        if mean.device != result.device:
+            flatten(result).copy_(mean)
+
+
+@dataclass(eq=False)
 class Bucket:
-    """Parameters that are averaged together: `whole` get gradients from autograd, `holders` the mean of own rows."""
+    """Parameters that are averaged together: `whole` get gradients from autograd, `holders` get rows of the mean."""
 
-    is_last = False
-    """Complete at the end of a pass only."""
+    name: str
+    whole: list[nn.Parameter]
+    shards: list[Any]
+    holders: list[Any]
     reduce_dtype: torch.dtype | None = None
-    """That gradients are averaged in; None: their own."""
+    """Dtype of the average; None: each gradient's."""
+    is_last: bool = False
+    """Complete only at the end of a pass."""
+    ready: set[nn.Parameter] = field(default_factory=set)
+    """Parameters whose gradient is complete."""
+    used: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that got a gradient in this pass."""
+    is_reduced: bool = False
+    results: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Averaged rows, by index of the parameter."""
+    earlier: dict[nn.Parameter, Any] = field(default_factory=dict)
+    """Averaged rows of earlier passes, set aside while autograd accumulates whole gradients."""
 
-    def __init__(self, place: str, whole: Sequence[nn.Parameter], shards: Sequence[Any], holders: Sequence[Any] = ()):
-        self.place, self.whole, self.shards = place, list(whole), list(shards)
-        self.holders = list(holders) or self.shards
-        self._strides = [row_strides(shard) for shard in shards]
-        self.ready: set[nn.Parameter] = set()
-        """Parameters that have a gradient, and may not get another one."""
-        self.used: set[nn.Parameter] = set()
-        """Parameters that have got a gradient in this pass."""
-        self.is_reduced = False
-        self._results: list[tuple[int, Tensor]] = []
-        self._earlier: dict[nn.Parameter, Any] = {}
-        """Rows of earlier passes, while a pass adds whole gradients."""
+    @cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [row_strides(shard) for shard in self.shards]
 
     @cached_property
     def _trained(self) -> list[int]:
@@ -52,209 +105,182 @@ class Bucket:
         """Whether every trained parameter has a gradient."""
         return len(self.ready) == len(self._trained)
 
-    def note_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that the parameter has a gradient."""
-        if has_whole_gradient(parameter) and parameter.grad.layout is not torch.strided:  # type: ignore[union-attr]
-            raise ValueError(f"expected dense gradients, got a sparse one in {self.place}")
-        self.ready.add(parameter)
-        self.used.add(parameter)
+    @property
+    def is_late(self) -> bool:
+        """Whether it has gradients that came after its average."""
+        return self.is_reduced and any(map(has_whole_gradient, self.whole))
 
-    def reduce(self, line: Line) -> Wait:
-        """Begin to average, and drop whole gradients. A collective."""
-        self.is_reduced, pairs, scalars = True, [], []
+    def start_average(self, channel: CheckedChannel) -> Wait:
+        """Start to average, and drop whole gradients. A collective."""
+        self.is_reduced, pairs = True, []
         for index in self._trained:
-            p, shard, strides = self.whole[index], self.shards[index], self._strides[index]
-            dtype, rows = self.reduce_dtype or p.dtype, shard._local_tensor
+            p, rows, strides = self.whole[index], self.shards[index]._local_tensor, self._strides[index]
+            options: Any = {"dtype": self.reduce_dtype or p.dtype, "device": rows.device}
             if has_whole_gradient(p):
-                gradient = by_rows(p.grad.detach().to(dtype), strides)  # type: ignore[union-attr]
+                gradient = with_strides(p.grad.detach().to(options["dtype"]), strides)  # type: ignore[union-attr]
             else:
-                gradient = torch.empty_strided(p.shape, strides, dtype=dtype, device=rows.device).zero_()
-            if p.dim():
-                result = torch.empty_strided(rows.shape, strides, dtype=dtype, device=rows.device)
-                pairs.append((gradient, result))
-            else:
-                result = gradient.clone()
-                scalars.append(result)
-            self._results.append((index, result))
-        self.clear()
-        return line.start(self.place, partial(_average, line, pairs, scalars), len(self._trained))
+                gradient = torch.empty_strided(p.shape, strides, **options).zero_()
+            result = torch.empty_strided(rows.shape, strides, **options)
+            pairs.append((gradient, result))
+            self.results.append((index, result))
+        self.drop_whole_gradients()
+        return channel.start_checked(self.name, partial(_average, channel, pairs), len(self._trained))
 
-    def assign(self, used: Sequence[bool]) -> None:
-        """Averaged rows for the holders of parameters that are used, added to what they have."""
-        for index, result in self._results:
-            if used[index]:
+    def assign(self, is_used: Sequence[bool]) -> None:
+        """Add the averaged rows of used parameters to the gradients of their holders."""
+        for index, result in self.results:
+            if is_used[index]:
                 shard = self.shards[index]
-                _give_gradient(self.holders[index], gradient_rows(result.to(shard.dtype), shard))
-        self._results = []
+                _accumulate(self.holders[index], as_gradient(result.to(shard.dtype), shard))
+        self.results = []
 
-    def put_aside(self) -> None:
-        """Take rows of earlier passes, to which autograd cannot add."""
+    def set_rows_aside(self) -> None:
+        """Set aside averaged rows of earlier passes: autograd cannot add whole gradients to them."""
         for p in self.whole:
             if isinstance(p.grad, DTensor):
-                self._earlier[p], p.grad = p.grad, None
+                self.earlier[p], p.grad = p.grad, None
 
-    def clear(self) -> None:
-        """Drop whole gradients."""
+    def drop_whole_gradients(self) -> None:
+        """Drop gradients that are in flight, or that an exception left behind."""
         for p in self.whole:
             if has_whole_gradient(p):
                 p.grad = None
 
-    def forget_pass(self) -> None:
-        """Drop what an exception has left, and what it was to be added to."""
-        self.clear()
-        self._earlier = {}
-
-    def leave_pass(self) -> None:
-        """Be ready for the next pass."""
-        for p, rows in self._earlier.items():
+    def reset_pass(self) -> None:
+        """Restore the rows of earlier passes, and forget this pass."""
+        for p, rows in self.earlier.items():
             p.grad = rows if p.grad is None else rows.add_(p.grad)
-        self._earlier, self._results, self.is_reduced = {}, [], False
+        self.earlier, self.results, self.is_reduced = {}, [], False
         self.ready.clear()
         self.used.clear()
         self.__dict__.pop("_trained", None)
 
 
-def _average(line: Line, pairs: Sequence[tuple[Tensor, Tensor]], scalars: Sequence[Tensor]) -> None:
-    line.call(average_rows, [gradient for gradient, _ in pairs], [result for _, result in pairs])
-    if scalars:
-        vector = torch.stack(list(scalars))
-        line.call(all_reduce, vector)
-        torch._foreach_copy_(list(scalars), list(vector.unbind()))
+def _average(channel: CheckedChannel, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for gradient, result in pairs:
+        if gradient.dim():
+            alike.setdefault(gradient.dtype, []).append((gradient, result))
+        else:
+            channel.call(all_reduce, result.copy_(gradient))
+    for group in alike.values():
+        channel.call(average_rows, *map(list, zip(*group, strict=True)))
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
-    """Whether there is a gradient that is not averaged yet."""
+    """Whether there is a gradient that is not averaged."""
     return parameter.grad is not None and not isinstance(parameter.grad, DTensor)
 
 
-def _give_gradient(holder: Any, gradient: Any) -> None:
-    """Accumulate as autograd does; it does not see shards, so the hooks that users have left on them run here."""
+def _accumulate(holder: Any, gradient: Any) -> None:
+    """Accumulate as autograd does. Autograd never reaches a shard: this runs the hooks that users put on it."""
     is_shard = isinstance(holder, Sharded)
     for hook in (holder._backward_hooks or {}).values() if is_shard else ():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    if holder.grad is None:
-        holder.grad = gradient
-    else:
-        holder.grad.add_(gradient)
+    holder.grad = gradient if holder.grad is None else holder.grad.add_(gradient)
     for hook in (holder._post_accumulate_grad_hooks or {}).values() if is_shard else ():
         hook(holder)
 
 
-class AveragesAtOnce(nn.Module):
-    """A wrapper whose gradients are averaged in each pass, since no rank keeps whole ones."""
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For code that accumulates gradients with DDP: they are averaged all the same."""
-        yield
-
-    def finish_gradient_synchronization(self) -> None:
-        """For code that waits for gradients after `backward()`, which has averaged them when it returns."""
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError("a wrapper is one with those of other processes: save its state_dict(), or its `module`")
-
-
 class GradientPass:
-    """Follows a backward pass, from its first sign to its end, and averages the gradients of all buckets."""
+    """Follows a backward pass from its first sign to its end, and averages the gradients of all buckets."""
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        control: Line,
-        line: Line,
-        device: torch.device,
+        control: CheckedChannel,
+        channel: CheckedChannel,
         *,
         replicated: Sequence[nn.Parameter] = (),
         is_in_order: bool = True,
     ):
-        """`control`: where ranks exchange which parameters have gradients.
+        """`control` carries the flags at the end of a pass, `channel` the averages.
 
-        `replicated`: parameters that every rank has whole, whose gradients are averaged at the end of a pass.
-        `is_in_order`: buckets are averaged in their order, not in that of `queue_bucket`.
+        `replicated`: parameters that every rank has whole. `is_in_order`: average buckets in their order, else in that
+        of `queue_bucket`.
         """
-        self._buckets, self._control, self._line, self._device = list(buckets), control, line, device
+        self._buckets, self._control, self._channel = list(buckets), control, channel
         self._replicated, self._is_in_order = list(replicated), is_in_order
         self._lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
-        self._is_open = False
-        """A pass has begun and has not been left, be it that an exception has ended it."""
         self._queue: list[Bucket] = []
-        self._begun = 0
-        """How many in the queue have begun, or need not."""
+        self._n_started = 0
+        """How many of the queue are started, or need not be."""
         self._waits: list[Wait] = []
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass is under way."""
+        """Whether a backward pass is running."""
         return self._pass.is_running
 
     def hook(self, method: Callable[..., None], *args: object) -> Callable[..., None]:
-        """A hook for autograd that calls a method in the lock, while there is an owner: it keeps nothing alive."""
-        return partial(_call_alive, weakref.ref(self), method.__name__, [weakref.ref(arg) for arg in args])
+        """Return a hook for autograd that calls a method under the lock. It does not keep this object alive."""
+        return partial(_call_if_alive, weakref.ref(self), method.__name__, args)
 
     def begin(self, *_: object) -> None:
         """Note a sign of a backward pass; the first one begins it."""
-        if not self._pass.is_running:
-            self.leave_unfinished()
-            self._is_open, self._queue = True, list(self._buckets) if self._is_in_order else []
+        if not self.is_running:
+            self.abandon_unfinished()
+            self._queue = list(self._buckets) if self._is_in_order else []
             for bucket in self._buckets:
-                bucket.put_aside()
+                bucket.set_rows_aside()
             self._pass.begin(self._end)
 
     def queue_bucket(self, bucket: Bucket) -> None:
-        """Note that backward has come to a bucket."""
+        """Note that backward has reached a bucket."""
         if not bucket.is_last:
             self._queue.append(bucket)
 
     def note_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Note a gradient, and begin to average what is complete."""
+        """Note a complete gradient, and start to average the buckets that are complete."""
         self.begin()
-        bucket.note_gradient(parameter)
-        while self._begun < len(self._queue):
-            first = self._queue[self._begun]
-            if not first.is_complete:
-                break
-            if first.used and not first.is_reduced:  # what is frozen has no gradient
-                self._reduce(first)
-            self._begun += 1
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ValueError(f"expected dense gradients, got a sparse one in {bucket.name}")
+        bucket.ready.add(parameter)
+        bucket.used.add(parameter)
+        while self._n_started < len(self._queue) and (first := self._queue[self._n_started]).is_complete:
+            if first.used and not first.is_reduced:  # frozen parameters have no gradient
+                self._start_average(first)
+            self._n_started += 1
 
     def _end(self) -> None:
         try:
             with torch.no_grad():
                 self.finish()
         finally:
-            self.leave()
+            self.reset()
 
     def finish(self) -> None:
-        """Average all the rest, and hand it over. A collective."""
-        used, late, replicated = self._exchange()
-        for bucket in sorted(dict.fromkeys([*self._queue, *self._buckets]), key=lambda bucket: bucket.is_last):
+        """Average the rest, and assign all averages. A collective."""
+        used, late, replicated = self._exchange_flags()
+        for bucket in dict.fromkeys([*self._queue, *self._buckets]):
             if not bucket.is_reduced and any(used[bucket]):
-                self._reduce(bucket)
+                self._start_average(bucket)
         for bucket in late:
-            self._reduce(bucket)
+            self._start_average(bucket)
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self._waits.append(self._line.start(END_OF_PASS, partial(self._line.call, all_reduce, p.grad)))
+            average = partial(self._channel.call, all_reduce, p.grad)
+            self._waits.append(self._channel.start_checked(END_OF_PASS, average))
         self._wait()
         for bucket in self._buckets:
             bucket.assign(used[bucket])
 
-    def leave_unfinished(self) -> None:
-        """Forget a pass that an exception has ended, once its collectives are over."""
-        if self._is_open:
+    def abandon_unfinished(self) -> None:
+        """Forget a pass that an exception ended, once its collectives are over."""
+        if self._pass.is_unfinished:
             self._wait()
             for bucket in self._buckets:
-                bucket.forget_pass()
-            self.leave()
+                bucket.drop_whole_gradients()
+                bucket.earlier = {}
+            self.reset()
 
-    def leave(self) -> None:
-        """Be ready for the next pass."""
+    def reset(self) -> None:
+        """Forget this pass."""
         for bucket in self._buckets:
-            bucket.leave_pass()
-        self._is_open, self._queue, self._begun = False, [], 0
+            bucket.reset_pass()
+        self._queue, self._n_started = [], 0
         self._pass.reset()
 
     def _wait(self) -> None:
@@ -262,28 +288,25 @@ class GradientPass:
         for wait in waits:
             wait()
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _start_average(self, bucket: Bucket) -> None:
         for wait in self._waits[-1:]:
-            wait()  # else whole gradients of many buckets would wait for their turn
+            wait()  # else whole gradients of many buckets would be alive at once
         with torch.no_grad():
-            self._waits.append(bucket.reduce(self._line))
+            self._waits.append(bucket.start_average(self._channel))
 
-    def _exchange(self) -> tuple[dict[Bucket, list[bool]], list[Bucket], list[nn.Parameter]]:
-        """What has a gradient on any rank: parameters by bucket, buckets that got one late, replicated parameters."""
+    def _exchange_flags(self) -> tuple[dict[Bucket, list[bool]], list[Bucket], list[nn.Parameter]]:
+        """Return what has gradients on any rank: parameters by bucket, late buckets, replicated parameters."""
         flags = [p in bucket.used or has_whole_gradient(p) for bucket in self._buckets for p in bucket.whole]
-        flags += [bucket.is_reduced and any(map(has_whole_gradient, bucket.whole)) for bucket in self._buckets]
-        flags += [p.grad is not None for p in self._replicated]
-        notes = torch.tensor(flags, dtype=torch.float64, device=self._device)
-        self._control.start(END_OF_PASS, partial(self._control.call, all_reduce, notes))()
-        flags_anywhere = iter([flag > 0 for flag in notes.tolist()])
-        used = {bucket: [next(flags_anywhere) for _ in bucket.whole] for bucket in self._buckets}
-        late = [bucket for bucket in self._buckets if next(flags_anywhere)]
-        return used, late, [p for p in self._replicated if next(flags_anywhere)]
+        flags += [bucket.is_late for bucket in self._buckets] + [p.grad is not None for p in self._replicated]
+        counts = torch.tensor(flags, dtype=torch.float64, device=self._control.transport.device)
+        self._control.start_checked(END_OF_PASS, partial(self._control.call, all_reduce, counts))()
+        on_any = iter([count > 0 for count in counts.tolist()])
+        used = {bucket: [next(on_any) for _ in bucket.whole] for bucket in self._buckets}
+        late = [bucket for bucket in self._buckets if next(on_any)]
+        return used, late, [p for p in self._replicated if next(on_any)]
 
 
-def _call_alive(
-    owner: "weakref.ref[GradientPass]", method: str, args: "Sequence[weakref.ref[Any]]", *more: object
-) -> None:
+def _call_if_alive(owner: "weakref.ref[GradientPass]", method: str, args: Sequence[Any], *more: object) -> None:
     if (alive := owner()) is not None:
         with alive._lock:
-            getattr(alive, method)(*(arg() for arg in args), *more)
+            getattr(alive, method)(*args, *more)

@@ -1,18 +1,18 @@
-"""ZeRO-1: an optimizer whose state and whose work are shared out over data-parallel ranks.
+"""ZeRO-1: an optimizer whose state and update are sharded over data-parallel ranks.
 
     model = BucketedDDP(model)                          gradients become the mean over ranks
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     ...
-    optimizer.step()                                    each rank updates its rows, then all get all of them
+    optimizer.step()                                    each rank updates its rows, then all gather all rows
 
-Every rank has all parameters and all gradients, which must be the same everywhere when `step` is called. Of the
-optimizer's state, two values per parameter for AdamW, it has 1/p. A step moves (p-1)/p of the parameters' bytes per
-rank beyond what averaging gradients does, and spares (p-1)/p of the update. To the optimizer, rows are DTensors: what
-it does with norms and products of parameters, it does with whole ones.
+Every rank has all parameters and all gradients, which must be the same everywhere when `step` is called. A rank keeps
+1/p of the optimizer's state, two values per parameter for AdamW. On top of averaging gradients, a step moves (p-1)/p of
+the parameters' bytes per rank, and saves (p-1)/p of the update. The optimizer sees rows as DTensors, so that norms and
+products are those of whole parameters.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054, section 5.1 (P_os) and, for what is sent, 7.2. The paper reduce-scatters gradients for it; here they
-have been averaged by a wrapper. A `ReduceScatterDDP` does as the paper, and makes ZeRO-2 of it.
+arXiv:1910.02054, section 5.1 (P_os) and, for the bytes sent, 7.2. The paper reduce-scatters gradients; here a wrapper
+has averaged them. A `ReduceScatterDDP` does as the paper, and makes it ZeRO-2.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,15 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, device_of
-from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
-from labkit.parallel.sharding.rows import check_no_overlap, gather_rows, gradient_rows, own_rows, shard_parameter
-from labkit.parallel.sharding.state_dicts import consolidate, state_rows
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.select_transport import find_transport, member_group
+from labkit.parallel.sharding.gather import gather_rows
+from labkit.parallel.sharding.rows import as_gradient, as_rows, check_shardable, consolidate, own_rows, shard_parameter
+from labkit.parallel.transport import AUTO, find_transport, member_group
 
 NO_SETTINGS = ("params", "param_names", "foreach")  # of a parameter group
-SHARD = "shard"  # in a state_dict: which one it is
-MAX_TOGETHER = 300  # parameters per operator: DTensor's first such call takes time in their square
+SHARD = "shard"  # key in a state_dict: "rank r of p"
+MAX_FOREACH = 300  # parameters per operator: DTensor's first such call takes time in their square
 REFUSED: Mapping[type[Optimizer], str] = {
     optim.LBFGS: "its search direction depends on all parameters together",
     optim.SparseAdam: "it is made for sparse gradients",
@@ -43,22 +41,20 @@ REFUSED: Mapping[type[Optimizer], str] = {
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls(params, **settings)`, each rank with a share of the state: a `torch.optim.Optimizer`.
+    """`optimizer_cls(params, **settings)` with 1/p of the state on each rank: a `torch.optim.Optimizer`.
 
     Args:
         params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one device, dense.
         optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
-        wrapper: a `ReduceScatterDDP`, whose group it takes.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
-        settings: those of `optimizer_cls`.
+        settings: of `optimizer_cls`.
 
-    `param_groups` are of whole parameters and may be changed at any time, by schedulers, say. A parameter that is
-    frozen from the start costs nothing. State dicts are torch's, with DTensors of this rank's rows.
+    `param_groups` have whole parameters and may be changed at any time, by schedulers for example. Parameters that are
+    frozen send nothing. State dicts are torch's, with DTensors of this rank's rows.
 
-    Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for parameters it cannot
-    take, and for arguments that differ between ranks; on a rank that is not of the group; in `step` for sparse
-    gradients.
+    Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for unsuitable parameters,
+    and for arguments that differ between ranks; on a rank outside the group; in `step` for sparse gradients.
     """
 
     def __init__(
@@ -66,21 +62,18 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_cls: Callable[..., Optimizer],
         *,
-        wrapper: ReduceScatterDDP | None = None,
         group: dist.ProcessGroup | None = None,
         transport: str = AUTO,
         **settings: Any,
     ):
-        group = group if wrapper is None else wrapper.group
         members = member_group(group)
         self._group, self._transport, self._place = group, transport, (members.rank(), members.size())
-        self._inner: Optimizer | None = None
+        self._shard = f"rank {members.rank()} of {members.size()}"
+        self._inner: Any = None
         self._shards: dict[Tensor, Any] = {}
-        """This rank's rows of each parameter, views of its memory, as the inner optimizer has them."""
-        self._gathered: set[Any] = set()
-        """Parameters that have been trained at any time."""
+        """This rank's rows of each parameter, views of its memory: the inner optimizer's parameters."""
 
-        def prepare() -> None:
+        def build() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
             for refused, reason in REFUSED.items():
                 if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
@@ -89,17 +82,15 @@ class ShardedOptimizer(Optimizer):
             self._mesh = DeviceMesh.from_group(members, self._device.type)
             self._inner = optimizer_cls([self._shard_group(each) for each in self.param_groups], **settings)
             self.defaults = self._inner.defaults
-            self._adopt_settings()
+            self._pull_settings()
 
-        arguments = {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport}
-        self._on_all_ranks(prepare, arguments)
-        self._which = f"rank {members.rank()} of {members.size()}"
+        self._run_on_all_ranks(build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport})
         if members.size() > 1:
             find_transport(group, self._device, transport)  # ValueError now, not at the first step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group of parameters. A collective; ValueError, on all ranks, as for those given at first."""
-        if (inner := self._inner) is None:  # the base class collects what it is made with
+        """Add a group of parameters. A collective. ValueError, on all ranks, as at construction; nothing is changed."""
+        if self._inner is None:  # the base class adds the first groups
             super().add_param_group(param_group)
             return
         number = len(self.param_groups)
@@ -107,15 +98,15 @@ class ShardedOptimizer(Optimizer):
         def add() -> None:
             super(ShardedOptimizer, self).add_param_group(param_group)
             self._check_parameters()
-            inner.add_param_group(self._shard_group(self.param_groups[number]))
+            self._inner.add_param_group(self._shard_group(self.param_groups[number]))
 
         try:
-            self._on_all_ranks(add, {})
-        except BaseException:  # whatever it was, the optimizer is as before
-            del self.param_groups[number:], inner.param_groups[number:]
+            self._run_on_all_ranks(add, {})
+        except BaseException:
+            del self.param_groups[number:], self._inner.param_groups[number:]
             self._shards = {p: self._shards[p] for p in self._parameters}
             raise
-        self._adopt_settings()
+        self._pull_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -124,78 +115,68 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._inner is not None
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
             raise ValueError("expected dense gradients, got a sparse one")
         for p, shard in self._shards.items():
-            shard._local_tensor = own_rows(p.detach(), *self._place)  # the parameter's data may have been replaced
+            shard._local_tensor = own_rows(p.detach(), *self._place)  # a user may have replaced the parameter's data
             if p.grad is not None:
-                local = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), *self._place)
-                shard.grad = gradient_rows(local, shard)
-        self._hand_settings_over()
+                rows = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), *self._place)
+                shard.grad = as_gradient(rows, shard)
+        self._push_settings()
         try:
             self._inner.step()
         finally:
             for p, shard in self._shards.items():
                 shard.grad, own = None, own_rows(p.detach(), *self._place)
-                if shard._local_tensor.data_ptr() != own.data_ptr():  # it has replaced the shard's data
+                if shard._local_tensor.data_ptr() != own.data_ptr():  # the optimizer has replaced the shard's data
                     own.copy_(shard._local_tensor)
-        self._adopt_settings()
+        self._pull_settings()
         self.gather_parameters()
         return loss
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Every parameter as the ranks have its rows: what a step ends with. A collective.
-
-        Not those that have been frozen from the start.
-        """
-        self._gathered |= {p for p in self._parameters if p.requires_grad}
+        """Gather the ranks' rows of every parameter that a step may have changed. A collective."""
         if self._place[1] > 1:
-            trained = [p.detach() for p in self._parameters if p in self._gathered]
-            gather_rows(trained, self._group, transport=self._transport)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_`: the norm before, a scalar. A collective if gradients are in rows."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            changed = [p.detach() for p in self._parameters if p.requires_grad or p.grad is not None]
+            gather_rows(changed, self._group, transport=self._transport)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout, with this rank's rows as DTensors: for as many ranks to go on from, each with its own."""
-        assert self._inner is not None
-        inner = self._inner.state
-        self.state.update({p: dict(inner[shard]) for p, shard in self._shards.items() if shard in inner})
-        return {**super().state_dict(), SHARD: self._which}
+        """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""
+        state = self._inner.state
+        self.state.update({p: dict(state[shard]) for p, shard in self._shards.items() if shard in state})
+        return {**super().state_dict(), SHARD: self._shard}
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
-        """torch's own layout, as `optimizer_cls` without shards would give it, on group rank `to` or on all (None).
+        """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all (None).
 
-        A collective; None on the other ranks. Tensors are on the CPU. It loads into a plain optimizer, and into a
-        sharded one on any number of ranks; so does a plain optimizer's `state_dict`.
+        A collective; None on the other ranks. Tensors are on the CPU. It loads into an unsharded optimizer, and into a
+        sharded one on any number of ranks, as an unsharded optimizer's `state_dict` does.
         """
         state = {name: value for name, value in self.state_dict().items() if name != SHARD}
-        whole: dict[str, Any] | None = consolidate(state, to in (None, self._mesh.get_local_rank()))
+        whole: dict[str, Any] | None = consolidate(state, to in (None, self._place[0]))
         return whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A `state_dict()` of this rank, or a state in torch's own layout, of which this rank takes its rows.
+        """Load a `state_dict()` of this rank, or an unsharded state, of which this rank takes its rows.
 
-        ValueError for the shard of another rank, or of another number of ranks, and for other parameter groups.
+        ValueError for the shard of another rank or number of ranks, and for other parameter groups.
         """
-        assert self._inner is not None
-        if (which := state_dict.get(SHARD, self._which)) != self._which:
-            raise ValueError(f"expected the shard of {self._which} or a whole state, got the shard of {which}")
+        if (saved := state_dict.get(SHARD, self._shard)) != self._shard:
+            raise ValueError(f"expected the shard of {self._shard} or a whole state, got the shard of {saved}")
         super().load_state_dict(state_dict)
         self._inner.state.clear()
         for p, shard in self._shards.items():
             if p in self.state:
-                state = self.state[p].items()
-                self._inner.state[shard] = {name: state_rows(value, shard) for name, value in state}
-        self._hand_settings_over()
+                self._inner.state[shard] = {
+                    name: as_rows(name, value, shard) if p.dim() and getattr(value, "shape", None) == p.shape else value
+                    for name, value in self.state[p].items()
+                }
+        self._push_settings()
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a sharded optimizer is one with those of other processes: save its state_dict()")
+        raise TypeError("a sharded optimizer is tied to its ranks: save its state_dict()")
 
     @property
     def _parameters(self) -> list[Any]:
@@ -206,53 +187,49 @@ class ShardedOptimizer(Optimizer):
         return torch.device(self._parameters[0].device)
 
     def _check_parameters(self) -> None:
-        """ValueError for parameters that an optimizer in shards cannot take."""
         parameters = self._parameters
         if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
             raise ValueError("expected one parameter or more, on one device, each once")
-        for number, p in enumerate(parameters):
-            check_values(f"parameter {number}", p)
-            if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
-                raise ValueError("expected parameters that are whole and dense, each element with memory of its own")
-        check_no_overlap(parameters)
+        named = [(f"parameter {number}", p) for number, p in enumerate(parameters)]
+        for name, p in named:
+            check_values(name, p)
+        check_shardable(named, are_averaged=False)
 
-    def _on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
-        """Do it on this rank, and see that all have done the same; whatever is wrong on one rank, all raise."""
-        refused: Exception | None = None
+    def _run_on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
+        """Run the action, and compare the parameter groups between ranks. If one rank raises, all raise."""
+        refusal: Exception | None = None
         try:
             action()
-        except TypeError as error:
-            refused = ValueError(str(error))
-            refused.__cause__ = error
         except Exception as error:
-            refused = error
-        groups = [] if refused else self.param_groups
+            refusal = ValueError(str(error)) if isinstance(error, TypeError) else error
+        groups = [] if refusal else self.param_groups
         plain = (bool, int, float, str, tuple)
         described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
         described += [f"{k}: {v}" for group in groups for k, v in _settings(group).items() if isinstance(v, plain)]
         device = self._device if described else device_of(self._group)
-        check_same_on_all_ranks("optimizer", settings, described, device, self._group, refused)
+        check_same_on_all_ranks("optimizer", settings, described, device, self._group, refusal)
 
     def _shard_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What the inner optimizer gets of a group."""
+        """Return the inner optimizer's group."""
         self._shards |= {p: shard_parameter(p, self._mesh, copy=False) for p in group["params"]}
         return {**group, "params": [self._shards[p] for p in group["params"]]}
 
-    def _hand_settings_over(self) -> None:
-        assert self._inner is not None
+    def _push_settings(self) -> None:
+        """Copy the groups' settings to the inner optimizer."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
-            if "foreach" in inner:  # a call per operator of DTensors, not one per parameter
-                needs_loop = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
+            if "foreach" in inner:  # one call per operator of DTensors instead of one per parameter
                 is_chosen = group["foreach"] is not None or group.get("fused") or group.get("differentiable")
-                is_short = len(group["params"]) <= MAX_TOGETHER
+                needs_loop = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
+                is_short = len(group["params"]) <= MAX_FOREACH
                 inner["foreach"] = group["foreach"] if is_chosen else is_short and not needs_loop
 
-    def _adopt_settings(self) -> None:
-        assert self._inner is not None
+    def _pull_settings(self) -> None:
+        """Copy the inner optimizer's settings to the groups."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))
-            group.setdefault("foreach", inner["foreach"]) if "foreach" in inner else None
+            if "foreach" in inner:
+                group.setdefault("foreach", inner["foreach"])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,39 +1,32 @@
-"""Rows of parameters: which rank keeps which, where they lie in whole tensors, and how they travel.
+"""Rows of parameters: which rank keeps which, as DTensors, in memory and in state dicts.
 
-Rank r of p keeps rows r c to (r+1) c of a parameter of n rows, c = ceil(n / p), as a DTensor with `Shard(0)`; of a
-scalar, every rank keeps all. Rows travel from their place in one rank's tensors to the same place in another's.
+Rank r of p keeps rows r c to (r+1) c of a parameter of n rows, c = ceil(n / p), as a DTensor with `Shard(0)`. Of a
+scalar, every rank keeps all.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from labkit.parallel.collectives import add_steps, copy_steps
-from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import cut
-from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import AUTO
-from labkit.parallel.transport.base import Step, Transport
-from labkit.parallel.transport.select_transport import find_transport
+from labkit.parallel.prepare import FLOAT_TYPES
 
-MESSAGES_AHEAD = 4  # per rank
-SMALL_BYTES = 32 << 10  # of one rank's rows: a message costs more than to copy them
+MESSAGES_IN_FLIGHT = 4  # per rank
+SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
 
 class Sharded(DTensor):
-    """Rows of a parameter or gradient. Its `data` can be replaced, which DTensor alone ignores without a word."""
+    """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
 
     __slots__ = ()
 
     @property
     def data(self) -> Tensor:
-        """The same rows for code that autograd must not see."""
+        """The same rows, hidden from autograd."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -49,7 +42,7 @@ class Sharded(DTensor):
 
 
 def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
-    """The rows of a rank, a view: (at most c, ...). All of a scalar."""
+    """Return the rows of a rank, a view: (at most c, ...); all of a scalar."""
     if not whole.dim():
         return whole
     n = len(whole)
@@ -59,14 +52,14 @@ def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
 
 @torch.no_grad()
 def as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows of something shaped as `like`, as a DTensor of the same memory."""
+    """Return this rank's rows of a tensor shaped as `like`, as a DTensor of the same memory."""
     placements = [Shard(0) if like.dim() else Replicate()]
     stride = torch.empty_like(like, device="meta").stride()
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=stride)
 
 
 def shard_parameter(parameter: Tensor, mesh: DeviceMesh, *, copy: bool) -> Any:
-    """A parameter of the whole shape that has this rank's rows only, in new memory or in the parameter's."""
+    """Return a parameter of the whole shape with this rank's rows only, copied or in the parameter's memory."""
     whole = parameter.detach()
     rows = own_rows(whole, mesh.get_local_rank(), mesh.size())
     shard: Any = nn.Parameter(as_distributed(rows.clone() if copy else rows, whole, mesh), parameter.requires_grad)
@@ -75,13 +68,75 @@ def shard_parameter(parameter: Tensor, mesh: DeviceMesh, *, copy: bool) -> Any:
     return shard
 
 
-def gradient_rows(rows: Tensor, shard: Any) -> Any:
-    """These rows as a gradient of the shard."""
+def as_gradient(rows: Tensor, shard: Any) -> Any:
+    """Return the rows as a gradient of the shard."""
     return Sharded(rows, shard._spec, requires_grad=False)
 
 
+def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
+    """Raise ValueError for parameters that are sharded, sparse or share elements.
+
+    `are_averaged`: also for trained parameters whose gradients labkit's collectives do not add.
+    """
+    ranges = []
+    for name, p in parameters:
+        if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
+            raise ValueError(f"expected whole, dense parameters, each element with memory of its own; {name} is none")
+        if are_averaged and p.requires_grad and p.dtype not in FLOAT_TYPES:
+            raise ValueError(f"expected trained parameters of real floating-point numbers; {name} is {p.dtype}")
+        if p.is_contiguous() and p.numel():
+            ranges.append((p.data_ptr(), p.data_ptr() + p.nbytes))
+    if any(end > start for (_, end), (start, _) in pairwise(sorted(ranges))):
+        raise ValueError("expected parameters that share no elements with each other")
+
+
+# Rows on the wire
+
+
+def row_strides(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape whose rows follow each other in memory, each laid out as here."""
+    if not like.dim():
+        return ()
+    row = torch.empty_like(like[:1], device="meta")
+    return (like[:1].numel(), *row.stride()[1:])
+
+
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return the tensor, or a copy of it with these strides."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def flatten(dense: Tensor) -> Tensor:
+    """Return all elements in the order of memory, (n,), a view."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
+    """Return each rank's rows of a tensor with `row_strides`: p vectors, views."""
+    n, width = len(whole), whole[:1].numel()
+    chunk = -(-n // p)
+    lengths = [width * (min((rank + 1) * chunk, n) - min(rank * chunk, n)) for rank in range(p)]
+    return list(flatten(whole).split_with_sizes(lengths))
+
+
+def separate_small(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Separate each tensor's rows by rank: large ones are sent as they are, small ones are packed together."""
+    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
+    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
+
+
+def unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy a packed vector to its parts."""
+    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
+
+
+# Rows in state dicts
+
+
 def local_rows(value: Tensor, shard: Any) -> Tensor:
-    """This rank's rows of a tensor, whole or shared out; ValueError for rows on another number of ranks."""
+    """Return this rank's rows of a tensor, whole or sharded. ValueError for shards on another number of ranks."""
     mesh = shard.device_mesh
     if not isinstance(value, DTensor):
         return own_rows(value, mesh.get_local_rank(), mesh.size()).clone()
@@ -93,114 +148,29 @@ def local_rows(value: Tensor, shard: Any) -> Tensor:
     return value._local_tensor
 
 
-def check_no_overlap(parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError for parameters that share elements: rows of one would change rows of another."""
-    ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.is_contiguous() and p.numel())
-    if any(end > start for (_, end), (start, _) in pairwise(ranges)):
-        raise ValueError("expected parameters that share no elements with each other")
+def as_rows(name: str, value: Any, shard: Any) -> Any:
+    """Return the shard's rows of a tensor, whole or sharded, as a DTensor. ValueError for another shape."""
+    if not isinstance(value, Tensor) or value.shape != shard.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
+    rows = local_rows(value.detach().to(shard.device), shard)
+    return as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
 
 
-def row_strides(like: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor of this shape whose rows lie one after the other, each laid out as here, if it is dense."""
-    if not like.dim():
-        return ()
-    row = torch.empty_like(like[:1], device="meta")
-    return (like[:1].numel(), *row.stride()[1:])
+@torch.no_grad()
+def consolidate(state: Any, is_wanted: bool) -> Any:
+    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
 
-
-def by_rows(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """The tensor, or a copy of it, with these strides, those of `row_strides`."""
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def flatten(dense: Tensor) -> Tensor:
-    """All elements in the order of memory, (n,), a view."""
-    return dense.as_strided((dense.numel(),), (1,))
-
-
-def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
-    """The rows of each rank in a tensor laid out `by_rows`: p vectors, views."""
-    n, width = len(whole), whole[:1].numel()
-    chunk = -(-n // p)
-    lengths = [width * (min((rank + 1) * chunk, n) - min(rank * chunk, n)) for rank in range(p)]
-    return list(flatten(whole).split_with_sizes(lengths))
-
-
-def _separate(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Rows by rank of large tensors, whose messages need no copy, and those of small ones, which travel in one."""
-    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
-    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
-
-
-def _unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
-
-
-@disable_compile
-def gather_rows(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
-) -> None:
-    """Complete, in place, tensors of which each rank has its own rows. A collective.
-
-    Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
-    per rank for n bytes of tensors, and no copies besides, but for small tensors.
+    A collective, one tensor at a time.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.dim() and tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
-        via = find_transport(group, alike[0].device, transport)
-        depth = max(1, MESSAGES_AHEAD * (via.world_size - 1))
-        dense = [by_rows(tensor, row_strides(tensor)).to(via.device) for tensor in alike]
-        large, small = _separate([rows_by_rank(each, via.world_size) for each in dense])
-        packed = [torch.cat(blocks) for blocks in zip(*small, strict=True)]
-        steps: list[Step] = []
-        for by_rank in [*large, packed] if small else large:
-            pieces = cut([block.view(torch.uint8) for block in by_rank], via, depth)
-            steps += chain.from_iterable(copy_steps(pieces, via))
-        count_traffic(via, "all_gather", "butterfly", alike).run(steps, depth)
-        for vector, blocks in zip(packed, zip(*small, strict=True), strict=True):
-            _unpack(vector, blocks)
-        for tensor, each in zip(alike, dense, strict=True):
-            if each is not tensor:
-                tensor.copy_(each)
-        torch.autograd.graph.increment_version(alike)  # messages are written past torch
 
+    def make_whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            return full.detach().to("cpu", copy=True) if is_wanted else None
+        if isinstance(value, Mapping):
+            return type(value)((key, make_whole(each)) for key, each in value.items())  # type: ignore[call-arg]
+        return [make_whole(each) for each in value] if isinstance(value, list) else value
 
-def average_rows(
-    gradients: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    results: Sequence[Tensor],
-    *,
-    transport: str | Transport = AUTO,
-) -> None:
-    """Mean over ranks of this rank's rows of each tensor, into `results`, laid out alike. A collective.
-
-    Rank r adds up the rows that the others send it, where they arrive: n (p-1)/p bytes sent per rank for n bytes.
-    """
-    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for gradient, result in zip(gradients, results, strict=True):
-        kinds.setdefault(gradient.dtype, []).append((gradient, result))
-    for dtype, pairs in kinds.items():
-        via = find_transport(group, pairs[0][0].device, transport)
-        p, depth = via.world_size, max(1, MESSAGES_AHEAD * (via.world_size - 1))
-        is_divided = dtype == torch.float16 or p == 1  # before it is added, so that a mean cannot overflow on the way
-        whole = [(gradient / p if is_divided else gradient).to(via.device) for gradient, _ in pairs]
-        means = [flatten(result).to(via.device) for _, result in pairs]
-        large, small = _separate([[*rows_by_rank(each, p), mean] for each, mean in zip(whole, means, strict=True)])
-        packed = [torch.cat(blocks) for blocks in zip(*small, strict=True)]
-        steps: list[Step] = []
-        for by_rank in [*large, packed] if small else large:
-            *pieces, totals = cut(by_rank, via, depth)
-            steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided else p))
-            if p == 1:
-                by_rank[-1].copy_(by_rank[0])
-        count_traffic(via, "reduce_scatter", "butterfly", [gradient for gradient, _ in pairs]).run(steps, depth)
-        if small:
-            _unpack(packed[-1], [by_rank[-1] for by_rank in small])
-        for (_, result), mean in zip(pairs, means, strict=True):
-            if mean.device != result.device:
-                flatten(result).copy_(mean)
+    whole = make_whole(state)
+    return whole if is_wanted else None

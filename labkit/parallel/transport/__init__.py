@@ -1,25 +1,125 @@
-"""How ranks exchange memory: the one operation, `run(steps)`, under every algorithm of `collectives.py`.
+"""How ranks exchange memory: the transport that serves a tensor, selected once per group, device and preference.
 
-base.py               steps, and the contract between algorithms and transports
-point_to_point.py     torch.distributed's send and recv, between any machines: gloo and NCCL
-shared_memory.py      memory that all ranks of a host map (compiled: `shared_memory.cpp`, `build.py`)
-select_transport.py   which of them serves a tensor
+Every algorithm of `collectives.py` is a list of steps, which `Transport.run` carries out (`base.py`): point to point by
+torch.distributed, between any machines, or through memory that the ranks of a host share.
 """
 
-from labkit.parallel.transport.base import POINT_TO_POINT, SHARED, TRANSPORTS
-from labkit.parallel.transport.select_transport import (
-    AUTO,
-    find_transport,
-    make_separate_transport,
-    transport_in_use,
-)
+from __future__ import annotations
 
-__all__ = [
-    "AUTO",
-    "POINT_TO_POINT",
-    "SHARED",
-    "TRANSPORTS",
-    "find_transport",
-    "make_separate_transport",
-    "transport_in_use",
-]
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.transport.base import POINT_TO_POINT, SHARED, TRANSPORTS, SharedMemoryUnavailable, Step, Transport
+from labkit.parallel.transport.point_to_point import TAG, BatchTransport, StreamTransport
+from labkit.parallel.transport.shared_memory import SharedTransport
+
+__all__ = ["POINT_TO_POINT", "SHARED", "TRANSPORTS", "Step", "Transport"]
+
+AUTO = "auto"
+"""Shared memory if all ranks of the group can share it, else point to point."""
+CHOICES = (AUTO, *TRANSPORTS)
+
+_HOST = torch.device("cpu")
+_Key = tuple[torch.device, str]
+
+
+class Selection(NamedTuple):
+    """A transport, and the reason if it is not shared memory."""
+
+    transport: Transport
+    reason: str
+
+
+# Per group, because scratch memory outlives a call; weak, because it must not outlive the group.
+_selections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Selection]] = weakref.WeakKeyDictionary()
+_separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_NONE: dict[_Key, Selection] = {}
+
+
+def find_transport(
+    group: dist.ProcessGroup | None, device: torch.device, preference: str | Transport = AUTO
+) -> Transport:
+    """Return the transport that serves tensors on `device` in `group` (None: all ranks); a collective at first.
+
+    `preference` is "auto", "point_to_point" or "shared"; a transport is returned as it is. NCCL serves CUDA tensors in
+    place. Everything else goes through CPU memory: gloo's send and recv know no other.
+
+    Raises ValueError without a process group, on a rank outside of it, if it has no backend for the device, for a
+    `preference` of another name, and for "shared" if the ranks cannot share memory.
+    """
+    if not isinstance(preference, str):
+        return preference
+    # Nearly every call asks again; the rest of the way would cost more than a short message.
+    member = dist.group.WORLD if group is None else group
+    if isinstance(member, dist.ProcessGroup):
+        selection = _selections.get(member, _NONE).get((device, preference))
+        if selection is not None:
+            return selection.transport
+    return _select_once(group, device, preference).transport
+
+
+def make_separate_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str = AUTO) -> Selection:
+    """Make one more transport, for messages that may be in flight together with others of the group.
+
+    Errors as `find_transport`. A collective.
+    """
+    group = member_group(group)
+    _separate_counts[group] = number = _separate_counts.get(group, 0) + 1
+    return _select(group, device, preference, {}, TAG + number)
+
+
+def transport_in_use(
+    group: dist.ProcessGroup | None = None, device: torch.device = _HOST, preference: str = AUTO
+) -> tuple[str, str]:
+    """Return the name of the transport that serves `group`, and the reason if it is not shared memory."""
+    selection = _select_once(group, device, preference)
+    return selection.transport.name, selection.reason
+
+
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is not in it."""
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a process group that this rank belongs to, or None: all ranks; got {group!r}")
+    return group
+
+
+def _select_once(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Selection:
+    group = member_group(group)
+    selections = _selections.setdefault(group, {})
+    if (device, preference) not in selections:
+        selections[device, preference] = _select(group, device, preference, selections, TAG)
+    return selections[device, preference]
+
+
+def _select(
+    group: dist.ProcessGroup, device: torch.device, preference: str, selections: dict[_Key, Selection], tag: int
+) -> Selection:
+    if preference not in CHOICES:
+        raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(f"the process group has no backend for {device.type} tensors") from error
+    if backend.name() == "nccl":
+        if preference == SHARED:
+            raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
+        return Selection(BatchTransport(group, device), "NCCL moves CUDA tensors")
+    existing = {each.transport.name: each.transport for each in selections.values() if each.transport.device == _HOST}
+    reason = "requested" if preference == POINT_TO_POINT else ""
+    if preference == AUTO and group.size() == 1:
+        reason = "one rank alone sends nothing"
+    if not reason:
+        try:
+            return Selection(existing.get(SHARED) or SharedTransport(group), "")
+        except SharedMemoryUnavailable as error:
+            if preference == SHARED:
+                raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
+            reason = str(error)
+    return Selection(existing.get(POINT_TO_POINT) or StreamTransport(group, tag), reason)

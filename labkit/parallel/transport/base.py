@@ -7,14 +7,14 @@ An algorithm promises:
 
 * A message has the same step number on both sides, in runs of equally many steps. So among the oldest unfinished steps
   of all ranks there is always one that both its sides have started, and nothing waits forever.
-* Both sides know a message's length and dtype: the two parts of a step have them in common. An empty part is not sent.
-* With `depth` steps in flight, a step reads and writes nothing that the `depth - 1` steps before it write, and writes
-  nothing that they send. Within a step the same memory may be sent and added to.
+* The two parts of a message have the same length and dtype. An empty part is not sent.
+* With `depth` steps in flight, a step sends nothing that the `depth - 1` steps before it write, and writes nothing that
+  they send. Several steps may add to the same memory. Within a step the same memory may be sent and added to.
 
 A transport promises:
 
-* Messages between two ranks arrive in the order sent, so ranks may run ahead of each other through any number of
-  calls. One call at a time per group and rank: two threads need two transports.
+* Messages between two ranks arrive in the order sent, and are added in the order of steps. Ranks may run ahead of each
+  other through any number of calls. One call at a time per group and rank: two threads need two transports.
 * Scratch memory is made on first use and kept between calls, because touching fresh pages costs as much as copying. It
   is bounded whatever the size of the tensors, and it goes when the group goes.
 """

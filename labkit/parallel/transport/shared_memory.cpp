@@ -1,6 +1,7 @@
 // Messages between the ranks of one host, through memory that all of them map (`shared_memory.py`).
 //
-// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, and four slots for messages.
+// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, four slots for messages, and a mark
+// that the rank has left the group.
 //
 //     send      copy the part into a free slot, write a note (which slot, how many bytes), post `filled`
 //     receive   wait for `filled`, read the note, copy or add from the slot straight into place, post `taken`
@@ -153,7 +154,7 @@ struct Mailboxes {
     PyThreadState* thread = nullptr;
 
     // Layout of a mailbox
-    static long size(long p) { return (2 * p + p * NOTES) * CACHE_LINE + SLOTS * SLOT_BYTES; }
+    static long size(long p) { return (2 * p + p * NOTES + 1) * CACHE_LINE + SLOTS * SLOT_BYTES; }
     char* start(long owner) { return reinterpret_cast<char*>(addresses[owner]); }
     sem_t* semaphore(long owner, long n) { return reinterpret_cast<sem_t*>(start(owner) + n * CACHE_LINE); }
     sem_t* filled(long sender, long target) { return semaphore(sender, target); }
@@ -161,6 +162,7 @@ struct Mailboxes {
     long* note(long sender, long target, long number) {
         return reinterpret_cast<long*>(start(sender) + (2 * p + target * NOTES + number % NOTES) * CACHE_LINE);
     }
+    long* mark(long owner) { return note(owner, p, 0); }  // not 0: the rank has left the group
     char* slot(long owner, long number) { return start(owner) + size(p) - (SLOTS - number) * SLOT_BYTES; }
 
     // Take a semaphore that rank `peer` posts.
@@ -177,7 +179,8 @@ struct Mailboxes {
             timespec until = {end / 1'000'000'000, end % 1'000'000'000};
             if (sem_clockwait(awaited, CLOCK_MONOTONIC, &until) == 0) return;
             pollfd process = {int(processes[peer]), POLLIN, 0};
-            bool has_ended = poll(&process, 1, 0) > 0, is_late = now_ns() > start + timeout_ns;
+            bool has_ended = __atomic_load_n(mark(peer), __ATOMIC_SEQ_CST) || poll(&process, 1, 0) > 0;
+            bool is_late = now_ns() > start + timeout_ns;
             PyEval_RestoreThread(thread);
             bool is_interrupted = PyErr_CheckSignals() != 0;
             thread = PyEval_SaveThread();
@@ -317,7 +320,11 @@ Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const lon
     return mailboxes;
 }
 
-void disconnect_mailboxes(Mailboxes* mailboxes) { delete mailboxes; }
+void disconnect_mailboxes(Mailboxes* mailboxes) {
+    __atomic_store_n(mailboxes->mark(mailboxes->rank), 1, __ATOMIC_SEQ_CST);
+    delete mailboxes;
+}
+
 PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth) {
     try {
         mailboxes->run(steps, depth);

@@ -3,16 +3,29 @@
 Each rank makes an anonymous file (memfd_create) and tells the others its process id and descriptor; they open it
 through /proc and map it. The memory exists as long as a process has it open or mapped, and has no name: when all ranks
 have ended, in whatever way, nothing is left, and a small or full /dev/shm does not matter.
+
+The library is compiled for this Python and this processor, in about two seconds, and kept in the user's cache folder.
+The launcher compiles it before it starts ranks (`unavailable_reason`), so that no rank waits for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import mmap
 import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +33,17 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine.cgroups import available_memory_bytes
-from labkit.parallel.ranks.hosts import host_identity
 from labkit.parallel.ranks.messages import gather_json
-from labkit.parallel.transport import build
+from labkit.parallel.ranks.torchrun import host_identity
 from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step, Transport
 
+SOURCE = Path(__file__).with_name("shared_memory.cpp")
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
+COMPILE_TIMEOUT_S = 120.0
+FAILURE = "LABKIT_SHARED_MEMORY_FAILURE"  # variable of ranks: why their launcher has no library
 _ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # `COMBINE` in C++
-
-PIECES_AHEAD = 3
-"""Pieces of a message that are sent before any is received: with all slots taken, a ring of ranks would deadlock."""
+PIECES_AHEAD = 3  # sent before any is received: with all slots taken, a ring of ranks would deadlock
+_libraries: list[Any] = []  # of this process
 
 
 class SharedTransport(Transport):
@@ -36,13 +51,18 @@ class SharedTransport(Transport):
 
     name = SHARED
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """A collective; raises SharedMemoryUnavailable, with one reason, on all ranks or on none."""
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
+        """Connect the ranks of the group; `timeout_s` of a message is the group's if None. A collective.
+
+        Raises SharedMemoryUnavailable, with one reason, on all ranks or on none.
+        """
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
+        backend: Any = group._get_backend(self.device)
+        timeout_s = timeout_s or backend.options._timeout.total_seconds()
         self._slot_bytes, descriptor, failure = 0, -1, ""
         self._started: list[Step] = []
         try:
-            self._library = _declare(build.load(timeout_s / 4))
+            self._library = load_library()
             self._slot_bytes = self._library.slot_bytes()
             descriptor, memory = _make_mailbox(self._library.mailbox_bytes(self.world_size), self.world_size)
         except (SharedMemoryUnavailable, OSError) as error:
@@ -104,19 +124,6 @@ class SharedTransport(Transport):
         return self._slot_bytes
 
 
-def _declare(library: ctypes.PyDLL) -> Any:
-    longs = ctypes.POINTER(ctypes.c_long)
-    library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [ctypes.c_long], ctypes.c_long
-    library.slot_bytes.restype = ctypes.c_long
-    library.connect_mailboxes.restype = ctypes.c_void_p
-    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
-    library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
-    library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
-    library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long]
-    library.run_steps.restype = ctypes.py_object
-    return library
-
-
 def _make_mailbox(n_bytes: int, ranks: int) -> tuple[int, mmap.mmap]:
     """Return the descriptor of an anonymous file, all its pages reserved, and a mapping of it; raise OSError."""
     # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
@@ -157,3 +164,108 @@ def _agree(group: dist.ProcessGroup, note: Mapping[str, Any], failure: str) -> l
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def unavailable_reason() -> str | None:
+    """Compile the library if needed; return why there is none, or None."""
+    try:
+        load_library()
+    except SharedMemoryUnavailable as error:
+        return str(error)
+    return None
+
+
+def load_library() -> Any:
+    """Return the library; compile it first if nobody has. SharedMemoryUnavailable says in one line what is missing."""
+    if not _libraries:
+        if reason := os.environ.get(FAILURE):
+            raise SharedMemoryUnavailable(reason)
+        try:
+            _libraries.append(_declare(ctypes.PyDLL(str(_find_or_compile()))))
+        except OSError as error:
+            raise SharedMemoryUnavailable(str(error)) from error
+    return _libraries[0]
+
+
+def _declare(library: ctypes.PyDLL) -> Any:
+    longs = ctypes.POINTER(ctypes.c_long)
+    library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [ctypes.c_long], ctypes.c_long
+    library.slot_bytes.restype = ctypes.c_long
+    library.connect_mailboxes.restype = ctypes.c_void_p
+    library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
+    library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
+    library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
+    library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long]
+    library.run_steps.restype = ctypes.py_object
+    return library
+
+
+def _find_or_compile() -> Path:
+    folder = _cache_folder() / f"shared-memory-{_build_key()}"
+    library = folder / "library.so"
+    if not library.exists():
+        compiler = _find_compiler()
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process
+            if not library.exists():
+                _compile(compiler, library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        output = Path(scratch) / "library.so"
+        command = [compiler, *FLAGS, f"-I{sysconfig.get_path('include')}", str(SOURCE), "-o", str(output)]
+        # The compiler's temporary files go where the library goes: /tmp may be full.
+        options: dict[str, Any] = {"env": os.environ | {"TMPDIR": scratch, "LC_ALL": "C"}, "timeout": COMPILE_TIMEOUT_S}
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, **options)
+        except subprocess.TimeoutExpired as error:
+            raise SharedMemoryUnavailable("compiling took too long") from error
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+            reason = next((line for line in lines if "error" in line.lower()), lines[-1])
+            raise SharedMemoryUnavailable(f"{compiler} failed: {reason}") from error
+        output.replace(library)
+
+
+def _find_compiler() -> str:
+    if not sys.platform.startswith("linux"):
+        raise SharedMemoryUnavailable(f"it is for Linux, not for {sys.platform}")
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise SharedMemoryUnavailable(f"there is no C++ compiler {compiler!r}: install one (Debian: apt install g++)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise SharedMemoryUnavailable(
+            "there is no Python.h: install Python's headers (Debian: apt install python3-dev)"
+        )
+    return compiler
+
+
+def _build_key() -> str:
+    """Digest of everything a build depends on: source, flags, Python, processor."""
+    processor = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    parts = [SOURCE.read_text(), *FLAGS, sys.version, platform.machine(), processor]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    """Return a folder that only this user can write to, and from which code can be loaded."""
+    candidates = [Path(tempfile.gettempdir()) / f"labkit-{os.getuid()}"]
+    with suppress(RuntimeError):  # a user without a home
+        cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        candidates.insert(0, Path(cache) / "labkit")
+    for folder in candidates:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+            is_executable = not os.statvfs(folder).f_flag & os.ST_NOEXEC
+            if is_private and is_executable and os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    tried = " and ".join(map(str, candidates))
+    raise SharedMemoryUnavailable(f"no private folder that may hold code: set XDG_CACHE_HOME to one (tried {tried})")

@@ -1,4 +1,8 @@
-"""All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it best."""
+"""All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it best.
+
+Each point is one size and number of ranks: algorithms that pass an exact check take turns with torch's all-reduce.
+Times are the slowest rank's; ratios compare two times of one round. Short tensors are measured in two sessions.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -8,7 +12,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.calibration import NCCL
-from labkit.costs.communication import algorithm_bandwidth, bus_bandwidth
+from labkit.costs.communication import ALL_REDUCE_COSTS, algorithm_bandwidth, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
@@ -19,7 +23,6 @@ from labkit.machine import Machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register
-from labkit.studies.shared.tables import read_published
 
 KIB, MIB = 2**10, 2**20
 PEAK = "peak of the links"
@@ -37,14 +40,14 @@ class AllReduceConfig(TimedConfig):
     world_sizes: Some[Ranks] = [2, 4]
     sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
     algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), AUTO]
-    """Compared with torch's, point to point. One-shot sends p/2 times the bytes of a ring: only if it is named."""
+    """Compared with torch's, point to point. One-shot, which sends p/2 times a ring's bytes, is measured if named."""
     transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
-    """Compared with torch's: labkit's `all_reduce` over each."""
+    """labkit's `all_reduce` over each is compared with torch's."""
     scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
     """Sizes at which SCHED_BATCH is compared with the default scheduling policy."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     gloo_up_to_bytes: Bytes = 10**9
-    """Longer tensors are averaged over NCCL alone, where there is NCCL."""
+    """Longer tensors are averaged over NCCL only, if there is NCCL."""
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
     repeats: Repeats = 60
@@ -71,7 +74,7 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """NCCL first if there are GPUs, and of gloo's torch's; short tensors in several sessions, by other processes."""
+    """NCCL first if there are GPUs, then gloo with torch only; short tensors again in sessions of other processes."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
         once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
@@ -96,7 +99,7 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
 
 
 def times(results: Results) -> pd.DataFrame:
-    """Medians with bandwidths, and each time over that of the shortest tensor with as many ranks."""
+    """Medians, bandwidths, and each time relative to the shortest tensor's with as many ranks."""
     table = TIME.medians(results.frame)
     sizes = list(zip(table["world_size"], table["n_bytes"], table["seconds"], strict=True))
     shortest = table.groupby(["backend", "world_size", "algorithm"])["seconds"].transform("first")
@@ -119,39 +122,24 @@ def bandwidth(results: Results) -> pd.DataFrame:
     table = table[table["backend"] == table["backend"].max()]
     table = table.assign(line=[f"{ranks} ranks" for ranks in table["world_size"]])
     over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
-    peak = pd.concat([over_nccl.head(1), over_nccl.tail(1)]).assign(
-        line=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan")
-    )
+    ends = pd.concat([over_nccl.head(1), over_nccl.tail(1)])
+    peak = ends.assign(line=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan"))
     return pd.concat([peak.dropna(subset="busbw_gb_per_s"), table], ignore_index=True)
 
 
 def predictions(results: Results) -> pd.DataFrame:
-    """Measured times of each algorithm, and those of its messages and bytes by the machine's calibration."""
+    """Measured times of each algorithm, and the times of its messages and bytes by the machine's calibration."""
     table = TIME.medians(results.frame)
     table = table[table["algorithm"].isin(ALGORITHMS)]
     return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
-    cost, ranks = ALGORITHMS[row["algorithm"]].cost, int(row["world_size"])
+    cost, ranks = ALL_REDUCE_COSTS.get(row["algorithm"]), int(row["world_size"])
     if results.calibration is None or cost is None:
         return None
     way = NCCL if row["backend"] == "nccl" else "gloo"
     return results.calibration.algorithm_s(way, row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
-
-
-def published_times() -> pd.DataFrame:
-    """Published times of gloo and NCCL on a node with up to six GPUs: the slowest rank's mean."""
-    table = read_published("allreduce_gloo_nccl").rename(columns={"size_mb": "n_bytes"})
-    table["n_bytes"] = table["n_bytes"] * 10**6
-    return table.groupby(list(CONFIGURATION), as_index=False)["seconds"].max()
-
-
-def published_algorithms() -> pd.DataFrame:
-    """Published times of ring, butterfly and torch's all-reduce by ranks; they contain the start of the processes."""
-    tables = [read_published(f"allreduce_ring_vs_{name}") for name in ("butterfly", "torch")]
-    columns = ["world_size", "elements", "ring_max_s", "butterfly_max_s", "torch_max_s"]
-    return pd.concat(tables).reindex(columns=columns)
 
 
 LAB = Lab(
@@ -201,7 +189,7 @@ LAB = Lab(
             names=NAMES,
             topic="all_reduce",
             advice="Where this machine's ranks send point to point, average by {name}{where}.",
-            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
+            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size"),
         ),
         Check(
             id="alpha_beta",
@@ -211,9 +199,7 @@ LAB = Lab(
             measured="seconds",
             predicted="predicted_s",
             configuration=CONFIGURATION,
-            figure=Lines(
-                source=RATIO, x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size", level=1
-            ),
+            figure=Lines(source=RATIO, x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"),
         ),
         Compare(
             id="transports",
@@ -234,7 +220,7 @@ LAB = Lab(
             names=NAMES,
             topic="scheduling",
             advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by `chrt -b 0`.",
-            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size", level=1),
+            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size"),
         ),
     ],
 )

@@ -1,8 +1,8 @@
-"""What every rank runs for a point of the all-reduce lab: check each alternative, then time those that are right.
+"""What every rank runs for a point of the all-reduce lab: check each alternative, then time those that pass.
 
-The correctness check has two parts. Every rank holds the same random vector times its own power of two, so that the
-mean over ranks is known exactly, in float64, without the other ranks' tensors. Sums of whole numbers, which no float
-type rounds, show that no rank's part and no element is missing (`bench.checksums`).
+The check has two parts. Every rank holds the same random vector times a power of two, so that each knows the exact mean
+over ranks, in float64. Sums of whole numbers, which no float type rounds, show that no rank's part and no element is
+missing (`bench.checksums`).
 """
 
 import inspect
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from labkit.bench.check import max_over_ranks, verdict
 from labkit.bench.checksums import first_wrong
-from labkit.lab.point import SessionPoint, skip_reason
+from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes
-from labkit.parallel.collectives import ALGORITHMS, Algorithm, all_reduce
+from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 TORCH, AUTO, FLOOR = "torch", "auto", "floor"
 RESERVED = frozenset((TORCH, AUTO, FLOOR, *ALGORITHMS))
 OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
-RANK_BYTES = 160 * 2**20  # resident memory of a rank, torch included
 N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
 CALLS_ON_GPU, SHORT_BYTES = 10, 2**24
-CHUNK = 2**16  # elements compared at a time, so that their float64 copies stay in cache
-FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time, which stay in cache
+CHUNK = 2**16  # elements compared at a time: their float64 copies stay in cache
+FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time: they stay in cache
 
 Collective = Callable[..., None]
 """Called as (tensor, op="sum" or "mean"); works in place."""
@@ -56,27 +55,32 @@ class AllReducePoint(SessionPoint):
     def series(self) -> tuple[Hashable, float]:
         return (self.sweep, self.backend, self.world_size, self.scheduling), self.n_bytes
 
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    @property
+    def needed_bytes(self) -> float:
+        return N_COPIES * self.n_bytes
+
     def skip_reason(self, machine: "Machine") -> str | None:
-        ranks = ranks_here(self.world_size)
-        if self.backend != "nccl":
-            return skip_reason(machine, "cpu", ranks * (RANK_BYTES + N_COPIES * self.n_bytes))
-        if ranks > len(machine.gpus) > 0:
+        if self.device == "cuda" and ranks_here(self.world_size) > len(machine.gpus) > 0:
             return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
-        return skip_reason(machine, "cuda", ranks * N_COPIES * self.n_bytes, ranks=ranks)
+        return super().skip_reason(machine)
 
     def title(self) -> str:
         policy = f", scheduling {self.scheduling}" if self.sweep == "scheduling" else ""
         return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}{policy}"
 
 
-def register(name: str, alternative: Callable[..., Any]) -> dict[str, Algorithm]:
+def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Add a user's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
 
     A function that takes `op` is called with op="sum" and op="mean"; otherwise the mean is the sum divided.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    ALGORITHMS[name] = Algorithm(partial(_run_user_function, alternative))
+    ALGORITHMS[name] = partial(_run_user_function, alternative)
     return ALGORITHMS
 
 
@@ -92,8 +96,8 @@ def _run_user_function(
 
 
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
-    """One row per alternative: seconds of each repeat on this rank and the error; a wrong one gets no time."""
-    device = use_device("cuda" if point.backend == "nccl" else "cpu")
+    """One row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
+    device = use_device(point.device)
     base, own = make_inputs(point, device)
     tensor = torch.empty_like(own)
     rows: dict[str, dict[str, Any]] = {}
@@ -114,10 +118,10 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         dist.barrier()
         rows[name] |= row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=device)
         calls[name] = partial(reduce, tensor, op="sum")
-    # Of a short one over NCCL the host's launch is most of the time: a sample is the mean of several.
-    n_calls = CALLS_ON_GPU if device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
-    clock = {"device": device, "prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
-    yield from timed_rows(rows, calls, **clock, **point.rounds)
+    # The host's launch is most of the time of a short one over NCCL: a sample is the mean of several.
+    n_calls = CALLS_ON_GPU if point.device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
+    clock: dict[str, Any] = {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
+    yield from timed_rows(rows, calls, device=device, **clock, **point.rounds)
 
 
 def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +146,7 @@ def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
 
 
 def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
-    """Do what an all-reduce must do without messages or waiting: p-1 parts of n/p are added, and p-1 copied."""
+    """Add p-1 parts of n/p elements and copy p-1: the work of an all-reduce without messages and waiting."""
     p = dist.get_world_size()
     size = tensor.numel() // p
     chunk = FLOOR_CHUNK_BYTES // tensor.itemsize
@@ -176,5 +180,5 @@ def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
 
 
 def _multiple(rank: int) -> float:
-    """1, 1/2, ..., 1/128, 1, ...: a factor that rounds nothing but float16's smallest numbers."""
+    """1, 1/2, ..., 1/128, 1, ...: factors that round nothing but float16's smallest numbers."""
     return 2.0 ** -(rank % 8)

@@ -1,4 +1,8 @@
-"""Attention: what it costs in time and memory, and which implementation is best here, from which length up."""
+"""Attention: what it costs in time and memory, and which implementation is best here, from which length up.
+
+Each point is one problem (dtype, length, head dimension): implementations that pass the check against float64 take
+turns, forward and backward. Ratios are of the time of both passes in one round, over naive attention's.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,26 +15,15 @@ from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explici
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Sessions, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Lines
+from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
 from labkit.machine import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
-from labkit.studies.attention.worker import (
-    BACKWARD,
-    BOTH,
-    COMPILED,
-    EXPLICIT,
-    FLASH,
-    FORWARD,
-    MARGIN,
-    TILED,
-    AttentionPoint,
-    measure,
-)
+from labkit.studies.attention.worker import BOTH, COMPILED, EXPLICIT, FLASH, MARGIN, TILED, AttentionPoint, measure
 
 MIB = 2**20
-PUBLISHED_HEAD_DIM = 64  # of the lines in figures
+SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
 Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
 HeadDim = Annotated[int, Field(ge=1, le=1024)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -45,23 +38,26 @@ class AttentionConfig(TimedConfig):
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
         name for name in IMPLEMENTATIONS if name != "sdpa_math"
     ]
-    """All are compared with naive attention. SDPA's unfused backend is measured only if it is named."""
+    """Compared with naive attention. SDPA's unfused backend is measured only if it is named."""
     compiled_sequences: list[Length] = [1024]
-    """Lengths at which compiled attention takes part: each shape costs seconds to compile."""
+    """Lengths at which compiled attention is measured: each shape takes seconds to compile."""
     batch: Count = 1
-    """Sequences, or heads, at once."""
+    """Sequences times heads."""
     causal: bool = True
     sessions: Sessions = 2
+    """How often lengths of up to 2048 tokens are measured, each time by other processes."""
     device: Device = "auto"
     max_bytes: int = Field(512 * MIB, ge=0)
-    """An implementation that needs more is left out; 0: only what does not fit into memory is."""
+    """An implementation that needs more is skipped; 0: only one that does not fit into memory is."""
     rounds_s: RoundsSeconds | None = 1.0
 
 
 CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")
 TIME = Metric("seconds", "implementation", CONFIGURATION, where={"phase": BOTH})
-PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"), where={"phase": (FORWARD, BACKWARD, BOTH)})
-PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"phase": "both"}, exact=True)
+PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"))
+PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, exact=True)
+AT = {"head_dim": 64, "dtype": "float32"}
+"""Figures show this head dimension, and this dtype unless panels show all."""
 NAMES = {
     EXPLICIT: "naive attention",
     COMPILED: "compiled attention",
@@ -75,9 +71,10 @@ NAMES = {
 
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-    """Short sequences first; then all again in further sessions, by other processes."""
+    """Short sequences first; then those of up to 2048 tokens again in further sessions, by other processes."""
     once = list(_points(config, machine.device(config.device)))
-    return [*once, *repeat_in_sessions(once, config.sessions)]
+    short = [point for point in once if point.sequence <= SESSIONS_UP_TO]
+    return [*once, *repeat_in_sessions(short, config.sessions)]
 
 
 def _points(config: AttentionConfig, device: str) -> Iterator[AttentionPoint]:
@@ -91,54 +88,30 @@ def _points(config: AttentionConfig, device: str) -> Iterator[AttentionPoint]:
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes by length, how often that of half the length, and the useful FLOP/s."""
+    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in float32 last.
+
+    Empty if naive attention was not measured at a length and at half of it.
+    """
     table = TIME.medians(results.frame)
+    if table.empty:
+        return table
     keys = [*(name for name in CONFIGURATION if name != "sequence"), "implementation"]
     before = table.groupby(keys, dropna=False)[["sequence", "seconds"]].shift()
-    is_double = table["sequence"] == 2 * before["sequence"]
-    ratio = table["seconds"] / before["seconds"]
-    causal = bool(results.frame["causal"].iloc[0]) if len(table) else True
+    ratio = (table["seconds"] / before["seconds"]).where(table["sequence"] == 2 * before["sequence"])
+    causal = bool(results.frame["causal"].iloc[0])
     sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
-    return table.assign(times_per_doubling=ratio.where(is_double), flops_per_s=flops / table["seconds"])
-
-
-def naive_growth(results: Results) -> pd.DataFrame:
-    """The same with naive attention in float32 at the longest sequence last; empty if no length was doubled."""
-    table = growth(results)
-    is_naive = (table["implementation"] == EXPLICIT) & (table["dtype"] == "float32")
-    doubled = table[is_naive].dropna(subset="times_per_doubling").sort_values("sequence")
-    return pd.concat([table.drop(doubled.index), doubled]) if len(doubled) else table.iloc[:0]
-
-
-def phases(results: Results) -> pd.DataFrame:
-    """Times of each pass in float32, for the figure."""
-    table = _at_one_head_dim(PHASES.medians(results.frame))
-    return table[table["dtype"] == table["dtype"].max()]
-
-
-def ratios(results: Results) -> pd.DataFrame:
-    """Times of both passes over naive attention's, for the figure."""
-    return _at_one_head_dim(TIME.ratios_to(EXPLICIT, results.frame))
-
-
-def peaks(results: Results) -> pd.DataFrame:
-    """Peak bytes by implementation, for the figure."""
-    return _at_one_head_dim(PEAK.largest(results.frame))
-
-
-def _at_one_head_dim(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the head dimension of published measurements, or else of the largest."""
-    is_published = table["head_dim"] == PUBLISHED_HEAD_DIM
-    return table[is_published if is_published.any() else table["head_dim"] == table["head_dim"].max()]
+    table = table.assign(times_per_doubling=ratio, flops_per_s=flops / table["seconds"])
+    is_naive = (table["implementation"] == EXPLICIT) & (table["dtype"] == "float32") & ratio.notna()
+    naive = table[is_naive].sort_values("sequence")
+    return pd.concat([table[~is_naive], naive]) if len(naive) else table.iloc[:0]
 
 
 def held(results: Results) -> pd.DataFrame:
-    """Bytes that autograd keeps between the passes, and the formulas' bytes."""
+    """Bytes that autograd holds between the passes, and the formulas' bytes."""
     keys = [*CONFIGURATION, "causal", "implementation"]
-    rows = results.frame.reindex(columns=[*keys, "phase", "saved_bytes"])
-    table = rows[rows["phase"] == "saved"].groupby(keys, as_index=False)["saved_bytes"].sum()
-    table = table[table["implementation"].isin([EXPLICIT, TILED])]
+    rows = results.rows([*keys, "saved_bytes"]).dropna(subset="saved_bytes")
+    table = rows[rows["implementation"].isin([EXPLICIT, TILED])].groupby(keys, as_index=False)["saved_bytes"].sum()
     return table.assign(predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]).drop(columns="causal")
 
 
@@ -149,24 +122,17 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Naive attention in float32 by length, up to the first that does not fit: bytes at its peak, with a margin."""
-    frame = results.frame
+    """Naive attention's peak in float32 by length, with a margin, up to the first length that does not fit."""
+    frame, rows = results.frame, list[dict[str, Any]]()
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()
-    rows, batch, head_dim = [], int(frame["batch"].iloc[0]), int(frame["head_dim"].max())
-    for exponent in range(8, 31):
-        tensors = explicit_peak(batch, 2**exponent, head_dim, 4, causal=bool(frame["causal"].iloc[0]))
-        needed = MARGIN * sum(tensors.values())
-        size = {"batch": batch, "head_dim": head_dim, "sequence": 2**exponent}
-        rows.append(size | {"needed_bytes": needed, "matrix_bytes": max(tensors.values())})
+    batch, head_dim, causal = int(frame["batch"].iloc[0]), int(frame["head_dim"].max()), bool(frame["causal"].iloc[0])
+    for sequence in (2**exponent for exponent in range(8, 31)):
+        needed = MARGIN * sum(explicit_peak(batch, sequence, head_dim, 4, causal=causal).values())
+        rows.append({"batch": batch, "head_dim": head_dim, "sequence": sequence, "needed_bytes": needed})
         if needed > results.machine_bytes:
             break
     return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
-
-
-def held_at_one_head_dim(results: Results) -> pd.DataFrame:
-    """The same, for the figure."""
-    return _at_one_head_dim(held(results))
 
 
 LAB = Lab(
@@ -191,6 +157,7 @@ LAB = Lab(
         "sessions": 1,
         "max_bytes": 0,
     },
+    preload=("torch._dynamo",),
     worker=measure,
     points=points,
     plugin_parameter="implementations",
@@ -199,10 +166,10 @@ LAB = Lab(
         Report(
             id="growth",
             text="How does the time of both passes grow with the sequence length?",
-            table=naive_growth,
+            table=growth,
             configuration=CONFIGURATION,
             says="At {sequence} tokens naive attention takes {times_per_doubling} times as long as at half the length.",
-            figure=Lines(source=phases, x="sequence", y="seconds", hue="implementation", panel="phase"),
+            figure=Lines(source=PHASES, x="sequence", panel="phase", at=AT),
         ),
         Compare(
             id="fastest",
@@ -212,7 +179,7 @@ LAB = Lab(
             names=NAMES,
             topic="attention",
             advice="Use {name}{where}.",
-            figure=Lines(source=ratios, x="sequence", y="ratio", hue="implementation", panel="dtype", level=1),
+            figure=Lines(source=RATIO, x="sequence", hue="implementation", panel="dtype", at=AT),
         ),
         Compare(
             id="peak_memory",
@@ -221,7 +188,7 @@ LAB = Lab(
             metric=PEAK,
             baseline=EXPLICIT,
             names=NAMES,
-            figure=Lines(source=peaks, x="sequence", y="peak_bytes", hue="implementation", panel="dtype"),
+            figure=Lines(source=PEAK, x="sequence", panel="dtype", at=AT),
         ),
         Check(
             id="held",
@@ -232,13 +199,7 @@ LAB = Lab(
             subject="byte counts",
             within=1.02,
             configuration=CONFIGURATION,
-            figure=Lines(
-                source=held_at_one_head_dim,
-                x="sequence",
-                y="saved_bytes",
-                hue="implementation",
-                panel="dtype",
-            ),
+            figure=Lines(source=held, x="sequence", y="saved_bytes", hue="implementation", panel="dtype", at=AT),
         ),
         Report(
             id="end_of_memory",

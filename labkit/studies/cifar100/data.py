@@ -1,4 +1,4 @@
-"""The images of a point: rank 0 reads and checks them; every rank gets the training set and a validation shard."""
+"""Distributes the images of a point: rank 0 reads and checks them, all ranks get the training set and their shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from labkit.lab.project import datasets_directory
 from labkit.nn.datasets import CIFAR100_FILE, DatasetError, Images, digits, file_md5, read_cifar100
-from labkit.parallel.ranks.messages import broadcast_json
+from labkit.parallel.ranks.messages import gather_json
 
 DIGITS, CIFAR100 = "digits", "cifar100"
 # Shape and dtype of an image and of a class.
@@ -20,21 +20,21 @@ PARTS: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (((3, 32, 32), torch.ui
 
 @dataclass(frozen=True)
 class RankData:
-    """What one rank works with: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the CPU."""
+    """The data of one rank: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the CPU."""
 
     classes: int
     training: tuple[Tensor, Tensor]
-    """All of them, on every rank: which of them a rank sees is another choice every epoch."""
+    """The whole training set: a rank takes other images in each epoch."""
     validation: tuple[Tensor, Tensor]
-    """The shard of this rank."""
+    """This rank's shard."""
     validated: int
-    """Images in the shards of all ranks."""
+    """Validation images in the shards of all ranks."""
 
 
 def load_images(dataset: str, archive: str | None, md5: str | None) -> Images:
-    """The digits; or CIFAR-100 from the archive named, else from the one fetched.
+    """Load the digits, or CIFAR-100 from `archive` or the archive that was fetched.
 
-    DatasetError if it is not good, or not the one with the checksum `md5`.
+    DatasetError for a bad archive, or one with another checksum than `md5`.
     """
     if dataset == DIGITS:
         return digits()
@@ -48,27 +48,27 @@ def load_images(dataset: str, archive: str | None, md5: str | None) -> Images:
     return read_cifar100(path)
 
 
-def hand_out(
-    dataset: str, archive: str | None, most_images: int | None, device: str, *, md5: str | None = None
+def distribute(
+    dataset: str, archive: str | None, max_images: int | None, device: str, *, md5: str | None = None
 ) -> RankData:
-    """Read on rank 0, broadcast the training set (its first `most_images`), scatter the validation set.
+    """Read on rank 0, broadcast the training set (its first `max_images`), scatter the validation set.
 
-    DatasetError on every rank if rank 0 cannot read it. The transfers are on the device: NCCL wants that.
+    DatasetError on every rank if rank 0 cannot read the data. Tensors travel on the device, as NCCL requires.
     """
     images: Images | None = None
     about: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
             images = load_images(dataset, archive, md5)
-            count = len(images.training[1][:most_images])
+            count = len(images.training[1][:max_images])
             about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
         except DatasetError as error:
             about = {"error": str(error)}
-    about = broadcast_json(about)
+    about = gather_json(about)[0]
     if "error" in about:
         raise DatasetError(about["error"])
     training = [
-        _broadcast(images.training[part][:most_images] if images else None, (about["trained"], *shape), dtype, device)
+        _broadcast(images.training[part][:max_images] if images else None, (about["trained"], *shape), dtype, device)
         for part, (shape, dtype) in enumerate(PARTS)
     ]
     validation = [
@@ -86,13 +86,13 @@ def _broadcast(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, 
 
 
 def _scatter(tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """This rank's shard of rank 0's tensor, ceil(N / ranks) rows; the last ranks may have fewer, or none."""
+    """This rank's shard of rank 0's tensor, ceil(N / ranks) rows; the last ranks may have fewer or none."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     rows = -(-shape[0] // ranks)
     shard = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
     pieces = None
-    if tensor is not None:  # equal pieces travel; what fills up the last ones is cut off
-        filled = torch.cat([tensor, tensor.new_zeros(rows * ranks - shape[0], *shape[1:])])
-        pieces = list(filled.to(device).split(rows))
+    if tensor is not None:  # pieces are equal: the last ones are padded, and the padding cut off below
+        padded = torch.cat([tensor, tensor.new_zeros(rows * ranks - shape[0], *shape[1:])])
+        pieces = list(padded.to(device).split(rows))
     dist.scatter(shard, pieces, src=0)
     return shard[: max(0, min(rows, shape[0] - rank * rows))].cpu()

@@ -1,4 +1,9 @@
-"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and as small as torch's."""
+"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and in as little memory.
+
+A small convolutional net is trained by several ranks, once per seed and implementation, after its first updates are
+compared with one process. Each seed is one sample: results after the last epoch, the median time of an epoch, and the
+peak memory are compared with torch's.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,8 +22,9 @@ from labkit.lab.units import format_seconds
 from labkit.machine import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.studies.cifar100.data import CIFAR100, DIGITS
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
-from labkit.studies.cifar100.worker import CIFAR100, DIGITS, EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
+from labkit.studies.cifar100.worker import EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
 
 LABKIT, TORCH, SYNCHRONIZED, LOCAL = "own", "torch", "SyncBatchNorm", "BatchNorm"
 RESULTS = {"accuracy_percent": "accuracy", "validation_loss": "validation loss", "train_loss": "training loss"}
@@ -35,15 +41,15 @@ class CifarConfig(LabConfig):
     train_images: Count | None = 512
     """Only the first so many of the training set; None: all."""
     implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
-    """The wrapper, and whether batch norm is over all ranks; torch's SyncBatchNorm refuses CPU tensors."""
+    """A wrapper and a batch norm; torch's SyncBatchNorm refuses CPU tensors."""
     world_size: Annotated[int, Field(ge=2, le=64)] = 2
     seeds: Some[Seed] = list(range(6))
-    """Each is a training of its own. Below six there is no interval, and so no verdict."""
+    """One training each. Fewer than six give no interval, and so no verdict."""
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 3
     batch: Annotated[int, Field(ge=2, le=100_000)] = 8
     """Images of a micro-batch on one rank."""
     accumulation: Annotated[int, Field(ge=1, le=10_000)] = 4
-    """Micro-batches of an update."""
+    """Micro-batches per update."""
     learning_rate: Positive = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     device: Device = "auto"
@@ -52,13 +58,10 @@ class CifarConfig(LabConfig):
 
     @field_validator("archive")
     @classmethod
-    def _is_there(cls, archive: str | None) -> str | None:
+    def _resolve_archive(cls, archive: str | None) -> str | None:
         if archive is None:
             return None
-        try:
-            path = Path(archive).expanduser()
-        except RuntimeError as error:  # the home of a user that does not exist
-            raise ValueError(f"should be a path: {error}") from None
+        path = Path(archive).expanduser() if archive.startswith("~/") else Path(archive)
         if kind_of_path(path) != "file":
             raise ValueError("should be the path of CIFAR-100's binary archive, and there is no file to read")
         return str(path.resolve())
@@ -80,17 +83,17 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names, "device": device}
     about["backend"] = machine.backend(device, ranks_here(config.world_size))
-    return [TrainingPoint.of(config, seed=seed, **about) for seed in config.seeds]
+    return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
 
 
 def check_inputs(config: CifarConfig, say: Callable[[str], None]) -> None:
-    """Check the archive that is named: whole, and in its format."""
+    """Check that the given archive is complete and has CIFAR-100's format."""
     if config.archive is not None:
         _check_archive(Path(config.archive), say)
 
 
 def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
-    """Fetch CIFAR-100's archive if none is named and none is there; check that it is whole, and in its format."""
+    """Fetch CIFAR-100's archive unless one is given or already here, and check it."""
     if config.archive is not None or config.dataset == DIGITS:
         return None
     try:
@@ -98,7 +101,7 @@ def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
     except DatasetError as error:
         raise ParameterError(f"cifar100: {error}") from None
     except ConnectionError as error:
-        return f"{error}; name an archive that is here with --set archive=PATH, or use --set dataset=digits"
+        return f"{error}; give a local archive with --set archive=PATH, or use --set dataset=digits"
     _check_archive(path, say)
     return None
 
@@ -112,7 +115,7 @@ def _check_archive(path: Path, say: Callable[[str], None]) -> None:
 
 
 def describe_progress(point: TrainingPoint, values: Mapping[str, Any]) -> str | None:
-    """A few words on an epoch that has just ended."""
+    """Summarize an epoch that has just ended."""
     if "accuracy_percent" not in values:
         return None
     return (
@@ -122,36 +125,27 @@ def describe_progress(point: TrainingPoint, values: Mapping[str, Any]) -> str | 
     )
 
 
-def _last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the last epoch that all trainings have, each seed as a repeat."""
+def _select_last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the last epoch that all trainings have; each seed is a repeat."""
     last = rows.groupby(["implementation", "seed"])["epoch"].max().min()
     return rows[rows["epoch"] == last].assign(repeat=rows["seed"])
 
 
-def _median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """The median epoch of each seed after its warm-up: epochs of one training resemble one another."""
+def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
+    """The median epoch of each seed without its warm-up: epochs of one training are alike."""
     is_warm_up = rows["warm_up"].astype(bool)
     has_others = ~is_warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")
-    rows = rows[~(is_warm_up & has_others)]
-    slowest = rows.groupby([*CONFIGURATION, "wrapper", "seed", "epoch"], dropna=False)["epoch_s"].max()
-    return (
-        slowest.groupby(level=[*CONFIGURATION, "wrapper", "seed"], dropna=False)
-        .median()
-        .reset_index(name="epoch_s")
-        .assign(repeat=lambda table: table["seed"])
-    )
+    rows, keys = rows[~(is_warm_up & has_others)], [*CONFIGURATION, "wrapper", "seed"]
+    slowest = rows.groupby([*keys, "epoch"], dropna=False)["epoch_s"].max()
+    medians = slowest.groupby(level=keys, dropna=False).median().reset_index(name="epoch_s")
+    return medians.assign(repeat=medians["seed"])
 
 
 CONFIGURATION = ("dataset", "world_size", "batch", "epochs", "batch_norm")
 EPOCHS = {"phase": EPOCH, "check": "ok"}
-LOSS = Metric(
-    "validation_loss",
-    "batch_norm",
-    ("dataset", "world_size", "batch", "epochs", "wrapper"),
-    where=EPOCHS,
-    prepare=_last_epochs,
-)
-TIME = Metric("epoch_s", "wrapper", CONFIGURATION, where=EPOCHS, prepare=_median_epochs)
+BY_WRAPPER = ("dataset", "world_size", "batch", "epochs", "wrapper")
+LOSS = Metric("validation_loss", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_select_last_epochs)
+TIME = Metric("epoch_s", "wrapper", CONFIGURATION, where=EPOCHS, prepare=_compute_median_epochs)
 PEAK = Metric("peak_bytes", "wrapper", CONFIGURATION, where={"phase": MEMORY}, exact=True)
 NAMES = {
     LABKIT: "labkit's parts",
@@ -163,42 +157,42 @@ NAMES = {
 
 def by_epoch(results: Results) -> pd.DataFrame:
     """Median over the seeds of losses and accuracy, by implementation and epoch."""
-    columns = ["phase", "dataset", "implementation", "epoch", "seed", *RESULTS]
-    rows = results.frame.reindex(columns=columns).dropna(subset=list(RESULTS))
-    return rows.groupby(["dataset", "implementation", "epoch"], sort=False)[list(RESULTS)].median().reset_index()
+    keys = ["dataset", "implementation", "epoch"]
+    rows = results.rows([*keys, *RESULTS]).dropna(subset=list(RESULTS))
+    return rows.groupby(keys, sort=False)[list(RESULTS)].median().reset_index()
 
 
-def outcome(results: Results) -> pd.DataFrame:
+def last_epochs(results: Results) -> pd.DataFrame:
     """After the last epoch, by implementation: medians over the seeds, and the smallest and largest accuracy."""
-    rows = results.frame.reindex(columns=["implementation", "dataset", "epoch", "seed", *RESULTS])
-    rows = rows.dropna(subset=list(RESULTS))
+    rows = _last_results(results)
     if rows.empty:
         return rows
-    last = _last_epochs(rows).groupby(["dataset", "implementation"], sort=False)
-    medians = last[list(RESULTS)].median()
-    accuracy = last["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
-    return medians.join(accuracy).reset_index()
+    groups = rows.groupby(["dataset", "implementation"], sort=False)
+    accuracy = groups["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
+    return groups[list(RESULTS)].median().join(accuracy).reset_index()
 
 
 def same_training(results: Results) -> pd.DataFrame:
     """After the last epoch, each seed's results with labkit's parts and with torch's, by batch norm."""
-    rows = results.frame.reindex(columns=["implementation", "wrapper", "batch_norm", "epoch", "seed", *RESULTS])
-    rows = rows.dropna(subset=list(RESULTS))
+    rows, keys = _last_results(results).rename(columns=RESULTS), ["batch_norm", "seed", "result"]
     if rows.empty:
-        return pd.DataFrame(columns=["batch_norm", "seed", "result", LABKIT, TORCH])
-    long = (
-        _last_epochs(rows)
-        .rename(columns=RESULTS)
-        .melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")
-    )
-    wide = long.pivot_table(index=["batch_norm", "seed", "result"], columns="wrapper", values="value")
+        return pd.DataFrame(columns=[*keys, LABKIT, TORCH])
+    long = rows.melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")
+    wide = long.pivot_table(index=keys, columns="wrapper", values="value")
     return wide.reindex(columns=[LABKIT, TORCH]).reset_index().rename_axis(columns=None)
+
+
+def _last_results(results: Results) -> pd.DataFrame:
+    """Losses and accuracy of each seed after the last epoch."""
+    rows = results.rows(["dataset", "implementation", "wrapper", "batch_norm", "epoch", "seed", *RESULTS])
+    rows = rows.dropna(subset=list(RESULTS))
+    return _select_last_epochs(rows) if len(rows) else rows
 
 
 LAB = Lab(
     name="cifar100",
     title="Training on CIFAR-100",
-    summary="Whether labkit's wrapper and SyncBatchNorm train as well, as fast and as small as torch's.",
+    summary="Whether labkit's wrapper and SyncBatchNorm train as well as torch's, as fast, and in as little memory.",
     config=CifarConfig,
     paper={"dataset": CIFAR100, "train_images": None, "epochs": 16, "batch": 64, "timeout_s": 86_400.0},
     on_gpu={"world_size": 8, "train_images": None, "batch": 16, "accumulation": 1},
@@ -212,7 +206,7 @@ LAB = Lab(
         Report(
             id="learned",
             text="How well does the net learn?",
-            table=outcome,
+            table=last_epochs,
             configuration=("dataset", "implementation"),
             says="On {dataset}, {implementation} classifies {accuracy_percent}% of the validation images correctly.",
             figure=Lines(source=by_epoch, x="epoch", y="validation_loss", hue="implementation", log=""),

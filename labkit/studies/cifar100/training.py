@@ -1,15 +1,14 @@
-"""How one implementation trains: which images an update sees, accumulation, dropout's randomness, validation.
+"""Trains the net with one implementation: images of each update, gradient accumulation, dropout, validation.
 
-Everything random is a function of the seed, the epoch and the rank: weights at the start, the order of images,
-dropout's masks. So implementations of one seed see the same, and a training that goes on from the end of an epoch needs
-no state of a random generator: weights, running statistics and momentum are all there is.
+Initial weights, the order of images and dropout's masks depend on seed, epoch and rank alone. So all implementations of
+a seed see the same, and a resumed training needs no state of a random generator, only weights, running statistics and
+momentum.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,36 +24,33 @@ from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 OWN_SYNC, OWN_LOCAL = "own + SyncBatchNorm", "own + BatchNorm"
 TORCH_SYNC, TORCH_LOCAL = "torch + SyncBatchNorm", "torch + BatchNorm"
 ALONE = "one process"
-MOST_VALIDATED = 500  # images in one forward pass
+MAX_VALIDATED = 500  # images in one forward pass
 
 
 def _torch_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-# Wrapper, and whether batch norm looks at the batches of all ranks.
-_MODELS: MappingProxyType[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
-    {
-        OWN_SYNC: lambda model: BucketedDDP(convert_sync_batchnorm(model)),
-        OWN_LOCAL: BucketedDDP,
-        TORCH_SYNC: lambda model: _torch_ddp(nn.SyncBatchNorm.convert_sync_batchnorm(model)),
-        TORCH_LOCAL: _torch_ddp,
-        ALONE: lambda model: model,
-    }
-)
+_MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    OWN_SYNC: lambda model: BucketedDDP(convert_sync_batchnorm(model)),
+    OWN_LOCAL: BucketedDDP,
+    TORCH_SYNC: lambda model: _torch_ddp(nn.SyncBatchNorm.convert_sync_batchnorm(model)),
+    TORCH_LOCAL: _torch_ddp,
+    ALONE: lambda model: model,
+}
 IMPLEMENTATIONS = (OWN_SYNC, OWN_LOCAL, TORCH_SYNC, TORCH_LOCAL)
 SYNCHRONIZED = (OWN_SYNC, TORCH_SYNC)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained and how; the same for all implementations."""
+    """Hyperparameters of a training, the same for all implementations."""
 
     classes: int
     batch: int
     """Images of a micro-batch on one rank."""
     accumulation: int
-    """Micro-batches of an update; ranks synchronize at the last one."""
+    """Micro-batches per update; ranks synchronize at the last one."""
     learning_rate: float = 0.01
     momentum: float = 0.5
     dropout: bool = True
@@ -63,7 +59,7 @@ class Recipe:
 
 
 class Trainer:
-    """The net under one wrapper with its optimizer. Every rank makes it, in the same order."""
+    """The net under one wrapper with its optimizer. All ranks build it, in the same order."""
 
     def __init__(self, implementation: str, recipe: Recipe, seed: int):
         self.implementation, self.recipe = implementation, recipe
@@ -75,9 +71,9 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """One step of the optimizer from this rank's images, micro-batch by micro-batch; the sum of their losses.
+        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum of their losses.
 
-        Gradients are those of the mean loss over all images of all ranks; ranks bring equally many.
+        The loss is the mean over the images of all ranks, which have equally many.
         """
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
@@ -93,7 +89,7 @@ class Trainer:
         return total
 
     def epoch(self, images: Tensor, labels: Tensor, seed: int, epoch: int) -> tuple[Tensor, int]:
-        """One epoch over the images of all ranks, of which this rank takes its part: sum of losses, and of how many."""
+        """Train one epoch on this rank's part of the images; return the sum of its losses, and the number of images."""
         torch.manual_seed(seed_of(seed, "dropout", epoch, dist.get_rank()))
         total, n_images = torch.zeros((), dtype=torch.float64, device=self.recipe.device), 0
         for update in updates_of(len(images), self.recipe, seed, epoch, dist.get_world_size()):
@@ -103,12 +99,12 @@ class Trainer:
         return total, n_images
 
     @torch.no_grad()
-    def validate(self, images: Tensor, labels: Tensor, of_all: int) -> tuple[float, float]:
-        """(loss, accuracy) over the shards of all ranks, which hold `of_all` images together."""
+    def validate(self, images: Tensor, labels: Tensor, total: int) -> tuple[float, float]:
+        """(loss, accuracy) over the shards of all ranks, which have `total` images together."""
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.recipe.device)
-        # As many passes on every rank: a wrapper may synchronize buffers in each.
-        passes = -(-of_all // (dist.get_world_size() * MOST_VALIDATED))
+        # Equally many passes on every rank: a wrapper may synchronize buffers in each.
+        passes = -(-total // (dist.get_world_size() * MAX_VALIDATED))
         for x, y in zip(images.tensor_split(passes), labels.tensor_split(passes), strict=True):
             add_to_sums(sums, self.model(self._pixels(x)), y.to(self.recipe.device))
         dist.all_reduce(sums)
@@ -116,7 +112,7 @@ class Trainer:
         return loss / count, correct / count
 
     def state(self) -> dict[str, Any]:
-        """All that the next epoch depends on; equal on all ranks after `validate`."""
+        """The state on which the next epoch depends, equal on all ranks after `validate`."""
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -124,14 +120,14 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _pixels(self, images: Tensor) -> Tensor:
-        """uint8 to numbers from -1 to 1."""
+        """Convert uint8 to floats from -1 to 1, on the device."""
         return images.to(self.recipe.device).to(self.recipe.dtype).sub_(127.5).div_(127.5)
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add to `sums` (3,), in place: the losses of these images, how many are right, how many there are.
+    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of all.
 
-    All on one device: a count in main memory cannot be stacked with numbers on a GPU.
+    Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
     """
     sums[0] += cross_entropy(logits, target, reduction="sum")
     sums[1] += (logits.argmax(1) == target).sum()
@@ -139,19 +135,19 @@ def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
 
 
 def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -> Iterator[Tensor]:
-    """Which images each update of an epoch sees, (micro-batches, ranks, batch): an order of its own every epoch.
+    """Indices of the images of each update, (micro-batches, ranks, batch), in another order every epoch.
 
-    Ranks get equally many whole micro-batches; the few images that are left over have their turn in another epoch. The
-    last update of an epoch may have fewer micro-batches than the others. ValueError for fewer than two images a rank.
+    Ranks get equally many whole micro-batches; a few images are left over. The last update of an epoch may have fewer
+    micro-batches than the others. ValueError for fewer than two images per rank.
     """
     batch = min(recipe.batch, images // ranks)
-    if batch < 2:  # batch norm wants more than one
-        raise ValueError(f"expected at least two images a rank, got {images} for {ranks} ranks")
+    if batch < 2:  # batch norm needs more than one
+        raise ValueError(f"expected at least two images per rank, got {images} for {ranks} ranks")
     order = torch.randperm(images, generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
     count = images // (ranks * batch)
     yield from order[: count * ranks * batch].view(count, ranks, batch).split(recipe.accumulation)
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 63 bits from what it is for; nearby numbers give unrelated ones."""
+    """A seed of 63 bits from its purpose; nearby numbers give unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1

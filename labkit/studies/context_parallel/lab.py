@@ -137,7 +137,7 @@ LAB = Lab(
             metric=PEAK,
             baseline=WHOLE,
             names=NAMES,
-            figure=Lines(source=PEAK.largest_table, x="sequence", y="peak_bytes", hue="way", panel="world_size"),
+            figure=Lines(source=PEAK, x="sequence", panel="world_size"),
         ),
     ],
 )

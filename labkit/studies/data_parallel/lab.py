@@ -1,4 +1,8 @@
-"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it costs a step."""
+"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it costs a step.
+
+Wrappers take turns with torch's DDP, and with the bare model, which communicates nothing. Gradients of each are
+compared with the mean over ranks first. Wrappers are ranked by the time of backward until gradients are averaged.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -17,16 +21,18 @@ from labkit.nn.transformer import SIZES
 from labkit.nn.workloads import RESNET50
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.data_parallel.timeline import ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER
-from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, DataParallelPoint, measure
-from labkit.studies.shared.tables import read_published
+from labkit.studies.data_parallel.timeline import ALL_REDUCE
+from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
+from labkit.studies.shared.trainer import BACKWARD, FORWARD, OPTIMIZER
 
 WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 BUCKETED = (TORCH, "bucketed")
-"""Wrappers of the sweep of bucket sizes, and of accumulation."""
-# The wrapper whose waiting after backward is the communication of these, with nothing else to do.
+"""Wrappers whose bucket sizes, and accumulation, are compared."""
 SAME_COLLECTIVES = {TORCH: "bucketed_sync", "bucketed": "bucketed_sync", "overlapped": "naive"}
+"""For a wrapper that overlaps, the one that runs the same collectives after backward."""
+PROFILED = (TORCH, "bucketed", "naive", "flat")
+"""Wrappers with a timeline."""
 
 
 class DataParallelConfig(TimedConfig):
@@ -35,8 +41,8 @@ class DataParallelConfig(TimedConfig):
     workloads: Some[WorkloadName] = ["nano", "mini"]
     world_sizes: Some[Annotated[int, Field(ge=1, le=64)]] = [2]
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
-    buckets_mb: list[Megabytes] = [1.0, 10.0, 100.0]
-    """Sizes of every bucket in the sweep, on the last workload; elsewhere buckets are the default."""
+    buckets_mb: list[Megabytes] = [1.0, 100.0]
+    """Bucket sizes that are compared on the last workload; all else uses the default."""
     batches: Some[Count] = [2]
     """Sequences or images per rank."""
     context_lengths: Some[Count] = [32]
@@ -57,6 +63,9 @@ ACCUMULATION = Metric(
     "seconds", "averaged_after", (*CONFIGURATION, "micro_batches", "implementation"), where={"sweep": "accumulation"}
 )
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
+LANE = ("implementation", "lane", "duration_s")
+AT = {"world_size": None, "batch": None, "context_length": None}
+"""Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     TORCH: "torch's DDP",
     DEFAULT_BUCKETS: "the default size",
@@ -66,81 +75,65 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """By ranks, workload and batch: all wrappers. Accumulation on the first workload; the rest on the last one."""
+    """By ranks, workload and batch: all wrappers. Accumulation on the first workload, the rest on the last one."""
     device = machine.device(config.device)
+    names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
     for world_size, workload in product(config.world_sizes, config.workloads):
         backend = machine.backend(device, ranks_here(world_size))
         for batch, length in product(config.batches, config.context_lengths):
-            about = {"workload": workload, "batch": batch, "context_length": length, "world_size": world_size}
-            yield from _points(
-                config,
-                workload == config.workloads[-1],
-                about | {"device": device, "backend": backend, "micro_batches": 1},
-            )
+            about = {"workload": workload, "batch": batch, "context_length": length, "device": device}
+            about |= {"world_size": world_size, "backend": backend, "micro_batches": 1}
+            yield from _points(config, names if world_size > 1 else [], about)
 
 
-def _points(config: DataParallelConfig, is_last: bool, about: dict[str, Any]) -> Iterator[DataParallelPoint]:
-    names = [name for name in config.implementations if about["device"] == "cpu" or name not in OVER_SHARED_MEMORY]
-    if about["world_size"] == 1:
-        names = []
+def _points(config: DataParallelConfig, names: list[str], about: dict[str, Any]) -> Iterator[DataParallelPoint]:
     bucketed = [name for name in BUCKETED if name in names]
-    yield DataParallelPoint.of(config, sweep="wrappers", alternatives=(LOCAL, *dict.fromkeys(names)), **about)
+    yield DataParallelPoint.of(config, sweep="wrappers", alternatives=[LOCAL, *names], **about)
     if bucketed and about["workload"] == config.workloads[0]:
         several = about | {"micro_batches": config.micro_batches}
-        yield DataParallelPoint.of(config, sweep="accumulation", alternatives=tuple(bucketed), **several)
-    if not is_last:
+        yield DataParallelPoint.of(config, sweep="accumulation", alternatives=bucketed, **several)
+    if about["workload"] != config.workloads[-1]:
         return
     if bucketed and config.buckets_mb:
-        sizes = sorted(config.buckets_mb)
-        swept = [one for name in bucketed for one in (name, *(f"{name}@{size!r}" for size in sizes))]
-        yield DataParallelPoint.of(config, sweep="buckets", alternatives=tuple(swept), **about)
+        sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
+        swept = [name + size for name in bucketed for size in sizes]
+        yield DataParallelPoint.of(config, sweep="buckets", alternatives=swept, **about)
     # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
-    visible = tuple(name for name in names if name not in OVER_SHARED_MEMORY)
-    for sweep in ("timeline", "memory") if visible else ():
-        yield DataParallelPoint.of(config, sweep=sweep, alternatives=visible, **about)
+    visible = [name for name in names if name not in OVER_SHARED_MEMORY]
+    for sweep, shown in (("timeline", [name for name in PROFILED if name in visible]), ("memory", visible)):
+        if shown:
+            yield DataParallelPoint.of(config, sweep=sweep, alternatives=shown, **about)
 
 
 def communication(results: Results) -> pd.DataFrame:
-    """What averaging costs a step, by wrapper, in medians over the rounds.
+    """The cost of averaging in a step, by wrapper, in medians over the rounds.
 
-    `longer_s` and `longer_percent`: a step less the same one without communication. `waiting_s`: from the end of
-    backward. `alone_s`: the same collectives with nothing else to do. `hidden_percent`: how
-    much of those backward hides.
+    `longer_s` and `longer_percent`: the step minus the same one without communication. `waiting_s`: from the end of
+    the pass until gradients are averaged. `alone_s`: the same collectives after backward. `hidden_percent`: the part of
+    those that backward hides.
     """
+    keys, phases = [*CONFIGURATION, "implementation"], [FORWARD, BACKWARD, OPTIMIZER, WAITING]
     samples = PHASES.samples(results.frame)
-    keys = list(CONFIGURATION)
-    wide = samples.pivot_table(index=[*keys, "repeat"], columns=["implementation", "phase"], values="seconds")
-    rows = [
-        dict(zip(keys, key, strict=True)) | row
-        for key, group in wide.groupby(level=keys)
-        for row in _costs(group.dropna(axis=1, how="all"))
-    ]
-    return pd.DataFrame(rows)
-
-
-def _costs(seconds: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    names = dict.fromkeys(seconds.columns.get_level_values("implementation"))
-    steps = {name: seconds[name][[FORWARD, BACKWARD, OPTIMIZER]].sum(axis=1) for name in names}
-    for name in names if LOCAL in names else ():
-        if name == LOCAL:
-            continue
-        longer = (steps[name] - steps[LOCAL]).median()
-        alone = seconds.get((SAME_COLLECTIVES.get(name, name), "waiting"), pd.Series(dtype=float)).median()
-        exposed = (seconds[name, BACKWARD] - seconds[LOCAL, BACKWARD]).median()
-        hidden = 100 * max(0.0, 1 - exposed / alone) if name in SAME_COLLECTIVES else float("nan")
-        yield {
-            "implementation": name,
-            "step_s": steps[name].median(),
-            "longer_s": longer,
-            "longer_percent": 100 * longer / steps[LOCAL].median(),
-            "waiting_s": seconds.get((name, "waiting"), pd.Series(dtype=float)).median(),
-            "alone_s": alone,
-            "hidden_percent": hidden,
-        }
+    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds").reindex(columns=phases)
+    wide = wide.assign(step_s=wide[[FORWARD, BACKWARD, OPTIMIZER]].sum(axis=1)).reset_index()
+    local = wide.loc[wide["implementation"] == LOCAL, [*CONFIGURATION, "repeat", "step_s", BACKWARD]]
+    rounds = wide[wide["implementation"] != LOCAL].merge(local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local"))
+    rounds["longer_s"] = rounds["step_s"] - rounds["step_s_local"]
+    rounds["exposed_s"] = rounds[BACKWARD] - rounds[f"{BACKWARD}_local"]
+    columns = ["step_s", "longer_s", "step_s_local", WAITING, "exposed_s"]
+    table = rounds.groupby(keys)[columns].median().reset_index().rename(columns={WAITING: "waiting_s"})
+    table["same"] = table["implementation"].replace(SAME_COLLECTIVES)
+    alone = table[[*keys, "waiting_s"]].rename(columns={"implementation": "same", "waiting_s": "alone_s"})
+    table = table.merge(alone, how="left", on=[*CONFIGURATION, "same"])
+    hidden = 100 * (1 - table["exposed_s"] / table["alone_s"]).clip(lower=0)
+    return table.assign(
+        longer_percent=100 * table["longer_s"] / table["step_s_local"],
+        hidden_percent=hidden.where(table["same"] != table["implementation"]),
+    ).drop(columns=["same", "exposed_s", "step_s_local"])
 
 
 def throughput(results: Results) -> pd.DataFrame:
-    """Samples per second of all ranks, and the share of linear scaling from the fewest, without averaging."""
+    """Samples per second of all ranks, and the share of linear scaling from the fewest ranks without averaging."""
     rows = PHASES.samples(results.frame)
     rows = rows[rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER]) & rows["implementation"].isin([LOCAL, *BUCKETED])]
     keys = [*CONFIGURATION, "implementation"]
@@ -155,56 +148,26 @@ def throughput(results: Results) -> pd.DataFrame:
     ).drop(columns="step_s_alone")
 
 
-def phases(results: Results) -> pd.DataFrame:
-    """Medians of each phase, for the figure."""
-    return _at_most_ranks(PHASES.medians(results.frame))
-
-
-def peaks(results: Results) -> pd.DataFrame:
-    """Peak bytes by wrapper, for the figure."""
-    return _at_most_ranks(PEAK.largest(results.frame))
-
-
-def _at_most_ranks(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each workload with the most ranks, of these with the largest batch, then the longest context."""
-    for name in ("world_size", "batch", "context_length"):
-        table = table[table[name] == table.groupby("workload")[name].transform("max")]
-    return table
-
-
 def bucketed_row(table: pd.DataFrame) -> Any:
-    """labkit's bucketed wrapper on the last workload, or the last row."""
+    """labkit's bucketed wrapper in the last configuration, or the last row."""
     rows = table[table["implementation"] == "bucketed"]
     return (rows if len(rows) else table).index[-1]
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Boxes of one step of rank 0, by wrapper and lane."""
-    frame = results.frame.reindex(columns=["sweep", "rank", "implementation", "lane", "start_s", "duration_s"])
-    rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0)].dropna(subset=["lane", "start_s"])
-    rows = rows[rows["implementation"].isin([TORCH, "bucketed", "naive", "flat"])]
+    """Boxes of one profiled step of rank 0, by wrapper and lane."""
+    rows = results.rows([*LANE, "start_s"], sweep="timeline", rank=0).dropna(subset="start_s")
+    rows = rows[rows["implementation"].isin(PROFILED)]
     return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
 
 
 def overlap(results: Results) -> pd.DataFrame:
-    """Collectives of one profiled step of rank 0, by wrapper, and the share of their time that ran during backward."""
-    frame = results.frame.reindex(columns=["sweep", "rank", "implementation", "lane", "duration_s", "during_s"])
-    rows = frame[(frame["sweep"] == "timeline") & (frame["rank"] == 0) & (frame["lane"] == ALL_REDUCE)]
+    """Collectives of that step, by wrapper, and the share of their time that ran during backward."""
+    rows = results.rows([*LANE, "during_s"], sweep="timeline", rank=0, lane=ALL_REDUCE)
     table = rows.groupby("implementation", sort=False).agg(
         collectives=("duration_s", "size"), total_s=("duration_s", "sum"), during_s=("during_s", "sum")
     )
     return table.assign(during_percent=100 * table["during_s"] / table["total_s"]).reset_index()
-
-
-def published_buckets() -> pd.DataFrame:
-    """Published backward passes of ResNet-50 on two GPUs over gloo, by bucket size, over torch's of the same row.
-
-    Torch's sizes were published in megabytes, the Python wrapper's in Mi elements of four bytes.
-    """
-    table = read_published("ddp_compare_resnet50")
-    table = table[table["phase"] == BACKWARD]
-    wide = table.pivot_table(index="buffer_melements", columns="implementation", values="median_ms")
-    return wide.div(wide["torch_ddp"], axis=0).reset_index()
 
 
 LAB = Lab(
@@ -265,7 +228,7 @@ LAB = Lab(
             topic="synchronization",
             advice="Average gradients with {name}{where}.",
             keep="Keep torch's DDP.",
-            figure=Bars(source=phases, x="implementation", y="seconds", hue="phase", panel="workload"),
+            figure=Bars(source=PHASES, x="implementation", hue="phase", panel="workload", at=AT),
         ),
         Compare(
             id="bucket_size",
@@ -276,7 +239,7 @@ LAB = Lab(
             topic="bucket_size",
             advice="Use buckets of {name}{where}.",
             keep="Keep the default buckets (25 MiB, the first one 1 MiB).",
-            figure=Lines(source=RATIO, x="bucket", hue="implementation", panel="context_length", log="y", level=1),
+            figure=Lines(source=RATIO, x="bucket", hue="implementation", panel="context_length", log="y"),
         ),
         Compare(
             id="accumulation",
@@ -292,7 +255,7 @@ LAB = Lab(
             metric=PEAK,
             baseline=TORCH,
             names=NAMES,
-            figure=Bars(source=peaks, x="implementation", y="peak_bytes", panel="workload"),
+            figure=Bars(source=PEAK, x="implementation", panel="workload", at=AT),
         ),
     ],
 )

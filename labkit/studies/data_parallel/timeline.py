@@ -1,4 +1,4 @@
-"""One training step as the profiler sees it: when backward computes, and when collectives run."""
+"""The timeline of a training step, from the profiler: when backward computes, and when collectives run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,11 +7,10 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from labkit.bench.trace import Profile, TraceEvent, profile_call, read_events
+from labkit.studies.shared.trainer import BACKWARD, FINISH, FORWARD, OPTIMIZER
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-FINISH = "finish"  # the range around what a wrapper does after its backward pass
 GLOO = "gloo:"
-# Events of a collective at work, not of the call that begins it.
+# Events of running collectives, not of the calls that launch them.
 COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 ALL_REDUCE = "all-reduce"
@@ -20,8 +19,8 @@ ALL_REDUCE = "all-reduce"
 def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[dict[str, Any]]:
     """One row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
 
-    `phases` are forward, backward and optimizer, by name. Backward ends when the last gradient is computed; `during_s`
-    is the part of a collective that ran before that.
+    `phases` are forward, backward and optimizer, by name. Backward ends with the last gradient; `during_s` is the part
+    of a collective before that.
     """
 
     def run() -> None:
@@ -47,8 +46,8 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[
 def _find_boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
     """(start, end) in seconds, by lane.
 
-    On a CPU the last gradient ends backward, on a GPU its last kernel that is no collective. What the wrapper launches
-    when it finishes is no part of backward. A barrier before the step may be an all-reduce as well.
+    Backward ends with the last gradient on a CPU, and with its last kernel other than a collective on a GPU; what the
+    wrapper launches when it finishes comes after. A barrier before the step may be an all-reduce as well.
     """
     events = read_events(profile.trace, also=GLOO)
     collectives = [event for event in events if event.name.startswith(COLLECTIVES)]

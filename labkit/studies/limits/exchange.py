@@ -1,4 +1,4 @@
-"""Messages between ranks and all-reduces made of them, timed by every way in which the ranks reach each other."""
+"""Messages between ranks, and all-reduces made of them, over gloo, shared memory or NCCL."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,33 +11,31 @@ from labkit.bench.checksums import first_wrong
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
-from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport import SHARED, find_transport, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
-from labkit.parallel.transport.select_transport import find_transport
-from labkit.studies.shared.alternatives import Failed, run_guarded, time_guarded
+from labkit.studies.shared.alternatives import row_of, time_guarded
 
 CALLS = "calls"
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
 
 
 def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
-    """By gloo and through shared memory, or by NCCL: an all-reduce, and messages in a row and at once.
+    """Time an all-reduce, messages in a row, and messages at once, over each way that ranks have.
 
-    A whole all-reduce by recursive doubling, whose messages are known, says what its call costs beside them.
+    An all-reduce by recursive doubling, whose messages are known, shows the cost of a call without its messages.
     """
     by_torch = NCCL if point.backend == "nccl" else GLOO
     ways: dict[str, Callable[[torch.Tensor], Any]] = {by_torch: dist.all_reduce}
-    all_reduce(torch.zeros(1, device=device), op="sum")  # from here on it is known how ranks reach each other
+    all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport
     transports = {by_torch: POINT_TO_POINT}
     if transport_in_use(device=torch.device(device))[0] == SHARED:
         ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        results = {
-            name: run_guarded(name, partial(first_wrong, way, tensor), device=device) for name, way in ways.items()
+        checks = {
+            name: row_of(name, partial(_check, way, tensor), device=device)["check"] for name, way in ways.items()
         }
-        checks = {name: one.reason if isinstance(one, Failed) else one or "ok" for name, one in results.items()}
         calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if checks[name] == "ok"}
         for name, transport in transports.items():
             if checks[name] != "ok":
@@ -63,9 +61,9 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
 
 
 def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: one message to the right-hand neighbor, several that follow one another, one to each.
+    """Steps and their depth: one message to the next rank, several in a row, and one to every other rank.
 
-    Long ones go in pieces, as algorithms send them, of which the second is on its way while the first is added.
+    Long messages are sent in pieces, as algorithms send them: the second is in flight while the first is added.
     """
     ranks, rank = via.world_size, via.rank
     length = via.piece_bytes(ranks) // tensor.itemsize
@@ -84,6 +82,10 @@ def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step
         ROW: (steps(1) * IN_A_ROW, depth),
         BURST: (steps(*range(1, ranks)), ranks),
     }
+
+
+def _check(way: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> dict[str, str]:
+    return {"check": first_wrong(way, tensor) or "ok"}
 
 
 def _zero(tensor: torch.Tensor, _turn: str) -> None:

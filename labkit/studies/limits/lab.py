@@ -1,4 +1,8 @@
-"""The limits of this machine: arithmetic, memory, threads and messages at best, and which limit binds what."""
+"""The limits of this machine: arithmetic, memory, threads and messages at best, and which limit binds what.
+
+Simple operators are timed at several sizes, one sweep per point. A run is also the machine's calibration, from which
+other labs predict times.
+"""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -20,7 +24,7 @@ from labkit.machine import Machine
 from labkit.studies.limits.worker import LimitPoint, measure
 
 KIB, MIB = 2**10, 2**20
-THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # keep all threads busy, and fit nowhere but in memory
+THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # enough for all threads, and for no cache
 ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
 
 
@@ -29,16 +33,13 @@ class LimitsConfig(TimedConfig):
 
     matmul_sizes: Some[Annotated[int, Field(ge=8, le=2**15)]] = [2**k for k in range(4, 12)]
     """Rows of square matrices."""
-    dtypes: Some[Literal["float32", "float64", "bfloat16", "float16"]] = [
-        "float32",
-        "bfloat16",
-    ]
+    dtypes: Some[Literal["float32", "float64", "bfloat16", "float16"]] = ["float32", "bfloat16"]
     copy_sizes_bytes: Some[Count] = [64, *(KIB * 4**k for k in range(10))]
     """Arrays that are copied and added."""
     exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
     """Messages between ranks."""
     ranks: list[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
-    """Numbers of ranks that send messages; up to one per core, they also multiply and add at once."""
+    """Numbers of ranks that send messages; with no more ranks than cores, all also multiply and add at once."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model whose operators are timed, for the roofline."""
     batch: Count = 4
@@ -73,7 +74,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     yield LimitPoint.of(config, sweep="memory", device=device, sizes=arrays)
     yield LimitPoint.of(config, sweep="operators", device=device)
     yield LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu)
-    # The CPU's ranks are measured on every machine: gloo and shared memory connect them.
+    # CPU ranks are measured on every machine: gloo and shared memory connect them.
     for ranks in sorted({1, *config.ranks}):
         here = on_cpu | {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
         if ranks <= max(machine.cores, 2):
@@ -82,7 +83,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
                 fitting = sizes if is_whole else tuple(size for size in sizes if size <= largest)
                 yield LimitPoint.of(config, sweep=sweep, **here | {"sizes": fitting})
         if ranks <= ITSELF_RANKS:
-            # All rounds are taken: there is nothing to be known early.
+            # All rounds are run: the widths of intervals are the result.
             rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
             where = here if ranks > 1 else here | {"device": device}
             yield LimitPoint.of(config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds)
@@ -97,7 +98,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
 
 
 def matmuls(results: Results) -> pd.DataFrame:
-    """Medians of each matmul, its FLOP/s, and its share of the best rate of its dtype."""
+    """Medians of each matmul, its FLOP/s, and the percentage of its dtype's best rate."""
     table = MATMUL.medians(results.frame)
     table = table.assign(flops_per_s=table["flops"] / table["seconds"])
     best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
@@ -114,7 +115,7 @@ def best_matmul(table: pd.DataFrame) -> Any:
 
 
 def memory(results: Results) -> pd.DataFrame:
-    """Medians of copies and additions, and their bytes per second, read and written together."""
+    """Medians of copies and additions, and bytes per second, read and written together."""
     table = MEMORY.medians(results.frame)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(
         ["device", "operation", "n_bytes"], ignore_index=True
@@ -122,13 +123,13 @@ def memory(results: Results) -> pd.DataFrame:
 
 
 def longest_addition(table: pd.DataFrame) -> Any:
-    """The longest addition, which comes from memory."""
+    """The longest addition, which is bound by memory."""
     rows = table[(table["operation"] == "add") & (table["device"] == table["device"].max())]
     return rows["n_bytes"].idxmax()
 
 
 def shortest_all_reduce(results: Results) -> pd.DataFrame:
-    """The shortest all-reduce by ranks and transport, as measured, and the cost of a byte of long ones, as fitted."""
+    """The measured time of the shortest all-reduce by ranks and transport, and the fitted bandwidth of long ones."""
     table = EXCHANGE.medians(results.frame)
     table = table[table["n_bytes"] == table["n_bytes"].min()].drop(columns=["low", "high", "n"])
     fits = [vars(one) for one in transports(results.frame) if one.what == ALL_REDUCE]
@@ -138,7 +139,7 @@ def shortest_all_reduce(results: Results) -> pd.DataFrame:
 
 
 def against_itself(results: Results) -> pd.DataFrame:
-    """An operator over itself, and the smallest difference that such an interval can show, in percent."""
+    """The ratio of an operator to itself, and the smallest difference in percent that such an interval can show."""
     table = ITSELF.ratios_to("first", results.frame)
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
     smallest = 100 * np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
@@ -146,7 +147,7 @@ def against_itself(results: Results) -> pd.DataFrame:
 
 
 def roofline(results: Results) -> pd.DataFrame:
-    """The operators of a step: FLOPs per byte, the limit that binds, and the measured time over that limit's."""
+    """The operators of a step: FLOPs per byte, the binding limit, and the measured time over the limit's."""
     table = OPERATORS.medians(results.frame)
     device = table["device"].max() if len(table) else None
     best, moved = (rates[rates["device"] == device] for rates in (matmuls(results), memory(results)))

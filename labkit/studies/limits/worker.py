@@ -1,10 +1,10 @@
-"""What a rank runs to measure one limit of a machine. Imports torch and the instruments only."""
+"""What a rank runs for a point of the limits lab: matmuls, memory, threads, operators, and messages between ranks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,31 +14,27 @@ from labkit.bench.check import max_over_ranks
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.bench.rates import Work, matrix_product
+from labkit.costs.memory import STATES_BYTES, activation_bytes
 from labkit.costs.transformer import n_parameters
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import CALLS, exchange
-from labkit.studies.shared.alternatives import Failed, run_guarded, time_guarded
+from labkit.studies.shared.alternatives import time_guarded
 
-if TYPE_CHECKING:
-    from labkit.machine import Machine
-
-FEWEST_ROUNDS = 3  # that a product should leave time for
-LEAST_FLOPS_PER_S = 2e8  # what a CPU reaches that converts every number, and more: what is slower is a stall
-LEAST_LONGEST_S = 0.5  # which it may take, however short rounds should be
-SAMPLE_S = 1e-3  # calls of something short follow one another until a sample takes about this long
-MOST_CALLS = 200
-LONGEST_TRANSFER = 2**28  # bytes: long enough for a bus, and few enough to be pinned
-TO_GPU, FROM_GPU, PINNED = "to the GPU", "from the GPU", ", pinned"
-CHAINS = (2, 16, 64)  # operators, each with one of its own in the backward pass
-ATTENTION_BATCH = 8  # a batched product is as many products of an eighth of the size
+MIN_ROUNDS = 3  # for which a matmul must leave time
+MIN_FLOPS_PER_S = 2e8  # a CPU reaches more even if it converts every number: less is a stall
+MIN_LIMIT_S = 0.5  # for a matmul, however short rounds are
+SAMPLE_S = 1e-3  # short calls are repeated until a sample takes about this long
+MAX_CALLS = 200
+CHAINS = (2, 16, 64)  # operators, each with another one in the backward pass
+ATTENTION_BATCH = 8  # a batched matmul has the sides of the largest, divided by this
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitPoint(TimedPoint):
-    """What takes turns: products of several sizes, copies and additions of several, numbers of threads, operators."""
+    """A sweep whose calls take turns: matmuls of several sizes, copies and additions, numbers of threads, operators."""
 
     sweep: str
     device: str = "cpu"
@@ -51,51 +47,55 @@ class LimitPoint(TimedPoint):
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """Ranks begin at once, so that all of them compute while one is timed."""
+        """Options of the clock; ranks start together, so that all compute while one is timed."""
         return super().rounds | {"device": self.device} | ({"before": dist.barrier} if self.world_size > 1 else {})
 
     @property
     def contests(self) -> int:
         return len(self.sizes) if self.sweep == "exchange" else 1
 
-    def skip_reason(self, machine: "Machine") -> str | None:
+    @property
+    def needed_bytes(self) -> float:
+        if self.sweep == "operators":
+            shape = shape_named(self.model)
+            activations = activation_bytes(replace(shape, n_layers=1), self.batch, self.context_length)
+            return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations  # matmuls have more operands
         largest = max(self.sizes, default=0)
-        one = 8 * largest**2 if self.sweep == "products" else largest
-        return skip_reason(machine, self.device, self.world_size * 3 * one)
+        return 3 * (8 * largest**2 if self.sweep == "products" else largest)
 
     def title(self) -> str:
         return f"{super().title()}, {self.device}, {self.sweep}, {self.model or self.dtype}"
 
 
 def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
-    """Rows with `seconds` of one call in each repeat, beside what the call does: `flops`, `bytes`."""
+    """Rows with `seconds` of one call in each repeat, and the call's `flops` and `bytes`."""
     torch.manual_seed(point.seed)
     yield from _SWEEPS[point.sweep](point, use_device(point.device))
 
 
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """A row per call under the column `name`; a sample is the mean of as many in a row as make it long enough."""
+    """A row per call, named in the column `name`; a sample is the mean of enough calls to take `SAMPLE_S`."""
     right = {key: call for key, call in calls.items() if call.check == "ok"}
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
-    number = {key: max(1, min(MOST_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
-    in_a_row = {key: {CALLS: partial(_in_a_row, right[key].run, n)} for key, n in number.items()}
-    samples, failed_later = time_guarded(in_a_row, **point.rounds, **options)
+    number = {key: max(1, min(MAX_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
+    repeated = {key: {CALLS: partial(_repeat, right[key].run, n)} for key, n in number.items()}
+    samples, failed_later = time_guarded(repeated, **point.rounds, **options)
     failed |= failed_later
     for key, call in calls.items():
         row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
         yield row | ({"seconds": [s / number[key] for s in samples[key][CALLS]]} if key in samples else {})
 
 
-def _in_a_row(run: Callable[[], Any], number: int) -> None:
+def _repeat(run: Callable[[], Any], number: int) -> None:
     for _ in range(number):
         run()
 
 
 def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Square products of each size; and as many FLOPs as the largest takes, tall and in a batch."""
+    """Square matmuls of each size; and a tall and a batched one with the FLOPs of the largest."""
     dtype = getattr(torch, point.dtype)
-    sizes, longest_s = _sizes_in_time(point, device, dtype)
+    sizes, limit_s = _sizes_in_time(point, device, dtype)
     largest, part = max(sizes), max(sizes) // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in sizes}
     shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
@@ -105,46 +105,39 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
     for size in point.sizes:
         if size not in sizes:
-            yield {"shape": f"square {size}", "not_measured": f"one would take longer than {format_seconds(longest_s)}"}
+            yield {"shape": f"square {size}", "not_measured": f"one would take longer than {format_seconds(limit_s)}"}
 
 
 def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
-    """The sizes of square products that the rounds have time for, and the seconds that one may take.
+    """The sizes of square matmuls for which the rounds have time, and the seconds that one may take.
 
     A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
-    20 s. Each size tells how long the next takes, on the slowest rank; a slow one may be a stall and is tried again.
+    20 s. Each size predicts the next, on the slowest rank; a slow one may be a stall and is tried again.
     """
-    longest_s, sizes = max(point.rounds["rounds_s"] / FEWEST_ROUNDS, LEAST_LONGEST_S), sorted(point.sizes)
+    limit_s, sizes = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S), sorted(point.sizes)
     for place, (size, following) in enumerate(pairwise(sizes), 1):
-        at_worst = 2 * following**3 / LEAST_FLOPS_PER_S
+        at_worst = 2 * following**3 / MIN_FLOPS_PER_S
         call, growth = matrix_product(device, dtype, size, size, size).run, (following / size) ** 3
-        for tries in (1, FEWEST_ROUNDS):
+        for tries in (1, MIN_ROUNDS):
             seconds = min(time_interleaved({"": call}, warmup=0, repeats=tries, device=device)[""])
             slowest = max_over_ranks(seconds) if point.world_size > 1 else seconds
-            if min(at_worst, slowest * growth) <= longest_s:
+            if min(at_worst, slowest * growth) <= limit_s:
                 break
         else:
-            return sizes[:place], longest_s
-    return sizes, longest_s
+            return sizes[:place], limit_s
+    return sizes, limit_s
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor.
-
-    On a GPU also copies from the CPU's memory and back to it.
-    """
-    calls = {
-        f"{name} {n_bytes}": work
-        for n_bytes in point.sizes
-        for name, work in (_elementwise(n_bytes, device) | _transfers(n_bytes, device)).items()
-    }
+    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
+    calls = {f"{name} {n}": work for n in point.sizes for name, work in _elementwise(n, device).items()}
     for row in _timed(point, calls, "call"):
-        operation, _, n_bytes = row.pop("call").rpartition(" ")
+        operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
 
 
 def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
-    """Of float32 arrays of so many bytes: a copy, an addition, and one whose result is a new tensor."""
+    """A copy, an addition, and an addition into a new tensor, of float32 arrays of so many bytes."""
     n = max(1, n_bytes // 4)
     a, b, out = (torch.ones(n, device=device) for _ in range(3))
     return {
@@ -154,35 +147,8 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
     }
 
 
-def _transfers(n_bytes: int, device: str) -> dict[str, Work]:
-    """Copies to a GPU and from it, of memory that the system may move and of memory that is pinned; none of a CPU."""
-    if torch.device(device).type == "cpu" or n_bytes > LONGEST_TRANSFER:
-        return {}
-    transfers: dict[str, Work] = {}
-    for suffix, is_pinned in (("", False), (PINNED, True)):
-        there_and_back = partial(_there_and_back, max(1, n_bytes // 4), device, is_pinned)
-        works = run_guarded(f"{n_bytes} bytes{suffix}", there_and_back, device=device)
-        if isinstance(works, Failed):
-            works = (Work(lambda: None, 0, n_bytes, works.reason),) * 2
-        transfers |= {TO_GPU + suffix: works[0], FROM_GPU + suffix: works[1]}
-    return transfers
-
-
-def _there_and_back(n: int, device: str, is_pinned: bool) -> tuple[Work, Work]:
-    """Copies of n float32 numbers to the GPU and from it, held against what was sent."""
-    here, there = torch.arange(n, dtype=torch.float32, pin_memory=is_pinned), torch.empty(n, device=device)
-    back = torch.empty_like(here, pin_memory=is_pinned)
-    to_gpu = partial(there.copy_, here, non_blocking=is_pinned)
-    from_gpu = partial(back.copy_, there, non_blocking=is_pinned)
-    to_gpu()
-    from_gpu()
-    torch.cuda.synchronize()
-    check = "ok" if torch.equal(here, back) else "wrong: the copy back from the GPU differs from the original"
-    return Work(to_gpu, 0, 4.0 * n, check), Work(from_gpu, 0, 4.0 * n, check)
-
-
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """A product, a copy and an addition with one thread, two, four, ..., and all that this process has."""
+    """A matmul, a copy and an addition with one thread, two, four, ..., and all threads of this process."""
     all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
     work = _elementwise(n_bytes, device) | {"product": matrix_product(device, torch.float32, size, size, size)}
@@ -198,9 +164,9 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """A forward and backward pass over operators with next to nothing to do, each turn after others have run.
+    """Forward and backward passes over chains of tiny operators.
 
-    A long copy takes its turn among them: what a model's passes find in the caches is not what they left there.
+    A long copy takes turns with them: a model's passes do not find in the caches what they left there, either.
     """
     ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
 
@@ -218,7 +184,7 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """An operator against itself: what the clock and the rule make of two alternatives that do not differ."""
+    """An operator takes turns with itself: two alternatives that do not differ."""
     size, n_bytes = point.sizes
     if point.world_size > 1:
         tensor = torch.zeros(max(1, n_bytes // 4))
@@ -239,9 +205,9 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Every operator of a training step of a named model in float32, on its own.
+    """Each operator of a training step of a named model in float32, separately.
 
-    FLOPs of one per element are counted by hand, as is each tensor read or written once.
+    FLOPs per element are counted by hand; each tensor counts as read or written once.
     """
     shape, batch, context = shape_named(point.model), point.batch, point.context_length
     tensor = partial(torch.randn, device=device)

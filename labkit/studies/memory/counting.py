@@ -1,11 +1,10 @@
-"""The counted side of the memory lab: a step on fake tensors, every storage in a ledger.
+"""Counts the memory of a training step on fake tensors, with every storage in a ledger.
 
-Nothing is allocated, so that a model that this machine could never hold is counted on it. The same functions run on
-real tensors, which the tests use to show that a fake step and a real one make the same storages.
+Nothing is allocated, so models are counted that this machine cannot hold. The tests run the same functions on real
+tensors, and compare the storages.
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,25 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
-from labkit.bench.memory import peak_memory_growth
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.user_models import user_file
 from labkit.nn.training import TrainingStep
 
 PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries", "inputs")
-"""Of the bytes at a peak. `recomputed`: what checkpointing makes again during backward. `inputs`: tokens and tables."""
+"""Parts of a peak. `recomputed`: activations that checkpointing computes again during backward. `inputs`: tokens and
+tables of rotary positions."""
 
-LISTED = 10  # of the largest allocations
+LISTED = 10  # allocations
 
 
 class CountedStep:
-    """Phases of one training step, followed by a ledger: where each begins and ends, and its peak."""
+    """Phases of one training step under a ledger: where each begins and ends, and its peak."""
 
     def __init__(self, ledger: AllocationLedger, step: TrainingStep):
         self.ledger = ledger
         self.step = step
         self.spans: dict[str, tuple[int, int]] = {}
-        """Moments by phase; "full_step" also has the begin of its parts, "backward" and "optimizer"."""
+        """First and last moment by phase, and of the parts "backward" and "optimizer" of a full step."""
         ledger.label("parameters", step.model.parameters())
         ledger.label("inputs", [*tree_leaves([step.inputs, step.targets]), *step.model.buffers()])
 
@@ -50,10 +49,10 @@ class CountedStep:
         self.step.drop_gradients()
 
     def full_step(self) -> None:
-        """One step with AdamW's states in place, as every step but the first has them."""
+        """One step with AdamW's states allocated, as in every step but the first."""
         for parameter in self.step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self._make_states()
+        self._allocate_states()
         states = (value for state in self.step.optimizer.state.values() for value in state.values())
         self.ledger.label("optimizer", (value for value in states if isinstance(value, torch.Tensor)))
         start = self.ledger.moment
@@ -68,8 +67,8 @@ class CountedStep:
         end = self.ledger.moment
         self.spans |= {"full_step": (start, end), "backward": (backward, optimizer), "optimizer": (optimizer, end)}
 
-    def _make_states(self) -> None:
-        """By a step on lists of parameters: fewer operators to follow, and no phase looks at it."""
+    def _allocate_states(self) -> None:
+        """Step on lists of parameters, which takes fewer operators; no phase includes it."""
         foreach = [group["foreach"] for group in self.step.optimizer.param_groups]
         for group in self.step.optimizer.param_groups:
             group["foreach"] = True
@@ -82,8 +81,8 @@ class CountedStep:
 
     def part_of_step(self, moment: int) -> str:
         """forward, backward or optimizer."""
-        begun = [part for part in ("backward", "optimizer") if part in self.spans and moment >= self.spans[part][0]]
-        return begun[-1] if begun else "forward"
+        parts = [part for part in ("backward", "optimizer") if part in self.spans and moment >= self.spans[part][0]]
+        return parts[-1] if parts else "forward"
 
     def _forward(self) -> None:
         with self.ledger.phase("forward"):
@@ -93,12 +92,12 @@ class CountedStep:
 
 def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) -> CountedStep:
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors or on real ones."""
-    is_own = not isinstance(arguments["source"], TransformerShape)  # its tensors may have been made before
-    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=is_own) if fake else nullcontext()
+    is_users = not isinstance(arguments["source"], TransformerShape)  # it may use tensors that exist already
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=is_users) if fake else nullcontext()
     with _unlogged(), mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
-        for phase in run:  # in this order: a full step leaves AdamW's states behind
+        for phase in run:  # in this order: AdamW's states stay after a full step
             if phase in phases:
                 run[phase]()
         ledger.label_rest(_category)
@@ -107,7 +106,7 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """What fake tensors raise is raised, and not also logged over thirty lines."""
+    """Silence the log of fake tensors: the exception has the same text."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -128,25 +127,16 @@ def _category(allocation: Allocation) -> str:
 
 
 def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """A row per phase: its peak, the parts of it, how long counting took and what it needed of this machine's memory.
+    """Yield a row per phase with its peak and the parts of it.
 
     With `has_details`, also the full step's timeline and its largest allocations.
     """
-    with peak_memory_growth("cpu") as host:
-        start = time.perf_counter()
-        counted = count_phases(phases, **arguments)
-        count_s = time.perf_counter() - start
+    counted = count_phases(phases, **arguments)
     for phase in phases:
         peak = counted.peak(phase)
-        yield {
-            "table": "peak",
-            "method": "counted",
-            "phase": phase,
-            "peak_bytes": peak.n_bytes,
-            "peak_during": counted.part_of_step(peak.moment) if phase == "full_step" else phase,
-            "count_s": count_s,
-            "host_bytes": host.growth_bytes,
-        } | _parts(peak.by_category())
+        during = counted.part_of_step(peak.moment) if phase == "full_step" else phase
+        row = {"table": "peak", "method": "counted", "phase": phase, "peak_bytes": peak.n_bytes, "peak_during": during}
+        yield row | _parts(peak.by_category())
     if has_details:
         yield from _timeline_rows(counted)
         yield from _allocation_rows(counted)
@@ -164,7 +154,7 @@ def _timeline_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
 
 
 def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
-    """Allocations of one operator, line, size and category together; those that are largest singly, or at the peak."""
+    """Allocations grouped by operator, line, phase, category and size: the largest, and the largest at the peak."""
     start, end = counted.spans["full_step"]
     at_peak = {id(allocation) for allocation in counted.peak("full_step").live}
     groups: dict[tuple[Any, ...], list[Allocation]] = {}

@@ -1,4 +1,8 @@
-"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that fits."""
+"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that fits.
+
+Peaks are counted on fake tensors for any size, and measured with the allocator for models that fit. Checkpointing is
+compared with the same step without it, in memory and in time.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -16,23 +20,13 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
 from labkit.lab.user_models import model_names, shape_of, user_model_names
 from labkit.machine import Machine
+from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
-from labkit.studies.memory.worker import (
-    CHECKPOINT,
-    COUNTED,
-    FORWARD,
-    FULL_STEP,
-    INFERENCE,
-    MEASURED,
-    MODEL_BATCH,
-    NO_CHECKPOINTS,
-    MemoryPoint,
-    measure,
-)
+from labkit.studies.memory.worker import COUNTED, FULL_STEP, MEASURED, MODEL_BATCH, NO_CHECKPOINTS, MemoryPoint
 from labkit.studies.shared.tables import FIT_SHARE, in_order
 
-PHASES = (INFERENCE, FORWARD, FULL_STEP)
-VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not drawn
+PHASES = (worker.INFERENCE, worker.FORWARD, FULL_STEP)
+VISIBLE_SHARE = 0.01  # of the largest value; smaller parts are not plotted
 Size = Annotated[str, one_of(model_names)]
 Named = Annotated[str, one_of(lambda: SIZES)]
 Context = Annotated[int, Field(ge=2, le=2**20)]
@@ -45,12 +39,12 @@ class MemoryConfig(TimedConfig):
     """Models whose peaks are measured and counted, at `contexts`."""
     contexts: Some[Context] = [64, 128]
     counted_sizes: list[Named] = [size for size in SIZES if size != "10B"]
-    """Models that are only counted, to see which fit; the last one is looked at in detail."""
+    """Models that are only counted, at the longest of `counted_contexts`; the last one in detail, at all of them."""
     counted_contexts: list[Context] = [512, 2048]
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32", "bfloat16"]
-    """On a CPU, which may have no instructions for 16-bit numbers, others than float32 are counted only."""
+    """On a CPU, which may have no instructions for 16-bit numbers, all but float32 are counted only."""
     checkpoint_size: Named = "nano"
-    """Measured and timed with each segment length that divides its layers."""
+    """The model that is measured and timed with each segment length that divides its layers."""
     counted_checkpoint_size: Named = "mini"
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
     device: Device = "auto"
@@ -66,8 +60,8 @@ SEGMENT_TIME = Metric("seconds", "segment", CONFIGURATION, where=CHECKPOINTED)
 
 
 def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
-    """Counting first, which takes no memory and predicts; then measured peaks by growing size; then checkpointing."""
-    device = machine.device(config.device)
+    """Counted peaks, which take no memory; then measured peaks from small to large; then checkpointing."""
+    device, contexts = machine.device(config.device), sorted(config.counted_contexts)
 
     def point(kind: str, size: str, context: int, precision: str = "float32", **more: Any) -> MemoryPoint:
         batch = {"batch": MODEL_BATCH} if context == MODEL_BATCH else {}
@@ -77,29 +71,28 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     for size in config.sizes:
         for precision, context in product(config.precisions, _contexts(config, size)):
             yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size in user_model_names())
-    for size, context in product(config.counted_sizes, sorted(config.counted_contexts)):
-        is_last = (size, context) == (config.counted_sizes[-1], max(config.counted_contexts))
-        yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last)
+    for size, context in product(config.counted_sizes, contexts):
+        is_last, is_longest = size == config.counted_sizes[-1], context == contexts[-1]
+        if is_last or is_longest:
+            yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last and is_longest)
     for size, low, phase in product(config.sizes, config.precisions if device != "cpu" else ["float32"], PHASES):
         yield from (point(MEASURED, size, context, low, phases=(phase,)) for context in _contexts(config, size))
     for size, repeats in {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}.items():
-        layers = SIZES[size].n_layers
-        segments = tuple(length for length in range(1, layers + 1) if layers % length == 0)
-        yield point(CHECKPOINT, size, max(config.contexts), segments=(NO_CHECKPOINTS, *segments), repeats=repeats)
+        lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
+        segments = [NO_CHECKPOINTS, *lengths]
+        yield point(worker.CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats)
 
 
 def _contexts(config: MemoryConfig, size: str) -> list[int]:
-    """From short to long; a user's model brings its own batch."""
+    """From short to long; a user's model has its batch."""
     return sorted(config.contexts) if shape_of(size) else [MODEL_BATCH]
 
 
 def peaks(results: Results, method: str) -> pd.DataFrame:
     """The highest peak of each configuration and phase, with its parts if it was counted."""
-    rows = results.frame.reindex(columns=[*PEAK_KEYS, "table", "method", "peak_bytes", "predicted_bytes", *PART_BYTES])
-    rows = rows[(rows["table"] == "peak") & (rows["method"] == method)]
+    rows = results.rows([*PEAK_KEYS, "peak_bytes", "predicted_bytes", *PART_BYTES], table="peak", method=method)
     rows = rows.dropna(subset="peak_bytes").sort_values("peak_bytes", kind="stable")
-    table = rows.drop_duplicates(PEAK_KEYS, keep="last").drop(columns=["table", "method"])
-    return in_order(table, "size", SIZES)
+    return in_order(rows.drop_duplicates(PEAK_KEYS, keep="last"), "size", SIZES)
 
 
 def counted_against_measured(results: Results) -> pd.DataFrame:
@@ -109,13 +102,12 @@ def counted_against_measured(results: Results) -> pd.DataFrame:
 
 
 def by_context(results: Results) -> pd.DataFrame:
-    """Counted peaks of the models with several contexts, and how often that of the shortest context they are."""
+    """Counted peaks of models with several contexts, also relative to the shortest context's."""
     table, keys = peaks(results, COUNTED), ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
     table = table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=labels(table, ["phase", "precision"]))
-    places = {size: place for place, size in enumerate(SIZES)}
-    return table.sort_values("size", key=lambda sizes: sizes.map(places), kind="stable", ignore_index=True)
+    return in_order(table, "size", SIZES)
 
 
 def full_steps(results: Results) -> pd.DataFrame:
@@ -136,9 +128,9 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Live bytes by part over the allocations and frees of one full step of the big model."""
-    rows = results.frame.reindex(columns=["table", "size", "context_length", "moment", *PART_BYTES])
-    rows = rows[rows["table"] == "timeline"].dropna(subset="moment").rename(columns={"moment": "allocations_and_frees"})
+    """Live bytes by part over the allocations and frees of one full step of the model in detail."""
+    rows = results.rows(["size", "moment", *PART_BYTES], table="timeline").dropna(subset="moment")
+    rows = rows.rename(columns={"moment": "allocations_and_frees"})
     long = rows.melt(["size", "allocations_and_frees"], PART_BYTES, "part", "bytes")
     shares = long.groupby("part")["bytes"].transform("max") / max(long["bytes"].max(), 1) if len(long) else 0
     return long[shares > VISIBLE_SHARE].assign(part=lambda table: table["part"].str.removesuffix("_bytes"))
@@ -147,9 +139,8 @@ def timeline(results: Results) -> pd.DataFrame:
 def allocations(results: Results) -> pd.DataFrame:
     """The largest allocations of a full step: operator, line, bytes of one, how many, and their bytes at the peak."""
     columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times", "at_peak_bytes"]
-    rows = results.frame.reindex(columns=["table", *columns])
-    table = rows[rows["table"] == "allocation"][columns].sort_values("at_peak_bytes", ascending=False)
-    return table.assign(operator=[name.lstrip("_") for name in table["operator"]]).reset_index(drop=True)
+    table = results.rows(columns, table="allocation").sort_values("at_peak_bytes", ascending=False, ignore_index=True)
+    return table.assign(operator=[name.lstrip("_") for name in table["operator"]])
 
 
 def fits(results: Results) -> pd.DataFrame:
@@ -181,7 +172,7 @@ LAB = Lab(
         "counted_checkpoint_size": "2.7B",
     },
     on_gpu={"sizes": ["small", "medium", "large"], "contexts": [128, 512], "checkpoint_size": "medium"},
-    worker=measure,
+    worker=worker.measure,
     points=points,
     model_parameters=("sizes",),
     takes_models=True,
@@ -224,7 +215,7 @@ LAB = Lab(
             names=SEGMENT_NAMES,
             topic="checkpointing",
             advice="If memory is short, use {name}.",
-            figure=Bars(source=SEGMENT_PEAK.largest_table, x="segment", y="counted_bytes", panel="size"),
+            figure=Bars(source=SEGMENT_PEAK, x="segment", panel="size"),
         ),
         Compare(
             id="checkpointing_time",
@@ -232,7 +223,7 @@ LAB = Lab(
             metric=SEGMENT_TIME,
             baseline=NO_CHECKPOINTS,
             names=SEGMENT_NAMES,
-            figure=Lines(source=RATIO, x="segment", hue="size", log="", level=1),
+            figure=Lines(source=RATIO, x="segment", hue="size", log=""),
         ),
         Report(
             id="largest_model",

@@ -1,13 +1,13 @@
-"""What is run for a point of the memory lab: peaks measured, or counted with fake tensors, and checkpointing.
+"""What a rank runs for a point of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
 
-A measured peak is the allocator's. A counted one (`counting.py`) takes no memory, so that a model which this machine
-could never hold is counted on it. A checkpoint point has both, and times, by segment length.
+A measured peak is the allocator's. Counting (`counting.py`) allocates nothing, so models are counted that this machine
+cannot hold. A checkpoint point has both peaks, and times, by segment length.
 """
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,27 +15,23 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
-if TYPE_CHECKING:
-    from labkit.machine import Machine
-
 MEASURED, COUNTED, CHECKPOINT = "measured", "counted", "checkpoint"
 INFERENCE, FORWARD, FULL_STEP = "inference", "forward", "full_step"
 NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
-MODEL_BATCH = 0  # batch and context length of a user's model, which brings its own batch
-RANK_BYTES = 400 * 2**20  # resident memory of a process, torch included
+MODEL_BATCH = 0  # stands for batch and context length of a user's model, which has its batch
 HEADROOM = 1.1  # over the formulas
-MAX_ERROR = 1e-4  # of a gradient over the largest of its tensor: the same operators run again
+MAX_ERROR = 1e-4  # of a gradient, relative to the largest of its tensor: the same operators run again
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint(TimedPoint):
-    """One kind of look at one model size, context length and precision."""
+    """One model size, context length and precision, measured, counted or with checkpointing."""
 
     kind: str
     """ "measured", "counted" or "checkpoint"."""
@@ -60,17 +56,15 @@ class MemoryPoint(TimedPoint):
     def contests(self) -> int:
         return int(self.kind == CHECKPOINT and self.repeats > 0)
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        return skip_reason(machine, self.device, self._needed_bytes(), says="needs {} (predicted)")
-
-    def _needed_bytes(self) -> float:
+    @property
+    def needed_bytes(self) -> float:
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
         if (shape := shape_of(self.size)) is None:
-            return RANK_BYTES + STATES_BYTES * (parameters_of(self.size) or 0)
+            return STATES_BYTES * (parameters_of(self.size) or 0)
         phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
         extra = 2 * state_bytes(shape)["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
-        return RANK_BYTES + HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
+        return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
 
     def title(self) -> str:
         context = f", context {self.context_length}" if self.context_length != MODEL_BATCH else ""
@@ -78,7 +72,7 @@ class MemoryPoint(TimedPoint):
 
 
 def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """The rows of a point, with the formulas' peaks."""
+    """Rows of a point, with the formulas' peaks."""
     kinds = {MEASURED: _measure_peaks, COUNTED: _count, CHECKPOINT: _compare_segments}
     yield from kinds[point.kind](point)
 
@@ -98,10 +92,10 @@ def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
 
 
 def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row: the peak of each repeat of the phase, after a first run that warms up and is left out."""
+    """One row: the peak of each repeat of the phase, after a warm-up run."""
     (phase,) = point.phases
     if torch.device(point.device).type == "cuda":
-        _take_workspaces(point.device)
+        _allocate_workspaces(point.device)
     with record_allocations(point.device) as record:
         step = TrainingStep(**_step_arguments(point))
         run = {INFERENCE: step.infer, FORWARD: step.forward, FULL_STEP: step.run}[phase]
@@ -113,13 +107,11 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
             step.drop_gradients()
         del step, run
     peaks = [window.peak_bytes for window in record.windows.values()]
-    reserved = [window.reserved_bytes for window in record.windows.values() if window.reserved_bytes is not None]
-    row = {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks}
-    yield row | {"reserved_bytes": max(reserved, default=None)} | predict_peak(point, phase)
+    yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(point, phase)
 
 
-def _take_workspaces(device: str) -> None:
-    """Let CUDA's libraries take their workspaces, for forward and backward, before anything is recorded."""
+def _allocate_workspaces(device: str) -> None:
+    """Let CUDA's libraries allocate their workspaces before anything is recorded."""
     for precision in AUTOCAST_DTYPES:
         TrainingStep(SIZES["nano"], batch=1, context_length=16, device=device, precision=precision).run()
 
@@ -130,12 +122,10 @@ def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row per segment length: peak measured and counted, the error of gradients, seconds per step.
+    """One row per segment length: measured and counted peak, the error of gradients, seconds per step.
 
-    Without repeats, peaks are counted only.
-
-    Peaks come first: the step that is checked and timed must not be in them. If the step without checkpointing cannot
-    run, nothing is compared with it, and nothing is timed.
+    Without repeats, peaks are counted only. Peaks come first: they must not include the step that is checked and timed.
+    If the step without checkpointing cannot run, nothing is compared with it, and nothing is timed.
     """
     rows: dict[str, dict[str, Any]] = {}
     counted = {segment: _count_segment(point, segment) for segment in point.segments}
@@ -167,7 +157,7 @@ def _count_segment(point: MemoryPoint, segment: int) -> dict[str, int]:
 
 
 def _check_segment(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Compare gradients with `expected`, which those without checkpointing become."""
+    """Compare gradients with `expected`, which is filled by the step without checkpointing."""
     if segment != NO_CHECKPOINTS and not expected:
         return {"check": "no gradients without checkpointing to compare with"}
     step.model.checkpoint_segment = segment
@@ -186,5 +176,5 @@ def _run_with_segment(step: TrainingStep, segment: int) -> None:
     try:
         step.run()
     except Exception:
-        step.drop_gradients()  # and what is saved for them, which others need room for
+        step.drop_gradients()  # and the graph: others need the memory
         raise

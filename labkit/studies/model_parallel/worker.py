@@ -18,19 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from labkit.costs.communication import butterfly, pipeline_idle_share, sent_bytes, tensor_parallel_calls
+from labkit.costs.communication import (
+    ALL_REDUCE_COSTS,
+    butterfly,
+    pipeline_idle_share,
+    sent_bytes,
+    tensor_parallel_calls,
+)
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.training import random_tokens
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.workloads import Workload
-from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.context import context_parallel, split_sequence
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import peak_activations
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding.implementations import shard, whole_parameters
+from labkit.parallel.sharding import shard, whole_parameters
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
@@ -254,7 +259,7 @@ def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[st
     with recorded_traffic() as traffic:
         trainer.passes()
     calls = [call for call in traffic if call.dtype == "float32"]
-    cost = next((ALGORITHMS[call.algorithm].cost for call in calls if call.collective == "all_reduce"), None)
+    cost = next((ALL_REDUCE_COSTS[call.algorithm] for call in calls if call.collective == "all_reduce"), None)
     size, is_sequence = (point.shape, point.batch, point.context_length), name.endswith(SEQUENCE)
     formula = sent_bytes(
         tensor_parallel_calls(*size, p, sequence_parallel=is_sequence), p, all_reduce=cost or butterfly

@@ -1,4 +1,8 @@
-"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size."""
+"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size.
+
+Forward and backward passes under autocast take turns with the same passes in float32, on one model and batch. Loss and
+gradients are compared with float32's first.
+"""
 
 import math
 from collections.abc import Iterator
@@ -29,11 +33,11 @@ class PrecisionConfig(TimedConfig):
     batch: Count = 2
     context_length: Count = 64
     term: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
-    """The number that is added again and again."""
+    """The number that is added repeatedly."""
     additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
     device: Device = "auto"
     """auto: sums and dtypes on every device, times on the GPU if there is one."""
-    rounds_s: RoundsSeconds | None = 5.0
+    rounds_s: RoundsSeconds | None = 3.0
 
 
 CONFIGURATION = ("device", "model", "batch", "context_length", "mode")
@@ -59,10 +63,8 @@ def _points(config: PrecisionConfig, devices: list[str]) -> Iterator[PrecisionPo
 
 
 def sums(results: Results) -> pd.DataFrame:
-    """Sums so far by variant, with the error of the term as it is stored, and that of the sum."""
-    columns = ["part", "device", "variant", "n_added", "sum", "exact_sum", "stored_sum"]
-    frame = results.frame.reindex(columns=columns)
-    table = frame[frame["part"] == ACCUMULATION].drop(columns="part").dropna()
+    """Running sums by variant, with the error from storing the term and the error from adding."""
+    table = results.rows(["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION).dropna()
     error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
     return table.assign(
         term_error=table["stored_sum"] - table["exact_sum"],
@@ -86,15 +88,14 @@ def worst_sum(table: pd.DataFrame) -> Any:
 
 def dtypes(results: Results) -> pd.DataFrame:
     """One row per device, model and autocast dtype, one column per quantity."""
-    frame = results.frame.reindex(columns=["part", "device", "model", "precision", "quantity", "observed"])
-    table = frame[frame["part"] == DTYPES]
     keys = ["device", "model", "precision"]
+    table = results.rows([*keys, "quantity", "observed"], part=DTYPES)
     wide = table.pivot_table(index=keys, columns="quantity", values="observed", aggfunc="first", sort=False)
     return wide.reset_index().rename(columns={"precision": "autocast"}).rename_axis(columns=None)
 
 
 def bfloat16_row(table: pd.DataFrame) -> Any:
-    """The Transformer under autocast to bfloat16."""
+    """The last model under autocast to bfloat16."""
     return table.index[table["autocast"] == "bfloat16"][-1]
 
 
@@ -123,7 +124,7 @@ LAB = Lab(
             names=NAMES,
             topic="precision",
             advice="To save time, train under {name}{where}.",
-            figure=Lines(source=RATIO, x="model", hue="mode", log="y", level=1),
+            figure=Lines(source=RATIO, x="model", hue="mode", log="y"),
         ),
         Report(
             id="accumulation",

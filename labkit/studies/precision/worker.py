@@ -1,29 +1,25 @@
-"""What is run for a point of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
+"""What a rank runs for a point of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
-from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.studies.shared.alternatives import Failed, run_guarded, timed_phases
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
 FULL = "float32"
 FORWARD, BOTH = "forward", "forward and backward"
 ACCUMULATION, DTYPES, SPEED = "accumulation", "dtypes", "speed"
-# Largest deviation from float32: rounding of a 16-bit format through tens of layers leaves a percent or two of the
-# loss, and up to a tenth of the gradient of a parameter.
+# Largest deviation from float32: rounding to 16 bits through tens of layers changes the loss by a percent or two, and
+# the gradient of a parameter by up to a tenth.
 LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
 HEADROOM = 1.1  # over the formulas of memory
 SUMS: Mapping[str, tuple[str, str, bool]] = {
@@ -34,8 +30,7 @@ SUMS: Mapping[str, tuple[str, str, bool]] = {
     "bf16": ("bfloat16", "bfloat16", False),
     "bf16_into_fp32": ("float32", "bfloat16", False),
 }
-"""By name: the dtype of the sum, the dtype of the term, and whether the term is cast first."""
-TOY, TRANSFORMER = "toy model", "Transformer"
+"""By name: dtype of the sum, dtype of the term, and whether the term is cast before it is added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +53,14 @@ class PrecisionPoint(TimedPoint):
     def series(self) -> tuple[Hashable, float] | None:
         return ((self.part, self.device), n_parameters(SIZES[self.model])) if self.part == SPEED else None
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        """Memory of a forward pass in the precision that needs most, and of two sets of gradients."""
+    @property
+    def needed_bytes(self) -> float:
+        """Of a forward pass in the precision that needs most, and of two sets of gradients."""
         if self.part != SPEED:
-            return skip_reason(machine, self.device, 0)
+            return 0
         sizes = SIZES[self.model], self.batch, self.context_length
         peaks = [peak_bytes(*sizes, phase="forward", precision=one, device=self.device) for one in self.precisions]
-        needed = HEADROOM * (max(peaks) + 2 * state_bytes(SIZES[self.model])["gradients"])
-        return skip_reason(machine, self.device, needed)
+        return HEADROOM * (max(peaks) + 2 * state_bytes(SIZES[self.model])["gradients"])
 
     def title(self) -> str:
         return ", ".join(filter(None, [self.part, self.model, self.device]))
@@ -77,16 +72,15 @@ def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
         for name in SUMS:
             yield from accumulate(name, term=point.term, additions=point.additions, device=point.device)
     elif point.part == DTYPES:
-        for model in (TOY, TRANSFORMER):
-            yield from observe_dtypes(model, point.precision, device=point.device, seed=point.seed)
+        yield from observe_dtypes(point.precision, device=point.device, seed=point.seed)
     else:
         yield from _measure_speed(point)
 
 
 def accumulate(name: str, *, term: float, additions: int, device: str) -> Iterator[dict[str, Any]]:
-    """Add `term` again and again; one row after 1, 2, 5, 10, 20, ... additions and after the last.
+    """Add `term` repeatedly; one row after 1, 2, 5, 10, 20, ... additions and after the last.
 
-    `stored_sum` is what the term would add up to as its dtype holds it, without any further rounding.
+    `stored_sum` is the exact sum of the term as its dtype stores it.
     """
     sum_dtype, term_dtype, is_cast = SUMS[name]
     total = torch.zeros((), dtype=getattr(torch, sum_dtype), device=device)
@@ -113,93 +107,69 @@ class ToyModel(nn.Module):
         return logits
 
 
-def observe_dtypes(model_name: str, precision: str, *, device: str, seed: int) -> Iterator[dict[str, Any]]:
-    """One forward and backward pass under autocast; one row per quantity with its dtype, read by hooks."""
+def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Run one forward and backward pass under autocast; yield the dtype of each quantity, read by hooks."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model, parts, compute_loss = _make_toy() if model_name == TOY else _make_transformer()
-    tensors: dict[str, Tensor] = {}
-    for quantity, module in parts.items():
-        module.register_forward_hook(partial(_remember, tensors, quantity))
+        model, x, classes = ToyModel(), torch.randn(8, 20), torch.randint(5, (8,))
+    tensors: dict[str, list[Tensor]] = {}
+    for name, module in (("first linear", model.first), ("norm", model.norm), ("logits", model.second)):
+        module.register_forward_hook(partial(_keep_output, tensors, name))
     dtype = AUTOCAST_DTYPES[precision]
     with torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None):
-        tensors["loss"] = compute_loss()
-    tensors["loss"].backward()
-    by_quantity = {quantity: [tensor] for quantity, tensor in tensors.items()}
-    by_quantity["parameters"] = list(model.parameters())
-    by_quantity["gradients"] = [p.grad for p in model.parameters() if p.grad is not None]
+        loss = nn.functional.cross_entropy(model(x), classes)
+    loss.backward()
+    tensors["loss"], tensors["parameters"] = [loss], list(model.parameters())
+    tensors["gradients"] = [p.grad for p in model.parameters() if p.grad is not None]
     for quantity in ("parameters", "first linear", "norm", "logits", "loss", "gradients"):
-        names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in by_quantity[quantity]})
-        yield {"model": model_name, "quantity": quantity, "observed": ", ".join(names)}
+        names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors[quantity]})
+        yield {"model": "toy model", "quantity": quantity, "observed": ", ".join(names)}
 
 
-def _make_toy() -> tuple[nn.Module, dict[str, nn.Module], Callable[[], Tensor]]:
-    model = ToyModel()
-    x, classes = torch.randn(8, 20), torch.randint(5, (8,))
-    parts = {"first linear": model.first, "norm": model.norm, "logits": model.second}
-    return model, parts, lambda: nn.functional.cross_entropy(model(x), classes)
-
-
-def _make_transformer() -> tuple[nn.Module, dict[str, nn.Module], Callable[[], Tensor]]:
-    model = Transformer(SIZES["nano"], context_length=16)
-    tokens, targets = torch.randint(SIZES["nano"].vocabulary, (2, 2, 16)).unbind()
-    layer = model.get_submodule("layers.0")
-    parts = {
-        "first linear": layer.get_submodule("attention.queries"),
-        "norm": layer.get_submodule("attention_norm"),
-        "logits": model.output,
-    }
-    return model, parts, lambda: language_model_loss(model(tokens), targets)
-
-
-def _remember(tensors: dict[str, Tensor], quantity: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-    tensors[quantity] = output
+def _keep_output(tensors: dict[str, list[Tensor]], name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    tensors[name] = [output]
 
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """One row per (mode, precision): seconds of each repeat, all taking turns on one model; a wrong one gets none."""
+    """One row per mode and precision with the seconds of each repeat: all take turns on one model and batch."""
     sizes: dict[str, Any] = {"batch": point.batch, "context_length": point.context_length}
     step = TrainingStep(SIZES[point.model], device=point.device, seed=point.seed, **sizes)
-    checks = dict(zip(point.precisions, _check(step, point.precisions, point.device), strict=True))
-    yield from ({"precision": name} | row for name, row in checks.items() if row["check"] != "ok")
-    pairs = [(mode, name) for mode in (FORWARD, BOTH) for name, row in checks.items() if row["check"] == "ok"]
-    rows = {f"{mode}/{name}": checks[name] | {"precision": name} for mode, name in pairs}
-    actions = {f"{mode}/{name}": {mode: partial(_run, step, mode, name)} for mode, name in pairs}
-    yield from timed_phases(rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds)
+    expected = _compute_gradients(step, FULL)
+    rows, actions = dict[str, dict[str, Any]](), dict[str, Any]()
+    for name in point.precisions:
+        check = row_of(name, partial(_check, step, name, *expected), device=point.device)
+        for mode in (FORWARD, BOTH):
+            rows[f"{mode}/{name}"] = {"precision": name} | check
+            actions[f"{mode}/{name}"] = {mode: partial(_run, step, mode, name)}
+    step.drop_gradients()
+    yield from timed_rows(rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds)
 
 
 def _run(step: TrainingStep, mode: str, precision: str) -> None:
-    """The forward pass as training runs it, keeping what the backward pass needs; alone or with that."""
+    """Run the forward pass with its graph, and in mode `BOTH` the backward pass."""
     step.autocast_dtype = AUTOCAST_DTYPES[precision]
     step.forward()
     if mode == BOTH:
         step.backward()
 
 
-def _check(step: TrainingStep, precisions: tuple[str, ...], device: str) -> Iterator[dict[str, Any]]:
-    """Compare loss and every parameter's gradient with those of float32, on the same model and batch."""
-    loss, reference = _loss_and_gradients(step, FULL)
-    squares = {key: float(gradient.double().square().sum()) for key, gradient in reference.items()}
-    for name in precisions:
-        result = run_guarded(name, partial(_loss_and_gradients, step, name), device=device)
-        if isinstance(result, Failed):  # a device without this precision
-            yield {"check": result.reason}
-            continue
-        loss_error = abs(result[0] - loss) / abs(loss)
-        actual = result[1]
-        off = {
-            key: float((actual[key] - one).double().square().sum()) for key, one in reference.items() if key in actual
-        }
-        del result, actual  # before the next ones come: at most two sets of gradients at once
-        error = (sum(off.values()) / sum(squares.values())) ** 0.5
-        n_wrong = sum(not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size for key, size in squares.items())
-        is_right = loss_error <= LOSS_BOUND and not n_wrong  # False for NaN
-        wrong = f"wrong: the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too far"
-        yield {"loss_error": loss_error, "error": error, "check": "ok" if is_right else wrong}
-    step.drop_gradients()
+def _check(
+    step: TrainingStep, precision: str, expected_loss: float, expected: Mapping[str, Tensor]
+) -> dict[str, float | str]:
+    """Compare the loss and each parameter's gradient with those of float32, on the same model and batch."""
+    loss, actual = _compute_gradients(step, precision)
+    loss_error = abs(loss - expected_loss) / abs(expected_loss)
+    squares = {key: float(one.double().square().sum()) for key, one in expected.items()}
+    off = {key: float((actual[key] - one).double().square().sum()) for key, one in expected.items() if key in actual}
+    error = (sum(off.values()) / sum(squares.values())) ** 0.5
+    n_wrong = sum(not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size for key, size in squares.items())
+    is_right = loss_error <= LOSS_BOUND and not n_wrong  # False for NaN
+    wrong = f"wrong: the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too far"
+    return {"loss_error": loss_error, "error": error, "check": "ok" if is_right else wrong}
 
 
-def _loss_and_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:
+def _compute_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and gradients by parameter."""
     step.drop_gradients()
     step.autocast_dtype = AUTOCAST_DTYPES[precision]
     loss = float(step.forward().detach())

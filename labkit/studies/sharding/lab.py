@@ -1,4 +1,8 @@
-"""Sharding: what each stage of ZeRO saves in memory, sends, and costs in time, beside torch's own."""
+"""Sharding: what each stage of ZeRO saves in memory, sends, and costs in time, compared with torch's.
+
+Implementations take turns with whole steps, after their parameters are compared with those of a training in one
+process. Times are compared with DDP's, memory and bytes sent with the formulas'.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -18,15 +22,9 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.parallel.sharding.implementations import IMPLEMENTATIONS, TORCHS, register
+from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, TRANSPORTS
-from labkit.studies.sharding.worker import (
-    AFTER_STEP,
-    BEFORE_STEP,
-    OPTIMIZERS,
-    ShardingPoint,
-    measure,
-)
+from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared.tables import FIT_SHARE
 
 DDP, ZERO1, ZERO2, ZERO3 = STAGES
@@ -41,11 +39,11 @@ class ShardingConfig(TimedConfig):
     implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
         name for name in IMPLEMENTATIONS if name != TORCH_DDP
     ]
-    """The lab on data-parallel training compares torch's DDP."""
-    optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = list(OPTIMIZERS)
-    """A dear update and a cheap one: the time that sharding saves depends on that."""
+    """The lab on data-parallel training measures torch's DDP."""
+    optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
+    """Sharding saves time if an update is expensive, as AdamW's, and little with SGD."""
     transports: Some[Annotated[str, one_of(lambda: TRANSPORTS)]] = [SHARED, POINT_TO_POINT]
-    """Of labkit's implementations; torch's send by the backend."""
+    """Of labkit's implementations; torch's use the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
@@ -55,24 +53,20 @@ class ShardingConfig(TimedConfig):
     rounds_s: RoundsSeconds | None = 6.0
 
 
-SETTING = ("size", "optimizer", "transport", "world_size", "device")
-PARTS_OF_STEP = Metric("seconds", "implementation", (*SETTING, "part"), where={"kind": "time"})
+CONFIGURATION = ("size", "optimizer", "transport", "world_size", "device")
+PARTS_OF_STEP = Metric("seconds", "implementation", (*CONFIGURATION, "part"), where={"kind": "time"})
 
 
-def _whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
+def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per step of a rank: the sum of its parts."""
-    keys = [*SETTING, "implementation", "rank", "repeat"]
+    keys = [*CONFIGURATION, "implementation", "rank", "repeat"]
     return rows.dropna(subset="seconds").groupby(keys, dropna=False, sort=False)["seconds"].sum().reset_index()
 
 
-STEP = Metric("seconds", "implementation", SETTING, where={"kind": "time"}, prepare=_whole_steps)
-PEAK = Metric(
-    "peak_bytes",
-    "implementation",
-    ("size", "world_size", "device"),
-    where={"kind": "memory", "moment": (BEFORE_STEP, AFTER_STEP)},
-    exact=True,
-)
+STEP = Metric("seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts)
+PEAK = Metric("peak_bytes", "implementation", ("size", "world_size", "device"), where={"kind": "memory"}, exact=True)
+AT = {"size": None}
+"""Figures show the largest model."""
 NAMES = {
     DDP: "DDP",
     ZERO1: "ZeRO-1",
@@ -111,51 +105,31 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 
 def parts(results: Results) -> pd.DataFrame:
     """Medians of the parts of a step, for the figure."""
-    table = _of_largest_model(PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"]))
+    table = PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"])
     return table.assign(panel=labels(table, ["optimizer", "transport", "world_size"]))
 
 
-def peaks(results: Results) -> pd.DataFrame:
-    """Peak bytes by implementation, for the figure."""
-    return _of_largest_model(PEAK.largest(results.frame))
-
-
-def _of_largest_model(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["size"] == max(table["size"], key=lambda size: n_parameters(SIZES[size]), default="")]
-
-
 def held(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which holds most keeps from step to step, by stage and part, beside the formula."""
+    """Bytes that the rank which holds most keeps from step to step, by stage and part, and the formula's."""
     keys = ["size", "world_size", "implementation"]
-    values = [f"{kind}{part}_bytes" for part in PARTS for kind in ("", "formula_")]
-    rows = results.frame.reindex(columns=[*keys, "moment", *values])
-    rows = rows[(rows["moment"] == AFTER_STEP) & rows["implementation"].isin(STAGES)]
-    table = rows.groupby(keys, sort=False)[values].max().reset_index()
-    parts = [
-        table[keys].assign(part=part, held_bytes=table[f"{part}_bytes"], formula_bytes=table[f"formula_{part}_bytes"])
-        for part in PARTS
+    columns = {part: [f"{part}_bytes", f"formula_{part}_bytes"] for part in PARTS}
+    rows = results.rows([*keys, *(name for pair in columns.values() for name in pair)])
+    groups = rows.dropna(subset=columns[PARTS[0]]).groupby(keys, sort=False)
+    tables = [
+        groups[pair].max().set_axis(["held_bytes", "formula_bytes"], axis=1).reset_index().assign(part=part)
+        for part, pair in columns.items()
     ]
-    return pd.concat(parts, ignore_index=True).dropna(subset="formula_bytes")
-
-
-def largest_held(results: Results) -> pd.DataFrame:
-    """The same of the largest model, for the figure."""
-    return _of_largest_model(held(results))
+    return pd.concat(tables, ignore_index=True)
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which sends most sends per step, by stage and collective, beside the formula."""
+    """Bytes that the rank which sends most sends per step, by stage and collective, and the formula's."""
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
-    rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="collective")
-    table = rows.groupby(keys, sort=False)[values].max().reset_index()
+    table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
+    table = table.reset_index()
     share = (table["world_size"] - 1) / table["world_size"]
     return table.assign(times_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float))
-
-
-def sent_once(results: Results) -> pd.DataFrame:
-    """The same of the largest model by the first optimizer and transport, for the figure."""
-    return _of_largest_model(sent(results)).drop_duplicates(["world_size", "implementation", "collective"])
 
 
 def largest_models(results: Results) -> pd.DataFrame:
@@ -163,10 +137,9 @@ def largest_models(results: Results) -> pd.DataFrame:
 
     Ranks on CPUs share the memory of their host.
     """
-    columns = ["kind", "world_size", "host_ranks", "device", "batch", "context_length"]
-    frame = results.frame.reindex(columns=columns)
-    frame["host_ranks"] = frame["host_ranks"].fillna(frame["world_size"])  # a run without it has one host
-    points = frame[frame["kind"] == "memory"].drop_duplicates("world_size").to_dict("records")
+    columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
+    table = results.rows(columns, kind="memory").drop_duplicates("world_size")
+    points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")
     rows: list[dict[str, Any]] = []
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
         ranks, size = int(point["world_size"]), (int(point["batch"]), int(point["context_length"]))
@@ -193,6 +166,7 @@ LAB = Lab(
         "context_length": 512,
         "warmup": 2,
     },
+    preload=("torch._dynamo",),
     worker=measure,
     points=points,
     plugin_parameter="implementations",
@@ -206,7 +180,7 @@ LAB = Lab(
             baseline=DDP,
             among=STAGES[1:],
             names=NAMES,
-            figure=Bars(source=peaks, x="implementation", y="peak_bytes", panel="world_size"),
+            figure=Bars(source=PEAK, x="implementation", panel="world_size", at=AT),
         ),
         Check(
             id="held",
@@ -219,12 +193,7 @@ LAB = Lab(
             reference="those of the formulas",
             configuration=("size", "world_size"),
             figure=Bars(
-                source=largest_held,
-                x="implementation",
-                y="held_bytes",
-                hue="part",
-                panel="world_size",
-                stacked=True,
+                source=held, x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT
             ),
         ),
         Check(
@@ -238,7 +207,13 @@ LAB = Lab(
             reference="those of the formulas",
             configuration=("size", "optimizer", "transport", "world_size"),
             figure=Bars(
-                source=sent_once, x="implementation", y="sent_bytes", hue="collective", panel="world_size", stacked=True
+                source=sent,
+                x="implementation",
+                y="sent_bytes",
+                hue="collective",
+                panel="world_size",
+                stacked=True,
+                at=AT | {"optimizer": "AdamW", "transport": SHARED},
             ),
         ),
         Compare(
@@ -251,7 +226,7 @@ LAB = Lab(
             topic="sharding",
             advice="Shard as {name} does{where}.",
             keep="Shard only to save memory.",
-            figure=Bars(source=parts, x="implementation", y="seconds", hue="part", panel="panel", stacked=True),
+            figure=Bars(source=parts, x="implementation", y="seconds", hue="part", panel="panel", stacked=True, at=AT),
         ),
         *(
             Compare(

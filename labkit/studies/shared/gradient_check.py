@@ -1,9 +1,9 @@
-"""The check of gradients: are a wrapper's the mean over ranks, complete? Nothing is timed before it is right.
+"""Checks that a wrapper's gradients are the mean over ranks and complete, before anything is timed.
 
-Two looks. The first is at the gradients of the model, as they are: how far are they from the mean of the local ones?
-What rounding does to them, and to the largest of a tensor, hides what is missing of a small one. So the second puts
-whole numbers in the place of each local gradient, in the middle of the same backward pass: numbers whose mean is
-whole, and wrong if any rank's part of any element is missing, counts twice, or stands elsewhere (`exact_sums`).
+Two checks. The first puts whole numbers in the place of each local gradient, in the middle of the same backward pass.
+Their mean is whole, and wrong if any rank's part of any element is missing, counts twice, or is in another place
+(`bench.checksums`). Rounding would hide that of a small gradient. The second compares the model's gradients with the
+mean of the local ones.
 """
 
 import math
@@ -24,33 +24,33 @@ from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, d
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
 # the largest of its tensor.
 TOLERANCE = 1e-3
-# Of a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of two rounds.
+# For a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of two rounds.
 HALF = 0.5
 
-RIGHT = -1
-Off = tuple[int, float, float]
-"""The element that is wrong (`RIGHT`: none), what was expected there, and what is."""
-_LOST: Off = (-2, 0.0, 0.0)  # the gradient itself is missing, or should be
-
+RIGHT, MISSING = -1, -2
+"""In the place of an element: none is wrong; the gradient itself is missing, or should be."""
+Deviation = tuple[int, float, float]
+"""The first wrong element, the expected value, and the actual one."""
 Run = Callable[[], None]
 """Forward and backward passes of one step, without the optimizer's: afterwards gradients are averaged."""
 
 
 def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor | None]:
-    """What wrappers should arrive at: the mean over ranks of what `run` leaves on the bare model, which is forgotten.
+    """Expected gradients: the mean over ranks of those that `run` computes on the bare model, which loses them.
 
-    Summed in float64, each in its own dtype. ValueError, on all ranks, if these leave different parameters unused.
+    Summed in float64, returned in each one's dtype. ValueError, on all ranks, if ranks leave different parameters
+    unused.
     """
     with settled_products():
         run()
-    gradients = _taken(parameters.values())
+    gradients = _take_gradients(parameters.values())
     present = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
     check_same_on_all_ranks("gradients", {}, present, device_of(None), None)
     return [_mean_over_ranks(gradient) for gradient in gradients]
 
 
 def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tensor | None]) -> None:
-    """ValueError if one that is not frozen has no gradient: wrappers differ in what they do then."""
+    """ValueError if a parameter that is not frozen has no gradient: wrappers differ in how they treat it."""
     for (name, parameter), mean in zip(parameters.items(), means, strict=True):
         if mean is None and parameter.requires_grad:
             raise ValueError(f"expected a gradient for every parameter that is not frozen, got none for {name}")
@@ -59,92 +59,72 @@ def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tenso
 def check_gradients(
     parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor | None]
 ) -> tuple[float, str]:
-    """Largest relative error of the gradients that `run` leaves, and "ok" or what is wrong; all ranks get the same.
+    """Largest relative error of the gradients that `run` computes, and "ok" or what is wrong, on all ranks.
 
-    `parameters` are all of the wrapped model, by name, `means` from `local_means`. Gradients are forgotten.
+    `parameters` are all of the wrapped model, by name, `means` from `local_means`. Parameters lose their gradients.
     """
     if len(parameters) != len(means):
         return math.inf, f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
     with settled_products():
         run()
-        gradients = _taken(parameters.values())
-        error = largest_error(gradients, means)
-        if verdict(error, TOLERANCE) == "ok":
-            return error, check_completeness(parameters, run)
-    off = [_first_off(got, mean) for got, mean in zip(gradients, means, strict=True)]
-    return error, _describe_first(parameters, off) or verdict(error, TOLERANCE)
+        error = largest_error(_take_gradients(parameters.values()), means)
+        complete = check_completeness(parameters, run)
+    return error, verdict(error, TOLERANCE) if complete == "ok" else complete
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
-    """ "ok", or what is wrong of the mean over ranks of whole numbers in the place of local gradients, on all ranks.
+    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients, on all ranks.
 
-    Gradients, float32 or float64, are forgotten. Parameters that are frozen have none, nor have those without a use.
+    Gradients are float32 or float64; parameters lose them. Frozen and unused parameters have none.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for members in rank_batches(dist.get_world_size(), next(iter(trained.values())).dtype):
         with _whole_numbers(list(trained.values()), members) as starts:
             run()
-        gradients = _taken(trained.values())
-        off = [_deviation(*of_one, members) for of_one in zip(gradients, starts, strict=True)]
-        if wrong := _describe_first(trained, off):
+        gradients = _take_gradients(trained.values())
+        deviations = [_deviation(*pair, members) for pair in zip(gradients, starts, strict=True)]
+        if wrong := _describe_first(list(trained), deviations):
             return f"{wrong} in a mean of whole numbers, which is whole"
     return "ok"
 
 
-def _deviation(gradient: Tensor | None, of_passes: list[int], members: range) -> Off:
-    if gradient is None or not of_passes:
-        return _LOST if gradient is not None or of_passes else (RIGHT, 0.0, 0.0)
-    return first_deviation(gradient.contiguous(), members, starts=of_passes, within=HALF)
+def _deviation(gradient: Tensor | None, starts: list[int], members: range) -> Deviation:
+    if gradient is None or not starts:
+        return (RIGHT if gradient is None and not starts else MISSING), 0.0, 0.0
+    return first_deviation(gradient.contiguous(), members, starts=starts, within=HALF)
 
 
-def _describe_first(parameters: Mapping[str, nn.Parameter], off: Sequence[Off]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" of the first rank and parameter; or None."""
-    place = first_failing_rank(
-        next(((index, *one) for index, one in enumerate(off) if one[0] != RIGHT), (RIGHT, 0, 0, 0))
-    )
+def _describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and parameter, or None."""
+    local = ((index, *one) for index, one in enumerate(deviations) if one[0] != RIGHT)
+    place = first_failing_rank(next(local, (RIGHT, 0, 0, 0)))
     if place is None:
         return None
     rank, (index, element, expected, got) = place
-    where = f"wrong: rank {rank}, {list(parameters)[int(index)].removeprefix('module.')}"
-    if element == _LOST[0]:
+    where = f"wrong: rank {rank}, {names[int(index)].removeprefix('module.')}"
+    if element == MISSING:
         return f"{where}: expected a gradient on both sides, got one on one"
     return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
-
-
-def _first_off(got: Tensor | None, mean: Tensor | None) -> Off:
-    """The element that is furthest from the mean, if that is too far; none of a gradient that both sides lack."""
-    if got is None or mean is None:
-        return (RIGHT, 0.0, 0.0) if got is mean else _LOST
-    if _error(got, mean) <= TOLERANCE:
-        return RIGHT, 0.0, 0.0
-    return furthest(got, mean)
-
-
-def furthest(got: Tensor, expected: Tensor) -> Off:
-    """The element that is furthest from what is expected there, NaN before all others; that, and what is there."""
-    difference = (got.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
-    element = int(difference.argmax())
-    return element, float(expected.reshape(-1)[element]), float(got.reshape(-1)[element])
 
 
 @contextmanager
 def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterator[list[list[int]]]:
     """Inside, each local gradient is this rank's part times the number of ranks, another one in every pass.
 
-    Yields where in the sequence the numbers of each pass begin: a list that grows by one per pass.
+    Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer after each pass.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     begins = [0, *accumulate(parameter.numel() for parameter in parameters)]
     starts: list[list[int]] = [[] for _ in parameters]
 
-    def stand_in(index: int, gradient: Tensor) -> Tensor:
+    def replace_gradient(index: int, gradient: Tensor) -> Tensor:
         start = begins[index] + 7 * len(starts[index])
         starts[index].append(start)
         numbers = torch.empty_like(gradient, memory_format=torch.contiguous_format)
         fill_part(numbers, rank, members, start=start, times=ranks)
         return numbers
 
-    hooks = [parameter.register_hook(partial(stand_in, index)) for index, parameter in enumerate(parameters)]
+    hooks = [parameter.register_hook(partial(replace_gradient, index)) for index, parameter in enumerate(parameters)]
     try:
         yield starts
     finally:
@@ -153,19 +133,26 @@ def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterat
 
 
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor | None]) -> float:
-    """Largest deviation from the mean over the largest mean of the tensor, of any rank: all get the same number.
+    """Largest deviation from the mean, relative to the largest mean of the tensor, over all ranks.
 
-    NaN counts as infinite, and so does a gradient that is there on one side only.
+    Infinite for NaN, and for a gradient that only one side has.
     """
-    errors = [_error(got, mean) for got, mean in zip(gradients, means, strict=True)]
+    errors = [_error(actual, mean) for actual, mean in zip(gradients, means, strict=True)]
     return max_over_ranks(max(errors, default=0.0))
 
 
-def _error(got: Tensor | None, mean: Tensor | None) -> float:
-    if got is None or mean is None:
-        return 0.0 if got is mean else math.inf
-    error = largest(got - mean) / max(largest(mean), 1e-30)
+def _error(actual: Tensor | None, mean: Tensor | None) -> float:
+    if actual is None or mean is None:
+        return 0.0 if actual is mean else math.inf
+    error = largest(actual - mean) / max(largest(mean), 1e-30)
     return math.inf if math.isnan(error) else error
+
+
+def furthest(actual: Tensor, expected: Tensor) -> Deviation:
+    """The element that deviates most, NaN before all others; the expected value, and the actual one."""
+    difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
+    element = int(difference.argmax())
+    return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
 
 
 def _mean_over_ranks(local: Tensor | None) -> Tensor | None:
@@ -176,8 +163,8 @@ def _mean_over_ranks(local: Tensor | None) -> Tensor | None:
     return (total / dist.get_world_size()).to(local.dtype)
 
 
-def _taken(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """Gradients, which the parameters no longer have."""
+def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """The parameters' gradients, which they lose."""
     gradients = []
     for parameter in parameters:
         gradients.append(parameter.grad)

@@ -1,4 +1,4 @@
-"""The allocator's peak over a step whose gradients travel: recorded again where the record cannot be right."""
+"""The allocator's peak over a step with communication, recorded again if another thread's frees were missed."""
 
 import gc
 import math
@@ -8,30 +8,31 @@ from typing import Any, TypeVar
 from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import record_allocations
 
-MOST_RECORDS = 8
-LEAST_LEFT = 0.01
-"""Of the peak: what a record has to be too high by to count."""
+MAX_RECORDS = 8
+MIN_EXCESS = 0.01
+"""Of the peak: a record that is too high by less counts as right."""
 
 T = TypeVar("T")
 
 
 def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int:
-    """Bytes at the peak of the second `run` of what `make` makes, which is in them. All ranks call it together.
+    """Bytes at the peak of the second `run` of what `make` builds, that included. A collective.
 
-    On a CPU a thread of gloo's may be the last to let go of a tensor, which the profiler does not see: then once more,
-    until each rank has a record without that; of several records, the one that is too high by the least counts.
+    On a CPU a thread of gloo may free a tensor last, which the profiler does not see. The record is then repeated until
+    every rank has one without that, at most `MAX_RECORDS` times; the one with the smallest excess counts.
     """
-    least_left, of_least = math.inf, 0
-    for _ in range(MOST_RECORDS):
+    min_excess, peak = math.inf, 0
+    gc.collect()  # what is freed inside must have been allocated inside
+    for _ in range(MAX_RECORDS):
         with record_allocations(device) as record:
             subject = make()
-            run(subject)  # makes what stays
+            run(subject)  # allocates what stays
             with record.window("run"):
                 run(subject)
             del subject
             gc.collect()
         peak_bytes = record.windows["run"].peak_bytes
-        least_left, of_least = min((least_left, of_least), (record.left_bytes / max(1, peak_bytes), peak_bytes))
-        if max_over_ranks(least_left) < LEAST_LEFT:
+        min_excess, peak = min((min_excess, peak), (record.left_bytes / max(1, peak_bytes), peak_bytes))
+        if max_over_ranks(min_excess) < MIN_EXCESS:
             break
-    return of_least
+    return peak

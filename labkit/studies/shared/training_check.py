@@ -1,6 +1,6 @@
-"""The check of a training over ranks: parameters after two steps are those of one process with all batches.
+"""Checks a training over ranks: parameters after two steps must be those of one process with all batches.
 
-What is wrong after the first step has spread by the second.
+A gradient that is wrong in the first step has spread by the second.
 """
 
 import math
@@ -17,11 +17,11 @@ from labkit.studies.shared.gradient_check import furthest
 
 STEPS = 2
 TOLERANCE = 1e-2
-"""Of an element, over the largest change of its tensor."""
+"""Error of an element, relative to the largest change of its tensor."""
 ROUNDING = 1e-6
-"""A gradient so much smaller than the largest of the model is rounding, and AdamW's update of it says nothing."""
+"""Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them says nothing."""
 NO_TENSOR = -1
-"""Stands for the element of a tensor that is missing, or has another shape."""
+"""In the place of an element: the tensor is missing or has another shape."""
 
 
 @dataclass(frozen=True)
@@ -30,47 +30,44 @@ class Reference:
 
     expected: Mapping[str, Tensor]
     scales: Mapping[str, float]
-    """By parameter, the largest change of its tensor, or of the whole model where its gradients are rounding."""
+    """By parameter, the largest change of its tensor, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
-        """The largest error of any rank over that scale, and "ok" or its place. A collective; all ranks get the same.
+        """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective.
 
-        "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25" is the largest error of the first such rank.
+        All ranks get the same: "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25".
         """
         errors = {name: self._error(parameters.get(name), name) for name in self.expected}
         worst = max(errors, key=errors.__getitem__)
         error = max_over_ranks(errors[worst])
         if error <= TOLERANCE:
             return error, "ok"
-        place = self._place(parameters.get(worst), worst) if errors[worst] > TOLERANCE else (-1, 0, 0, 0)
-        first = first_failing_rank(place)
-        assert first is not None, "the largest error is that of some rank"
-        rank, (index, element, expected, got) = first
-        name = list(self.expected)[int(index)]
+        actual, expected, place = parameters.get(worst), self.expected[worst], (NO_TENSOR, 0.0, 0.0)
+        if actual is not None and actual.shape == expected.shape:
+            place = furthest(actual, expected)
+        index = list(self.expected).index(worst) if errors[worst] > TOLERANCE else -1
+        failing = first_failing_rank((index, *place))
+        assert failing is not None, "the largest error is that of some rank"
+        rank, (at, element, value, got) = failing
+        name = list(self.expected)[int(at)]
         where = f"wrong: rank {rank}, {name}"
         if element == NO_TENSOR:
             return error, f"{where}: expected a tensor of shape {tuple(self.expected[name].shape)}, got another or none"
-        return error, f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
+        return error, f"{where}, element {element:.0f}: expected {value:.6g}, got {got:.6g}"
 
-    def _error(self, value: Tensor | None, name: str) -> float:
-        if value is None or value.shape != self.expected[name].shape:
+    def _error(self, actual: Tensor | None, name: str) -> float:
+        if actual is None or actual.shape != self.expected[name].shape:
             return math.inf
-        difference, scale = largest(value - self.expected[name]), self.scales[name]
+        difference, scale = largest(actual - self.expected[name]), self.scales[name]
         if math.isnan(difference) or (difference and not scale):
             return math.inf
         return difference / scale if scale else 0.0
-
-    def _place(self, value: Tensor | None, name: str) -> tuple[int, int, float, float]:
-        expected, index = self.expected[name], list(self.expected).index(name)
-        if value is None or value.shape != expected.shape:
-            return index, NO_TENSOR, 0.0, 0.0
-        return index, *furthest(value, expected)
 
 
 def train_in_one_process(
     workloads: list[Workload], optimizer_class: type[Optimizer], settings: Mapping[str, Any]
 ) -> Reference:
-    """Parameters after two steps on the mean loss of all ranks' workloads."""
+    """Train two steps on the mean loss of all ranks' workloads."""
     model = workloads[0].build()
     start = _copy_parameters(model)
     optimizer = optimizer_class(model.parameters(), **dict(settings))

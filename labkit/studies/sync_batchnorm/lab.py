@@ -1,4 +1,8 @@
-"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that goes."""
+"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that time goes.
+
+Layers that agree with BatchNorm in float64 take turns on the same batch, forward and backward. labkit's is compared
+with plain BatchNorm on the rank's rows, and with torch's SyncBatchNorm.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -14,19 +18,8 @@ from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.sync_batchnorm.worker import (
-    ALTERNATIVES,
-    BOTH,
-    COLLECTIVES,
-    LABKIT,
-    LAYERS,
-    PLAIN,
-    TORCH,
-    WHOLE,
-    SyncBatchNormPoint,
-    measure,
-    register,
-)
+from labkit.studies.sync_batchnorm import worker
+from labkit.studies.sync_batchnorm.worker import BOTH, COLLECTIVES, LABKIT, PLAIN, TORCH, WHOLE, SyncBatchNormPoint
 
 
 class SyncBatchNormConfig(TimedConfig):
@@ -36,9 +29,9 @@ class SyncBatchNormConfig(TimedConfig):
     batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""
     features: Some[Count] = [128, 256, 512, 1024]
-    alternatives: list[Annotated[str, one_of(lambda: (*LAYERS, COLLECTIVES))]] = list(ALTERNATIVES)
+    alternatives: list[Annotated[str, one_of(lambda: (*worker.LAYERS, COLLECTIVES))]] = list(worker.ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 2
-    """Calls of which one sample is the mean."""
+    """A sample is the mean of so many calls."""
     device: Device = "auto"
     repeats: Repeats = 60
     rounds_s: RoundsSeconds | None = 0.8
@@ -66,7 +59,7 @@ def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchN
 
 
 def split(results: Results) -> pd.DataFrame:
-    """What synchronizing adds to plain BatchNorm, in medians over the rounds: the collectives alone, and the rest.
+    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives alone, and the rest.
 
     The rest is the layer's arithmetic, and waiting for a slower rank.
     """
@@ -82,14 +75,11 @@ def split(results: Results) -> pd.DataFrame:
 
 def split_parts(results: Results) -> pd.DataFrame:
     """The same, one row per part, for the figure."""
-    table = split(results)
+    parts = {"collectives_s": "collectives alone", "rest_s": "arithmetic and waiting"}
+    table = split(results).rename(columns=parts)
     if table.empty:
         return table
-    table = table[table["batch"] == table["batch"].max()].rename(
-        columns={"collectives_s": "collectives alone", "rest_s": "arithmetic and waiting"}
-    )
-    parts = ["collectives alone", "arithmetic and waiting"]
-    long = table.melt(["world_size", "features"], parts, "part", "seconds")
+    long = table.melt(["world_size", "batch", "features"], list(parts.values()), "part", "seconds")
     return long.assign(features=long["features"].astype(int).astype(str), seconds=long["seconds"].clip(lower=0))
 
 
@@ -105,10 +95,10 @@ LAB = Lab(
         "repeats": 1000,
     },
     on_gpu={"world_sizes": [2, 8], "calls": 10},
-    worker=measure,
+    worker=worker.measure,
     points=points,
     plugin_parameter="alternatives",
-    register=register,
+    register=worker.register,
     questions=[
         Compare(
             id="price",
@@ -127,7 +117,15 @@ LAB = Lab(
             table=split,
             configuration=CONFIGURATION,
             says="With {world_size} ranks and {features} features, collectives alone are {collectives_percent}% of it.",
-            figure=Bars(source=split_parts, x="features", y="seconds", hue="part", panel="world_size", stacked=True),
+            figure=Bars(
+                source=split_parts,
+                x="features",
+                y="seconds",
+                hue="part",
+                panel="world_size",
+                stacked=True,
+                at={"batch": None},
+            ),
         ),
         Compare(
             id="against_torch",

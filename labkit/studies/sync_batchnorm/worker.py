@@ -1,8 +1,8 @@
 """What every rank runs for a point of the SyncBatchNorm lab: check each layer against float64, then time it.
 
-The batch is that of all ranks together, and each rank has its rows of it, shifted by the rank: statistics of one rank's
-rows are far from those of the whole batch. Backward begins with a gradient of ones for the first half of the batch and
-zeros for the other, which is the gradient of the published benchmark's loss.
+Each rank has its rows of one whole batch, shifted by its rank number: statistics of one rank's rows are far from the
+whole batch's. Backward starts with a gradient of ones for the first half of the batch and zeros for the other, as the
+published benchmark's loss does.
 """
 
 import math
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from labkit.bench import check
 from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.studies.shared.alternatives import row_of, timed_phases
+from labkit.studies.shared.alternatives import row_of, timed_rows
 from labkit.studies.shared.gradient_check import furthest
 
 if TYPE_CHECKING:
@@ -41,10 +40,9 @@ COLLECTIVES = "collectives_alone"
 ALTERNATIVES = (*LAYERS, COLLECTIVES)
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
 TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of bias", "running_mean", "running_var")
-# Relative to a channel's largest expected value. Float32 stays far below it; without the rows of one rank of 16 a mean,
-# a variance or a sum of gradients is off by a hundredth or more.
+# Relative to a channel's largest expected value. Float32 stays far below it. If one rank of 16 is missing, a mean, a
+# variance or a sum of gradients is off by a hundredth or more.
 TOLERANCE = 1e-4
-RANK_BYTES = 200 * 2**20  # resident memory of a rank, torch included
 N_COPIES = 30  # of the whole batch on a rank: inputs and gradients of every layer, exact results in float64
 
 
@@ -58,7 +56,7 @@ class SyncBatchNormPoint(TimedPoint):
     features: int
     alternatives: tuple[str, ...] = ()
     calls: int = 5
-    """Calls of which one sample is the mean: one takes a millisecond or less."""
+    """A sample is the mean of so many calls: one takes a millisecond or less."""
 
     @property
     def series(self) -> tuple[Hashable, float]:
@@ -67,9 +65,11 @@ class SyncBatchNormPoint(TimedPoint):
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.batch < 2 * self.world_size:
             return "plain BatchNorm needs two rows per rank, and there are fewer"
-        ranks = ranks_here(self.world_size)
-        needed = RANK_BYTES + (N_COPIES + 2 * self.calls) * 4 * self.batch * self.features
-        return skip_reason(machine, self.device, ranks * needed, ranks=ranks)
+        return super().skip_reason(machine)
+
+    @property
+    def needed_bytes(self) -> float:
+        return (N_COPIES + 2 * self.calls) * 4 * self.batch * self.features
 
     def title(self) -> str:
         return f"{super().title()}, {self.batch} x {self.features}"
@@ -88,7 +88,7 @@ def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of all ranks and the gradient of its output, (batch, features) in float32; `rows` are this rank's."""
+    """Input of all ranks and gradient of the output, (batch, features) in float32; `rows` are this rank's."""
 
     whole: Tensor
     gradient: Tensor
@@ -125,7 +125,7 @@ class Layer:
         self.outputs.append(self.layer(self.x))
 
     def backward(self) -> None:
-        """Run backward of the last forward pass that has not had its own."""
+        """Run backward of the last forward pass."""
         self.compute_gradients(self.gradient)
 
     def run(self) -> None:
@@ -161,7 +161,7 @@ def _affine(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:
-    """Give channels different weights and biases, some negative: sixteenths, which every type has exactly."""
+    """Give channels different weights and biases, some negative: sixteenths, which every dtype represents exactly."""
     generator = torch.Generator().manual_seed(99)
     for parameter in _affine(layer):
         parameter.data.copy_(torch.randint(-32, 32, parameter.shape, generator=generator) / 16 + 1 / 32)
@@ -179,13 +179,12 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             yield {"alternative": name, "not_measured": "torch's SyncBatchNorm refuses CPU tensors"}
             continue
         rows[name] = {"alternative": name} | row_of(name, partial(_check, name, batch, right), device=device)
-    # Two turns each: forward, then backward of what that has left; and both at once.
     is_idle = {name: name == WHOLE and dist.get_rank() != 0 for name in right}
     turns: dict[str, dict[str, Callable[[], None]]] = {}
     for name, one in right.items():
         actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
         turns[name] = dict.fromkeys(actions, lambda: None) if is_idle[name] else actions
-    for row in timed_phases(rows, turns, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
+    for row in timed_rows(rows, turns, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
         if not is_idle.get(row["alternative"]):
             yield row
     for name, one in right.items():
@@ -194,7 +193,7 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
 
 
 def _check(name: str, batch: Batch, right: dict[str, Layer | Collectives]) -> dict[str, Any]:
-    """Compare with BatchNorm in float64, and collectives with sums of whole numbers."""
+    """Compare a layer with BatchNorm in float64, and collectives with sums of whole numbers."""
     if name == COLLECTIVES:
         one = Collectives(batch.whole.shape[1], str(batch.whole.device))
         wrong = first_wrong(partial(all_reduce, op="sum"), torch.empty_like(one.sums))
@@ -209,10 +208,10 @@ def _check(name: str, batch: Batch, right: dict[str, Layer | Collectives]) -> di
 def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     """Largest error of any rank against BatchNorm in float64, and "ok" or what is wrong and where, on all ranks.
 
-    Errors of `TENSORS` are by channel, over the largest expected value of the channel. The gradient of the output is
-    random here: some ranks have nothing but zeros in the one that is timed, and nobody would miss them. A layer that
-    normalizes over the local batch is compared with that, all others with the whole batch, whose gradients of weight
-    and bias are the sums over ranks.
+    Errors of `TENSORS` are per channel, relative to its largest expected value. The output's gradient is random here:
+    in the timed one some ranks have zeros only, and a missing contribution of theirs would not show. A layer that
+    normalizes over the local batch is compared with that, the others with the whole batch, whose gradients of weight
+    and bias are sums over ranks.
     """
     gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(batch.whole.device)
     layer.forward()
@@ -224,23 +223,18 @@ def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     actual = [output, dx, *affine, layer.layer.get_buffer("running_mean"), layer.layer.get_buffer("running_var")]
     exact = _exact(layer, batch, gradient)
     errors = [_relative_error(*pair) for pair in zip(actual, exact, strict=True)]
-    error = check.max_over_ranks(max(errors))
-    verdict = check.verdict(error, TOLERANCE)
-    return error, verdict if verdict == "ok" else f"{verdict}; {_describe_error(errors, actual, exact)}"
-
-
-def _describe_error(errors: list[float], actual: list[Tensor], exact: list[Tensor]) -> str:
-    """ "rank 1, output, row 3, feature 5: expected 0.5, got 0.7" of the first rank that is wrong, on all ranks."""
     index = max(range(len(errors)), key=errors.__getitem__)
+    error = check.max_over_ranks(errors[index])
+    verdict = check.verdict(error, TOLERANCE)
+    if verdict == "ok":
+        return error, verdict
     is_wrong = check.verdict(errors[index], TOLERANCE) != "ok"
-    wrong = check.first_failing_rank(
-        (index, *furthest(actual[index], exact[index])) if is_wrong else (-1.0, 0.0, 0.0, 0.0)
-    )
+    wrong = check.first_failing_rank((index if is_wrong else -1, *furthest(actual[index], exact[index])))
     assert wrong is not None, "the largest error is some rank's"
     rank, (tensor, element, expected, got) = wrong
-    row, feature = divmod(int(element), exact[0].shape[-1])
+    row, feature = divmod(int(element), batch.whole.shape[-1])
     place = f"{TENSORS[int(tensor)]}{f', row {row}' if tensor < 2 else ''}, feature {feature}"
-    return f"rank {rank}, {place}: expected {expected:.4g}, got {got:.4g}"
+    return error, f"{verdict}; rank {rank}, {place}: expected {expected:.4g}, got {got:.4g}"
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
@@ -255,10 +249,10 @@ def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Largest difference by channel, over the channel's largest exact value; NaN counts as infinite.
+    """Largest difference per channel, relative to the channel's largest exact value; NaN counts as infinite.
 
-    A channel's value counts as at least a hundredth of the largest of all; a single sum over rows, (channels,), as a
-    tenth: if it nearly cancels, rounding of its terms remains.
+    A channel's value counts as at least a hundredth of the largest of all, and a single sum over rows, (channels,), as
+    a tenth: if the sum nearly cancels, rounding of its terms remains.
     """
     is_sum = exact.dim() == 1
     scale = exact.abs() if is_sum else exact.abs().amax(dim=tuple(range(exact.dim() - 1)))

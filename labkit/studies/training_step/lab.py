@@ -1,4 +1,8 @@
-"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change."""
+"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change.
+
+Inference and the phases of a step take turns; so do a compiled and an eager step, once their gradients agree. First
+steps are those of new processes, compared with later steps of the same process.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -42,20 +46,20 @@ PHASES = {
     OPTIMIZER: (OPTIMIZER,),
     STEP: (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""What is timed, and the phases that it adds up."""
+"""By timed part, the phases that it adds up."""
 
 
 class TrainingStepConfig(TimedConfig):
     """The parameters of this lab."""
 
-    sizes: Some[Size] = ["nano", "mini", "small"]
+    sizes: Some[Size] = ["nano", "mini"]
     """Models whose phases are timed."""
     profiled_sizes: list[Size] = ["nano", "mini"]
     compiled_sizes: list[Size] = ["nano"]
     first_step_sizes: list[Size] = ["nano"]
     """Models whose first steps are timed, in new processes."""
     processes: Repeats = 6
-    """New processes whose first steps are timed. Below six there is no interval, and so no verdict."""
+    """New processes whose first steps are timed. Fewer than six give no interval, and so no verdict."""
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32"]
     batch: Count = 2
     context_length: Count = 64
@@ -76,7 +80,7 @@ VIEWS = {
     FORWARD_BACKWARD: (STEP, (FORWARD, BACKWARD)),
     STEP: (STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
 }
-"""Passes in the table of shares: the profiled action, and its phases."""
+"""By kind of pass in the table of shares, the profiled action and its phases."""
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:
@@ -97,7 +101,7 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 
 
 def step_times(results: Results) -> pd.DataFrame:
-    """Medians by model and phase; the share of the step; the FLOP/s of its matmuls, by formula."""
+    """Medians by model and phase, the share of the step, and the FLOP/s of its matmuls by formula."""
     table = TIME.medians(results.frame)
     step = table["seconds"].where(table["phase"] == STEP).groupby([table[name] for name in CONFIGURATION])
     with recorded_shapes(results.frame):
@@ -118,7 +122,7 @@ def _flops(row: dict[str, Any]) -> int:
 
 
 def predictions(results: Results) -> pd.DataFrame:
-    """Measured times of each phase, and those of its operators by the machine's rates."""
+    """Measured times of each phase, and its operators' times at the machine's rates."""
     table = TIME.medians(results.frame)
     with recorded_shapes(results.frame):
         return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
@@ -134,7 +138,7 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
 
 
 def compile_pays(results: Results) -> pd.DataFrame:
-    """Time to compile, the gain per step, and the number of steps after which compiling is earned back."""
+    """Time to compile, and the number of steps after which compiling has paid for itself."""
     keys = list(CONFIGURATION)
     medians = COMPILE.medians(results.frame).pivot_table(index=keys, columns="implementation", values="seconds")
     if COMPILED not in medians or EAGER not in medians:
@@ -146,7 +150,7 @@ def compile_pays(results: Results) -> pd.DataFrame:
 
 
 def shares(results: Results) -> pd.DataFrame:
-    """Share of each family of operators, or GPU kernels, in each kind of pass: the mean over passes."""
+    """Share of each family of operators or GPU kernels in each kind of pass: the mean over passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
     if rows.empty:
         return rows.reindex(columns=["device", "size", "view", "family", "share_percent"])
@@ -194,6 +198,7 @@ LAB = Lab(
         "warmup": 5,
     },
     on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
+    preload=("torch._dynamo",),
     worker=measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
@@ -224,7 +229,7 @@ LAB = Lab(
             measured="seconds",
             predicted="predicted_s",
             configuration=CONFIGURATION,
-            figure=Lines(source=RATIO, x="size", y="measured_over_predicted", hue="phase", log="y", level=1),
+            figure=Lines(source=RATIO, x="size", y="measured_over_predicted", hue="phase", log="y"),
         ),
         Compare(
             id="compile",

@@ -1,4 +1,4 @@
-"""What is run for a point of the training-step lab: phases timed, first steps, eager against compiled, a profile."""
+"""What a rank runs for a point of the training-step lab: timed phases, first steps, eager and compiled, a profile."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator
@@ -12,12 +12,12 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
 from labkit.bench.trace import Sum, profile_call, sum_up
 from labkit.costs.memory import STATES_BYTES, peak_bytes
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import parameters_of, shape_of, source_of
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
-from labkit.studies.shared.compiler import make_compiler_ready
+from labkit.studies.shared.compiler import prepare_compiler
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
@@ -26,14 +26,14 @@ INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "o
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
 EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
-COMPILE_S = 4.0  # in a plan, per layer: as long as on two cores of a CPU
-SETTLED_AFTER = 5  # steps of a process, after which a step counts as a later one
+COMPILE_S = 4.0  # planned per layer, as measured on two CPU cores
+SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
-PROFILED_PASSES = 6  # at most: shares are means, without a verdict
+MAX_PROFILED_PASSES = 6
 SMALL_SHARE, OTHERS = 0.001, "all others"  # operators below this share of every pass are summed up
 
-# Eager and compiled differ by the order of sums and by fused roundings, relative to a tensor's largest gradient: some
-# hundred units of float32 in 12 layers. A wrong kernel is off by the size of the gradient itself.
+# Relative to a tensor's largest gradient. Order of sums and fused roundings change it by some hundred units of float32
+# in 12 layers; a wrong kernel is off by the size of the gradient itself.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -64,13 +64,16 @@ class TrainingStepPoint(TimedPoint):
         shape = shape_of(self.size) if self.sweep == "compile" else None
         return super().planned_s + COMPILE_S * (shape.n_layers if shape else 0)
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        if self.sweep == "compile" and (reason := no_compiler_reason(self.device)):
-            return reason
+    @property
+    def needed_bytes(self) -> float:
         if (shape := shape_of(self.size)) is None:  # a user's model: only its parameters are known
-            return skip_reason(machine, self.device, STATES_BYTES * (parameters_of(self.size) or 0))
-        needed = HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
-        return skip_reason(machine, self.device, (2 if self.sweep == "compile" else 1) * needed)
+            return STATES_BYTES * (parameters_of(self.size) or 0)
+        steps = 2 if self.sweep == "compile" else 1
+        return steps * HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        reason = no_compiler_reason(self.device) if self.sweep == "compile" else None
+        return reason or super().skip_reason(machine)
 
     def title(self) -> str:
         what = f"first steps, process {self.trial + 1}" if self.sweep == "first" else self.sweep
@@ -96,7 +99,7 @@ def _make_step(point: TrainingStepPoint, *, compiled: bool = False) -> TrainingS
 
 
 def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of inference, of each phase of a step, and of their sums in each round."""
+    """Seconds of inference, of each phase of a step, and of sums of phases in each round."""
     step = _make_step(point)
     training = {FORWARD: step.forward, BACKWARD: step.backward, OPTIMIZER: step.optimizer_step}
     turns: dict[str, dict[str, Callable[[], Any]]] = {INFERENCE: {INFERENCE: step.infer}, STEP: training}
@@ -123,36 +126,31 @@ def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Compile with an empty cache, compare gradients, then time both in turn; the compiler's own start is apart."""
-    ready = run_guarded(COMPILED, partial(make_compiler_ready, point.device), device=point.device)
-    if isinstance(ready, Failed):
-        yield {"implementation": COMPILED, "check": ready.reason}
-        return
+    """Compile with an empty cache, compare gradients, then time both in turns; starting the compiler is not counted."""
     from torch._inductor.utils import fresh_cache  # takes seconds, which other points need not spend
 
-    torch._dynamo.reset()
-    with fresh_cache():
-        steps = {EAGER: _make_step(point)}
+    steps = {EAGER: _make_step(point)}
 
-        def compile_and_compare() -> dict[str, float]:
+    def compile_and_compare() -> dict[str, float]:
+        prepare_compiler(point.device)
+        torch._dynamo.reset()
+        with fresh_cache():
             steps[COMPILED] = _make_step(point, compiled=True)
             compile_s = timed_once(partial(_run_forward_backward, steps[COMPILED]), point.device)[1]
-            _run_forward_backward(steps[EAGER])
-            error = largest_difference(gradients(steps[COMPILED].model), gradients(steps[EAGER].model))
-            for step in steps.values():
-                step.optimizer_step()
-            return {"compile_s": compile_s, "error": error}
+        _run_forward_backward(steps[EAGER])
+        error = largest_difference(gradients(steps[COMPILED].model), gradients(steps[EAGER].model))
+        for step in steps.values():
+            step.optimizer_step()
+        return {"compile_s": compile_s, "error": error}
 
-        result = run_guarded(COMPILED, compile_and_compare, device=point.device)
-        if isinstance(result, Failed):
-            yield {"implementation": COMPILED, "check": result.reason}
-            return
-        check = verdict(result["error"], TOLERANCES[point.precision])
-        rows: dict[str, dict[str, Any]] = {name: {"implementation": name, "check": check} for name in steps}
-        rows[COMPILED] |= result
-        yield from timed_rows(
-            rows, {name: step.run for name, step in steps.items()}, device=point.device, **point.rounds
-        )
+    result = run_guarded(COMPILED, compile_and_compare, device=point.device)
+    if isinstance(result, Failed):
+        yield {"implementation": COMPILED, "check": result.reason}
+        return
+    check = verdict(result["error"], TOLERANCES[point.precision])
+    rows: dict[str, dict[str, Any]] = {name: {"implementation": name, "check": check} for name in steps}
+    rows[COMPILED] |= result
+    yield from timed_rows(rows, {name: step.run for name, step in steps.items()}, device=point.device, **point.rounds)
 
 
 def _run_forward_backward(step: TrainingStep) -> None:
@@ -161,14 +159,14 @@ def _run_forward_backward(step: TrainingStep) -> None:
 
 
 def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of each operator, or GPU kernel, in each profiled pass of inference and of a full step."""
+    """Seconds of each operator or GPU kernel, in each profiled pass of inference and of a full step."""
     step = _make_step(point)
     actions = {INFERENCE: step.infer, STEP: step.run}
     for action in actions.values():
         action()
         profile_call(action, device=point.device)  # the first one starts the profiler itself
     passes: dict[str, list[dict[tuple[str, ...], Sum]]] = {name: [] for name in actions}
-    for _ in range(min(point.repeats, PROFILED_PASSES)):
+    for _ in range(min(point.repeats, MAX_PROFILED_PASSES)):
         for name, action in actions.items():
             profile = profile_call(action, device=point.device)
             key = lambda event: (event.within((FORWARD, BACKWARD, OPTIMIZER)), event.family, event.name)  # noqa: E731
@@ -178,7 +176,7 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _operator_rows(sums: list[dict[tuple[str, ...], Sum]]) -> Iterator[dict[str, Any]]:
-    """One row per (phase, family, operator): its time, without that of what it calls, and calls in each pass."""
+    """One row per (phase, family, operator): its time without the operators that it calls, and its calls, by pass."""
     totals = [sum(entry.seconds for entry in one.values()) for one in sums]
     rows: dict[tuple[str, ...], tuple[list[float], list[int]]] = {}
     for key in dict.fromkeys(key for one in sums for key in one):

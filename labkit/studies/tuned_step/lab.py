@@ -1,5 +1,6 @@
-"""The tuned step: all recommendations of the other labs in one configuration, against the default."""
+"""The tuned step: all recommendations of the other labs joined into one configuration, compared with the default."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Literal
 
@@ -42,30 +43,22 @@ TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "con
 NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
 
 
-def points(config: TunedStepConfig, machine: Machine) -> list[TunedStepPoint]:
-    """One for each model and number of ranks. Recommendations are looked up now, and recorded with the point."""
+def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
+    """One for each model and number of ranks; it records the recommendations of this moment."""
     device, runs = machine.device(config.device), newest_runs(machine)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
-    plan = []
     for world_size, model in product(sorted(config.world_sizes), config.models):
-        recommendations = [
-            one
-            for one in recommend(model, config.context_length, runs)
-            if device == "cpu" or one.value not in OVER_SHARED_MEMORY
-        ]
-        joined = vars(join(recommendations)) | chosen
+        recommended = recommend(model, config.context_length, runs)
+        usable = [one for one in recommended if device == "cpu" or one.value not in OVER_SHARED_MEMORY]
+        about = {"world_size": world_size, "model": model, "device": device} | vars(join(usable)) | chosen
         backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
-        plan.append(
-            TunedStepPoint.of(config, world_size=world_size, backend=backend, model=model, device=device, **joined)
-        )
-    return plan
+        yield TunedStepPoint.of(config, backend=backend, **about)
 
 
 def ingredients(results: Results) -> pd.DataFrame:
-    """The joined configuration by model and ranks, and in words what it changes."""
-    keys = ["model", "world_size", *FIELDS]
-    rows = results.frame.reindex(columns=["implementation", *keys])
-    table = rows[rows["implementation"] == JOINED][keys].drop_duplicates().reset_index(drop=True)
+    """The joined configuration by model and ranks, and its changes in words."""
+    rows = results.rows(["model", "world_size", *FIELDS], implementation=JOINED)
+    table = rows.drop_duplicates().reset_index(drop=True)
     return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])
 
 

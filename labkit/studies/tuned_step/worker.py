@@ -11,32 +11,30 @@ from torch import Tensor
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
 from labkit.nn.transformer import Transformer, language_model_loss, shape_named
 from labkit.parallel.data_parallel import wrap
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
-from labkit.studies.shared.compiler import keep_what_is_compiled, make_compiler_ready
+from labkit.studies.shared.compiler import prepare_compiler
 from labkit.studies.shared.gradient_check import check_completeness
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
 
 DEFAULT_NAME, JOINED = "default", "joined"
-RANK_BYTES = 200 * 2**20  # resident memory of a rank, torch included
 TORCH = "torch"
 """The wrapper of the default."""
-# Relative to the largest gradient of a tensor, as in the labs that measured the parts: the order of sums, or 8 bits.
+# Relative to the largest gradient of a tensor: differences from the order of sums, or from 8 significant bits.
 FLOAT32_TOLERANCE = 1e-3
 HALF_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedStepPoint(TimedPoint):
-    """A model, and the joined configuration that takes turns with the default one."""
+    """A model, and the joined configuration that is compared with the default one."""
 
     model: str
     precision: str
@@ -49,7 +47,7 @@ class TunedStepPoint(TimedPoint):
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is changed; on one rank nothing wraps a model."""
+        """Whether the joined configuration changes nothing; on one rank there is no wrapper."""
         is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
         return is_plain and (self.world_size == 1 or self.wrapper == TORCH)
 
@@ -60,9 +58,11 @@ class TunedStepPoint(TimedPoint):
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.is_default:
             return "the newest runs of the other labs here recommend nothing but the default: measure them first"
-        ranks = ranks_here(self.world_size)
-        step = peak_bytes(SIZES[self.model], self.batch, self.context_length, phase="full_step")
-        return skip_reason(machine, self.device, ranks * (RANK_BYTES + 2 * step), ranks=ranks)
+        return super().skip_reason(machine)
+
+    @property
+    def needed_bytes(self) -> float:
+        return 2 * peak_bytes(SIZES[self.model], self.batch, self.context_length, phase="full_step")
 
     def title(self) -> str:
         return f"{super().title()}, {self.model}"
@@ -72,37 +72,22 @@ class Training:
     """A Transformer and AdamW under one configuration; on several ranks under a data-parallel wrapper."""
 
     def __init__(self, point: TunedStepPoint, name: str, device: str) -> None:
-        is_job_rank = name == JOINED
+        is_joined = name == JOINED
         torch.manual_seed(point.seed)
         with torch.device(device):
-            attend = attention_named(point.attention if is_job_rank else "explicit").attend
+            attend = attention_named(point.attention if is_joined else "explicit").attend
             self.model = Transformer(shape_named(point.model), context_length=point.context_length, attention=attend)
         self.call: Callable[[Tensor], Tensor] = self.model
         self.device = torch.device(device)
-        self.autocast = AUTOCAST_DTYPES[point.precision] if is_job_rank else None
+        self.autocast = AUTOCAST_DTYPES[point.precision] if is_joined else None
         self.optimizer = adamw(self.model.parameters(), self.device)
         tokens = _tokens(point).to(self.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        wrapper = point.wrapper if is_job_rank else TORCH
-        if is_job_rank and point.compiled:
-            self._compile(for_all=point.world_size > 1 and wrapper != TORCH)  # which cuts graphs at its buckets
-        if point.world_size > 1:
-            self.call = wrap(wrapper, self.model)
-
-    def _compile(self, *, for_all: bool) -> None:
-        """With `for_all`, the first rank compiles; the others find what it made in the user's cache."""
-        keep_what_is_compiled()
-        is_first = for_all and dist.get_rank() == 0
-        for its_turn in (is_first, not is_first) if for_all else ():
-            if its_turn:
-                make_compiler_ready(self.device.type)
-                self.model.compile(dynamic=False)
-                self.passes()
-                self.optimizer.zero_grad(set_to_none=True)
-            dist.barrier()
-        if not for_all:
-            make_compiler_ready(self.device.type)
+        if is_joined and point.compiled:
+            prepare_compiler(self.device.type)
             self.model.compile(dynamic=False)
+        if point.world_size > 1:
+            self.call = wrap(point.wrapper if is_joined else TORCH, self.model)
 
     def passes(self) -> None:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
@@ -116,7 +101,7 @@ class Training:
 
 
 def _tokens(point: TunedStepPoint) -> Tensor:
-    """This rank's batch, the same for both."""
+    """This rank's batch, the same for both configurations."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(point.seed_of(rank))
     return torch.randint(
@@ -125,7 +110,7 @@ def _tokens(point: TunedStepPoint) -> Tensor:
 
 
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of a step by configuration, in turns; of a joined one with other gradients, the reason instead."""
+    """Seconds of a step by configuration, in turns; if their gradients differ, the reason instead."""
     device = use_device(point.device)
     trainings, row = {DEFAULT_NAME: Training(point, DEFAULT_NAME, device)}, {"implementation": JOINED}
 
@@ -148,24 +133,20 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _check(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
-    """How far the gradients of a first step are apart, and "ok" or what is wrong.
+    """Compare the gradients of a first step: the largest difference of any rank, and "ok" or what is wrong.
 
-    In 16 bits one of many ranks could be missing from a mean within the tolerance: whole numbers tell.
+    In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness is checked, too.
     """
-    error = _error(trainings)
-    check = verdict(error, tolerance)
-    if check == "ok" and dist.is_initialized() and dist.get_world_size() > 1:
-        checks = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
-        check = next((one for one in checks if one != "ok"), "ok")
-    return error, check
-
-
-def _error(trainings: dict[str, Training]) -> float:
-    """How far the gradients of a first step are apart, on the worst rank."""
+    is_job = dist.is_initialized()
     both = []
     for training in trainings.values():
         training.passes()
         both.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
         training.optimizer.zero_grad(set_to_none=True)
     error = largest_difference(both[1], both[0])
-    return error if not dist.is_initialized() else max_over_ranks(error)
+    error = max_over_ranks(error) if is_job else error
+    check = verdict(error, tolerance)
+    if check == "ok" and is_job and dist.get_world_size() > 1:
+        checks = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
+        check = next((one for one in checks if one != "ok"), "ok")
+    return error, check
