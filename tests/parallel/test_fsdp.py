@@ -318,6 +318,14 @@ def _between_forward_and_backward() -> None:
     loss.backward()
 
 
+def _read_part() -> None:
+    model = FSDP(plain())
+    model(inputs()).sum().backward()
+    for p in model.parameters():
+        bool(p.grad.norm() >= 0)  # of all ranks
+        bool(p.grad.isnan().any())
+
+
 def _hooked() -> nn.Module:
     model = plain()
     model[0].weight.register_hook(lambda gradient: None)
@@ -371,6 +379,7 @@ def _check_refusals() -> list[str]:
         "backward in forward": lambda: FSDP(Force())(inputs()),
         "ZeRO-2, copied": lambda: copy.deepcopy(ReduceScatterDDP(plain())),
         "changed between forward and backward": _between_forward_and_backward,
+        "a number that each rank has a part of": _read_part,
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
     for what, call in calls.items():
@@ -486,7 +495,7 @@ def _check_hooks() -> list[str]:
     shards, seen = list(model.parameters()), list[str]()
     for shard in shards:
         shard.register_hook(lambda gradient: gradient * 0)
-        shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(p.grad.abs().max()))))
+        shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(_local(p.grad).abs().max()))))
     model(inputs()).sum().backward()
     wrong = [] if seen == ["0.0"] * len(shards) else [f"hooks saw {seen}"]
     alive = weakref.ref(model)

@@ -150,6 +150,7 @@ def _check_refusals() -> list[str]:
         "LBFGS": lambda: make(parameters, optim.LBFGS),
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
         "Adafactor": lambda: make(parameters, optim.Adafactor),
+        "Rprop": lambda: make(parameters, optim.Rprop),
         "no parameters": lambda: make([], optim.SGD),
         "overlapping": lambda: make([nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD),
         "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),

@@ -36,6 +36,7 @@ MAX_FOREACH = 300  # parameters per operator: DTensor's first such call takes ti
 REFUSED: Mapping[type[Optimizer], str] = {
     optim.LBFGS: "its search direction depends on all parameters together",
     optim.SparseAdam: "it is made for sparse gradients",
+    optim.Rprop: "torch's DTensor does not know its masks",
     optim.Adafactor: "torch's DTensor does not know its means over rows and columns",
 }
 

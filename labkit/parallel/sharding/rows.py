@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,6 +40,16 @@ class Sharded(DTensor):
         raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
 
     __deepcopy__ = __reduce_ex__
+
+
+def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which torch would return."""
+    if any(placement.is_partial() for placement in args[0].placements):
+        raise RuntimeError("each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()")
+    return op_call(args[0]._local_tensor)
+
+
+DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
 
 
 def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
