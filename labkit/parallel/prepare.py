@@ -35,7 +35,8 @@ class InPlace:
             raise ValueError(f"tensor must be dense, got {tensor.layout}")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
-        is_contiguous = tensor.is_contiguous()
+        # Views that are negated or conjugated when they are read have other numbers in memory.
+        is_contiguous = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         if not is_contiguous and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
         selected = find_transport(group, tensor.device, transport)
@@ -47,7 +48,7 @@ class InPlace:
             self.vector = tensor if tensor.dim() == 1 < tensor.numel() else tensor.as_strided((tensor.numel(),), (1,))
         else:
             self.copy_to = tensor
-            self.vector = tensor.to(selected.device).contiguous().view(-1)
+            self.vector = tensor.to(selected.device).resolve_neg().resolve_conj().contiguous().view(-1)
         self.transport = count_traffic(selected, name, by, (self.vector,))
 
     def __enter__(self) -> Any:

@@ -300,6 +300,7 @@ def _check_layouts() -> list[str]:
         "offset": lambda x: x[5:],
         "channels last": lambda x: x.view(2, 3, 8, 5).permute(0, 3, 1, 2),
         "stride 0 where the size is 1": lambda x: x.as_strided((3, 1), (2, 0)),
+        "negated when it is read": torch._neg_view,
     }
     for name, function in FUNCTIONS.items():
         for layout, view in views.items():
