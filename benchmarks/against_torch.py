@@ -1,19 +1,20 @@
-"""Time of labkit's parts over that of torch's, taking turns on this machine. Exits 1 if a bound is missed.
+"""Time of labkit's parts over that of torch's, in turns on this machine. Exits 1 if a bound is missed.
 
     python benchmarks/against_torch.py                                    # all that run on a CPU: some ten minutes
     python benchmarks/against_torch.py --only all_reduce --worlds 2 4 8 --sizes 4096 1048576 --algorithms auto ring
     python benchmarks/against_torch.py --only data_parallel sharding --rounds 30
 
-Alternatives take turns on ranks under SCHED_BATCH, one thread each, shuffled every round; ranks begin a turn at one
-moment and the slowest counts. A ratio is labkit's time over torch's: below 1 labkit is faster. Bounds are for two
-quiet cores. Attention's kernels are compared by the lab `attention`. Each line begins with the bandwidth of a copy of
-64 MB by all ranks: memory has slow phases.
+Alternatives take turns on ranks under SCHED_BATCH, one thread each, shuffled every round. Ranks begin a turn at one
+moment, and the slowest counts. A ratio is labkit's time over torch's: below 1 labkit is faster. Bounds are for two
+quiet cores. Each line begins with the bandwidth of a copy of 64 MB by all ranks, since memory has slow phases.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from labkit.bench.clock import start_together, time_interleaved
+from labkit.bench.clock import time_interleaved
 from labkit.bench.statistics import compare
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
-from labkit.parallel.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
+from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import shard
@@ -46,7 +47,6 @@ ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, v
 TOKENS = 64
 
 Action = Callable[[], Any]
-Collective = Callable[[Tensor], Any]
 Times = dict[str, list[float]]
 
 
@@ -63,52 +63,26 @@ class Contest:
 
 
 def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
-    """Sums of float32, over both transports; the bounds are those of the algorithm that labkit picks."""
-    bounds = {2: (0.2, 0.2, 0.35, 0.3, 0.3), 4: (0.25, 0.25, 0.45, 0.45, 0.4)}
+    """Sums of float32, over both transports; bounds are for the algorithm that labkit picks."""
+    world_size, bounded = dist.get_world_size(), f"auto, {SHARED}"
+    bounds = {2: (0.2, 0.2, 0.35, 0.3, 0.3), 4: (0.25, 0.25, 0.45, 0.45, 0.4)}.get(world_size, ())
     for n_bytes in options.sizes:
-        calls: dict[str, Collective] = {TORCH: dist.all_reduce}
+        calls: dict[str, Callable[[Tensor], Any]] = {TORCH: dist.all_reduce}
         for name in options.algorithms:
             algorithm = ALGORITHMS.get(name, all_reduce)
             calls |= {f"{name}, {t}": partial(algorithm, op="sum", transport=t) for t in (SHARED, POINT_TO_POINT)}
-        yield _collective("all_reduce", n_bytes, calls, f"auto, {SHARED}", bounds)
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def phases(options: argparse.Namespace) -> Iterator[Contest]:
-    """Reduce-scatter and all-gather through shared memory."""
-    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # names of newer torch
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatters: dict[str, Collective] = {TORCH: lambda tensor: scatter(_shard(tensor), tensor)}
-    scatters["labkit"] = partial(reduce_scatter, op="sum", transport=SHARED)
-    gathers: dict[str, Collective] = {TORCH: lambda tensor: gather(tensor, _shard(tensor))}
-    gathers["labkit"] = partial(all_gather, transport=SHARED)
-    for n_bytes in options.sizes:
-        yield _collective("reduce_scatter", n_bytes, scatters, "labkit", {2: (0.35, 0.35, 0.35, 0.2, 0.2)})
-        yield _collective("all_gather", n_bytes, gathers, "labkit", {2: (0.3,) * 5})
-
-
-def _collective(
-    kind: str, n_bytes: int, calls: dict[str, Collective], bounded: str, bounds: Mapping[int, tuple[float, ...]]
-) -> Contest:
-    """`bounds` of the alternative `bounded`, by ranks, for each of `SIZES`. A wrong answer gets no time."""
-    world_size = dist.get_world_size()
-    tensors = {name: torch.ones(n_bytes // 4 // world_size * world_size) for name in calls}
-    for name, call in calls.items():
-        call(tensors[name])
-        part = tensors[name] if kind == "all_reduce" else _shard(tensors[name])
-        expected = torch.full_like(part, 1.0 if kind == "all_gather" else world_size)
-        assert torch.equal(part, expected), f"{kind} by {name} is wrong"
-    bound = dict(zip(SIZES, bounds.get(world_size, ()), strict=False)).get(n_bytes)
-    return Contest(
-        f"{kind} {n_bytes / 1024:.0f} KiB",
-        {name: partial(call, tensors[name]) for name, call in calls.items()},
-        [(name, TORCH) for name in calls if name != TORCH],
-        {f"{bounded} / {TORCH}": bound} if bound else {},
-        prepare=lambda name: tensors[name].fill_(1.0),
-    )
+        tensors = {name: torch.ones(n_bytes // 4) for name in calls}
+        for name, call in calls.items():
+            call(tensors[name])
+            assert (tensors[name] == world_size).all(), f"{name} is wrong"
+        bound = dict(zip(SIZES, bounds, strict=False)).get(n_bytes)
+        yield Contest(
+            f"all_reduce {n_bytes / 1024:.0f} KiB",
+            {name: partial(call, tensors[name]) for name, call in calls.items()},
+            [(name, TORCH) for name in calls if name != TORCH],
+            {f"{bounded} / {TORCH}": bound} if bound else {},
+            prepare=lambda name, tensors=tensors: tensors[name].fill_(1.0),
+        )
 
 
 def data_parallel(_: argparse.Namespace) -> Iterator[Contest]:
@@ -194,7 +168,6 @@ def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
 
 KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
     "all_reduce": all_reduces,
-    "phases": phases,
     "data_parallel": data_parallel,
     "sharding": sharding,
     "sync_batchnorm": sync_batchnorm,
@@ -221,15 +194,31 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
     return lines
 
 
+def start_together(margin_s: float = 0.0005) -> None:
+    """Return on all ranks at one moment of the clock that they share; they leave a barrier up to 100 us apart.
+
+    Window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you
+    think".
+    """
+    moment = torch.tensor(time.perf_counter() + margin_s, dtype=torch.float64)
+    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+    start = float(moment)
+    if dist.get_world_size() > (os.cpu_count() or 1):  # ranks beyond the cores sleep, so the others arrive
+        time.sleep(max(0.0, start - time.perf_counter()))
+    while time.perf_counter() < start:
+        pass
+
+
 def _line(contest: Contest, pair: tuple[str, str], times: dict[str, list[float]], bandwidth: float) -> tuple[str, bool]:
     own, theirs = (times[name] for name in pair)
     ratio = compare(own, theirs, interleaved=True)
     title = " / ".join(pair)
     bound = contest.bounds.get(title)
-    has_missed = bound is not None and ratio.ratio > bound
+    has_missed = bound is not None and ratio.value > bound
     verdict = "" if bound is None else f"  at most {bound:.2f}: {'MISSED' if has_missed else 'met'}"
     ms = f"{median(own) * 1e3:9.3f} ms / {median(theirs) * 1e3:9.3f} ms"
-    return f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {title:42} {ms}  {ratio}{verdict}", has_missed
+    interval = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {title:42} {ms}  {interval}{verdict}", has_missed
 
 
 def _slowest(samples_s: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Resources and bounds of the flash kernels' tiles on GPUs that need not be here: compiles, launches nothing.
+"""Resources and bounds of the flash kernels' tiles on GPUs that need not be present: compiles, launches nothing.
 
     python benchmarks/kernels.py                       # all tiles, for sm_80, 86, 89, 90, 100 and 120
     python benchmarks/kernels.py --capability 90 --kernel grad_kv --head-dim 128 --tile 64,128,8,2
@@ -20,9 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,11 @@ from scipy.sparse.csgraph import connected_components
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from labkit.nn import flash_backward_kernels, flash_kernels
-from labkit.nn.flash_tiles import KERNEL_NAMES, Tile, kernel_constants, tiles_for
+from labkit.nn.flash_attention import KERNELS as TILED_KERNELS
+from labkit.nn.flash_attention import Tile, kernel_constants, tiles_for
+from labkit.nn.flash_backward_kernels import delta_kernel
 
-KERNELS: dict[str, Any] = {
-    "forward": flash_kernels.forward_kernel,
-    "delta": flash_backward_kernels.delta_kernel,
-    "grad_kv": flash_backward_kernels.grad_kv_kernel,
-    "grad_q": flash_backward_kernels.grad_q_kernel,
-}
+KERNELS: dict[str, Any] = {**TILED_KERNELS, "delta": delta_kernel}
 MATMULS = {"forward": 2, "grad_kv": 4, "grad_q": 3, "delta": 0}  # per tile, each 2 * block_q * block_k * head_dim
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 TENSOR_COLUMNS = 512
@@ -115,17 +110,15 @@ def compile_tile(
         code = _instructions(_run("nvdisasm", "-c", file.name))
     warps = int(getattr(compiled.metadata, "ws_num_warps", warps) or warps)
     loops = _loops(code)
-    spills = [index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")]
-    inside = set().union(*loops) if loops else set()
-    main = max(
-        loops, key=lambda loop: sum(_kind(code[i][0]) == "tensor" for i in loop) * 10_000 - len(loop), default=[]
-    )
+    spills = {index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")}
+    inside = spills & set().union(*loops)
+    main = max(loops, key=lambda loop: (sum(_kind(code[i][0]) == "tensor" for i in loop), -len(loop)), default=set())
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
     bound, share = _bound([code[i][0] for i in main], tile.warps, flop, dtype, capability)
     return Resources(
         registers=registers,
-        spills_in_loops=sum(index in inside for index in spills),
-        spills_outside=sum(index not in inside for index in spills),
+        spills_in_loops=len(inside),
+        spills_outside=len(spills - inside),
         shared_bytes=shared,
         tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0) or 0),
         blocks=_blocks(chip, registers, shared, warps),
@@ -186,11 +179,9 @@ def _loops(code: list[tuple[str, int | None]]) -> list[set[int]]:
     sources, ends = np.array(edges).T
     graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(len(code), len(code)))
     _, parts = connected_components(graph.tocsr(), connection="strong")
-    members: dict[int, set[int]] = {}
-    for index, part in enumerate(parts.tolist()):
-        members.setdefault(part, set()).add(index)
+    members = (set(np.flatnonzero(parts == part).tolist()) for part in range(parts.max() + 1))
     kinds = {"tensor", "special"}
-    return [loop for loop in members.values() if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
+    return [loop for loop in members if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
 
 
 def _name(text: str) -> str:
@@ -199,12 +190,8 @@ def _name(text: str) -> str:
 
 
 def _kind(text: str) -> str:
-    """The unit that carries out an instruction."""
-    name = _name(text)
-    for kind, pattern in UNITS.items():
-        if re.match(pattern, name):
-            return kind
-    return "other"
+    """The unit that executes an instruction."""
+    return next((kind for kind, pattern in UNITS.items() if re.match(pattern, _name(text))), "other")
 
 
 UNITS = {
@@ -262,28 +249,13 @@ def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
 # ------------------------------------------------------------------------------------------- table
 
 
-COLUMNS = [
-    "target",
-    "dtype",
-    "kernel",
-    "dim",
-    "tile",
-    "registers",
-    "in_loops",
-    "outside",
-    "KiB",
-    "tensor",
-    "blocks",
-    "instructions",
-    "bound",
-    "share",
-]
-WIDTHS = (7, 9, 8, 4, 22, 10, 9, 8, 5, 7, 7, 13, 8, 6)
+COLUMNS = "target dtype kernel dim tile registers in_loops outside KiB tensor blocks instructions bound share"
+ROW = "{:7}{:9}{:8}{:<4}{!s:22}{:<10}{:<9}{:<8}{:<5}{:<7}{:<7}{:<13}{:8}{:<6}"
 
 
 def main() -> int:
     options = _options()
-    _print_row(COLUMNS)
+    print(re.sub("<|!s", "", ROW).format(*COLUMNS.split()))
     wrong = 0
     for capability, dtype, head_dim, kernel, tile in _selected(options):
         sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "capability": capability}
@@ -292,20 +264,17 @@ def main() -> int:
         wrong += bool(faults)
         problem = [f"sm_{capability}", str(dtype).removeprefix("torch."), kernel, head_dim, tile]
         kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
-        _print_row([*problem, *(replace(resources, shared_bytes=kib, tensor_share=share).__dict__.values()), *faults])
+        cells = vars(replace(resources, shared_bytes=kib, tensor_share=share)).values()
+        print(ROW.format(*problem, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")
     return int(wrong > 0)
-
-
-def _print_row(cells: Sequence[object]) -> None:
-    print("".join(f"{cell!s:{width}}" for cell, width in zip_longest(cells, WIDTHS, fillvalue="")), flush=True)
 
 
 def _selected(options: argparse.Namespace) -> Iterator[tuple[int, torch.dtype, int, str, Tile]]:
     for capability in options.capability or CHIPS:
         for name in options.dtype or ("bfloat16", "float32"):
             dtype: torch.dtype = getattr(torch, name)
-            for kernel in options.kernel or KERNEL_NAMES:
+            for kernel in options.kernel or TILED_KERNELS:
                 for head_dim in options.head_dim or (32, 64, 128, 256):
                     shipped = tiles_for(kernel, dtype=dtype, head_dim=head_dim, capability=divmod(capability, 10))
                     for tile in options.tile or shipped:

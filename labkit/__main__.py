@@ -5,14 +5,15 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from labkit.check.commands import check, hand_in, notebook
+from labkit.lab import project
 from labkit.lab.advise.command import advise
 from labkit.lab.commands.console import (
     calibrate_first,
@@ -29,18 +30,10 @@ from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_lab
 
-if TYPE_CHECKING:
-    from labkit.lab.declaration import Lab
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-"""A full disk or a read-only folder: no mistake in the command, so status 1."""
+"""A full disk or a read-only folder is not the caller's mistake: status 1."""
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
 Profile = Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")]
@@ -48,37 +41,40 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (doc
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
 ]
+Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")]
 
 
 def main() -> None:
     """Entry point: a mistake of the caller is one line and exit status 2, never a traceback."""
-    # Nothing of what is imported becomes garbage: looking for it takes a second, and at the end another one.
+    # Imported objects are never garbage: collecting them takes a second, and another one at exit.
     if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
         gc.set_threshold(50_000)
     atexit.register(gc.freeze)
-    os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for a name that it does not have
-    # jsonschema, which checks notebooks, would take a second to make a parser of addresses that no notebook has.
+    os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for an unknown name
+    # jsonschema, which checks notebooks, would take a second to build a parser of addresses that no notebook has.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     try:
         status = app(standalone_mode=False)  # typer would draw a box around a wrong option
-    except KeyboardInterrupt:  # while modules are imported, say
+    except KeyboardInterrupt:  # for example during imports
         err.print("interrupted")
-        raise SystemExit(130) from None
+        status = 130
     except ParameterError as error:
-        err.print(f"[bold red]error:[/] {plain(error)}", soft_wrap=True)
-        raise SystemExit(2) from None
+        status = _print_error(str(error), 2)
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
-        err.print(f"[bold red]error:[/] {plain(f'{error.filename}: {error.strerror}')}", soft_wrap=True)
-        raise SystemExit(1) from None
+        status = _print_error(f"{error.filename}: {error.strerror}", 1)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # typer's own errors, whose class it keeps to itself
+        if not hasattr(error, "format_message"):  # typer's own errors, whose class is private
             raise
-        if message := error.format_message().strip():
-            err.print(f"[bold red]error:[/] {plain(' '.join(message.split()))}", soft_wrap=True)
-        raise SystemExit(2) from None
+        status = _print_error(" ".join(error.format_message().split()), 2)
     raise SystemExit(status)
+
+
+def _print_error(message: str, status: int) -> int:
+    if message:  # typer has printed its help otherwise
+        err.print(f"[bold red]error:[/] {plain(message)}", soft_wrap=True)
+    return status
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -101,47 +97,46 @@ def options(
 
 @app.command("list")
 def list_labs(as_json: Json = False) -> None:
-    """The labs, one line each."""
+    """List the labs, one line each."""
+    studies = [load_lab(lab) for lab in LABS]
     if as_json:
-        labs = [{"name": lab, "summary": load_lab(lab).summary, "questions": _questions(lab)} for lab in LABS]
+        questions = {study.name: [{"id": one.id, "text": one.text} for one in study.questions] for study in studies}
+        labs = [{"name": one.name, "summary": one.summary, "questions": questions[one.name]} for one in studies]
         print_json("list", labs=labs)
         return
+    _print_pairs((study.name, study.summary) for study in studies)
+
+
+def _print_pairs(rows: Iterable[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for lab in LABS:
-        table.add_row(f"[bold]{lab}[/]", load_lab(lab).summary)
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/]", plain(value))
     out.print(table)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """What this machine is, which labs and profiles it can run, and why not."""
+    """Describe this machine: which labs and profiles it can run, and why not others."""
     from labkit.lab.commands.doctor import lab_rows, machine_rows
 
+    rows = list(lab_rows(map(load_lab, LABS)))
     if as_json:
         names = ("lab", "profile", "points", "can_run", "planned", "why_not")
-        rows = [dict(zip(names, row, strict=True)) for row in lab_rows(load_lab(lab) for lab in LABS)]
-        print_json("doctor", about=dict(machine_rows()), plans=rows)
+        plans = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json("doctor", about=dict(machine_rows()), plans=plans)
         return
-    machine = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in machine_rows():
-        machine.add_row(f"[bold]{name}[/]", plain(value))
-    out.print(machine, "")
+    _print_pairs(machine_rows())
     labs = Table("lab", "profile", "points", "can run", "planned", "why not", box=None, pad_edge=False)
-    for row in lab_rows(load_lab(lab) for lab in LABS):
+    for row in rows:
         labs.add_row(*(plain(cell) for cell in row))
-    out.print(labs)
+    out.print("", labs)
 
 
 @app.command()
 def measure(
-    lab: LabName,
-    profile: Profile = None,
-    settings: Settings = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")] = None,
-    as_json: Json = False,
+    lab: LabName, profile: Profile = None, settings: Settings = None, resume: Resume = None, as_json: Json = False
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
-    from labkit.lab.project import path_from_here, runs_directory
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
 
@@ -159,12 +154,12 @@ def measure(
                 study, config, profile=profile, on_progress=show, on_start=tell_of_load, on_output=print_output
             )
         else:
-            path = find_run([runs_directory() / lab], resume)
+            path = find_run([project.runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=print_output)
     coverage = run.coverage()
     counts = {str(status): int(count) for status, count in coverage["status"].value_counts().items()}
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    (err if as_json else out).print(f"{lab}: {described}; {path_from_here(run.path)}", soft_wrap=True)
+    (err if as_json else out).print(f"{lab}: {described}; {project.path_from_here(run.path)}", soft_wrap=True)
     if as_json:
         from labkit.lab.commands.console import answer_numbers
 
@@ -181,9 +176,7 @@ def report(
     profile: Profile = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks, and draw it.")
-    ] = None,
+    resume: Resume = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
     as_json: Json = False,
 ) -> None:
@@ -191,33 +184,25 @@ def report(
     from labkit.lab.pages.execute import Kernel
     from labkit.lab.pages.record import write_index
     from labkit.lab.pages.report import check_report, report_lab
-    from labkit.lab.project import (
-        committed_notebook,
-        notebook_path,
-        path_from_here,
-        recorded_directory,
-        reports_directory,
-        runs_directory,
-    )
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
+    if resume is not None and (settings or profile is not None or run is not None):
+        raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     if (name := resume if run is None else run) is not None and not labs:
-        folders = [recorded_directory(), runs_directory()] if resume is None else [runs_directory()]
+        folders = [project.recorded_directory()] * (resume is None) + [project.runs_directory()]
         labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], name)).header.lab]
     studies = [load_lab(lab) for lab in (labs or LABS)]
     if name is not None and len(studies) != 1:
         raise ParameterError(f"--run and --resume belong to one lab, got {len(studies)}: {', '.join(labs or ())}")
-    if resume is not None and (settings or profile is not None or run is not None):
-        raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
-    output = output or reports_directory()
+    output = output or project.reports_directory()
     check_report(studies, parameters, output)
     for study in studies:
-        if committed_notebook(study.name)[1]:
-            edited = plain(path_from_here(notebook_path(study.name)))
+        if project.committed_notebook(study.name)[1]:
+            edited = plain(project.path_from_here(project.notebook_path(study.name)))
             err.print(f"{edited}: edited; the report runs the committed notebook", soft_wrap=True)
     if run is None:
         require_device(parameters.get("device"))
@@ -230,17 +215,17 @@ def report(
         for study in studies:
             with progress("report", study.name) as show:
                 if resume is not None:
-                    path = find_run([runs_directory() / study.name], resume)
+                    path = find_run([project.runs_directory() / study.name], resume)
                     resumed = measuring.resume(study, path, on_progress=show, on_output=print_output)
                     parameters["run"] = str(resumed.path)
                 result = report_lab(study, parameters, output, kernel, show)
             results.append(result)
             outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
-            page = path_from_here(result.page)
+            page = project.path_from_here(result.page)
             say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
-            index = write_index(_all_studies(), output, to_come=studies[len(results) :])
+            index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
-                say.print(f"index: {path_from_here(index)}", soft_wrap=True)
+                say.print(f"index: {project.path_from_here(index)}", soft_wrap=True)
     if as_json:
         pages = [{"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results]
         print_json("report", pages=pages)
@@ -262,18 +247,17 @@ def compare_command(
     from labkit.check.class_page import write_class_page
     from labkit.check.hand_in import holds_hand_ins, read_hand_ins
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
-    from labkit.lab.project import check_writable, path_from_here, reports_directory
 
-    page = output or reports_directory() / "compare.html"
+    page = output or project.reports_directory() / "compare.html"
     if page.is_dir():
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
-    check_writable(page.parent)
+    project.check_writable(page.parent)
     if len(runs) == 1 and holds_hand_ins(runs[0]):
         lines = write_class_page(list(read_hand_ins(Path(runs[0]))), page)
         if as_json:
             print_json("compare", students=lines, page=str(page))
             return
-        out.print(plain("\n".join([*lines, f"page: {path_from_here(page)}"])), soft_wrap=True)
+        out.print(plain("\n".join([*lines, f"page: {project.path_from_here(page)}"])), soft_wrap=True)
         return
     different, left_out = load_runs(runs)
     for name, reason in left_out.items():
@@ -282,7 +266,7 @@ def compare_command(
     say = err if as_json else out
     for line in write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, left_out):
         say.print(plain(line), soft_wrap=True)
-    say.print(f"page: {plain(path_from_here(page))}", soft_wrap=True)
+    say.print(f"page: {plain(project.path_from_here(page))}", soft_wrap=True)
     if as_json:
         from labkit.lab.commands.console import comparison_numbers
 
@@ -294,14 +278,6 @@ app.command("advise")(advise)
 app.command("check")(check)
 app.command("notebook")(notebook)
 app.command("hand-in")(hand_in)
-
-
-def _questions(lab: str) -> list[dict[str, str]]:
-    return [{"id": question.id, "text": question.text} for question in load_lab(lab).questions]
-
-
-def _all_studies() -> "Iterator[Lab]":
-    return (load_lab(lab) for lab in LABS)
 
 
 if __name__ == "__main__":

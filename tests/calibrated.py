@@ -22,7 +22,6 @@ def made_up(*, cores=2, ranks=(1, 2), flops_per_s=FLOPS_PER_S, bytes_per_s=BYTES
                 ("float32", "bfloat16"), _curve(flops_per_s / p, *(10**k for k in range(3, 13)), call_s=call_s)
             ),
             additions=_curve(bytes_per_s / p, *(10**k for k in range(2, 11)), call_s=call_s),
-            copies=_curve(bytes_per_s / p, *(10**k for k in range(2, 11)), call_s=call_s),
         )
         for p in ranks
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.bench.products import settled_products
+from labkit.bench.check import deterministic_math
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.lab.point import skip_reason
@@ -33,7 +33,7 @@ GIB = 2**30
         ((9, 0), ["sm_80"], False),
         ((9, 0), ["compute_80"], True),
         ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["sm_90a", "compute_90a"], False),
+        ((10, 0), ["sm_90a"], False),
         ((10, 3), ["sm_100f"], True),
         ((9, 4), ["gfx942"], True),
     ],
@@ -170,9 +170,9 @@ def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
     assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": hot}, 64)["a"]
 
 
-def test_settled_products_can_be_read_inside_and_are_set_back():
+def test_deterministic_math_can_be_read_inside_and_are_set_back():
     before = torch.backends.cudnn.allow_tf32
-    with settled_products():
+    with deterministic_math():
         assert not torch.backends.cudnn.allow_tf32  # Inductor reads it; torch raises if two settings contradict
     assert torch.backends.cudnn.allow_tf32 == before
 

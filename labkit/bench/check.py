@@ -1,15 +1,21 @@
-"""Correctness checks before anything is timed: an error that rounding explains, and the ranks' agreement on it."""
+"""Correctness checks before anything is timed: errors, their limits, agreement of ranks, matmuls."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
+
 
 def verdict(error: float, limit: float) -> str:
-    """ "ok", or the error that is wrong; NaN is."""
+    """Return "ok", or the error; NaN is wrong."""
     return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
 
 
@@ -29,19 +35,83 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def max_over_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks, which must agree on what is timed. NaN counts as infinite."""
-    finite_or_inf = math.inf if math.isnan(error) else error  # a maximum may pass over NaN
-    largest = torch.tensor(finite_or_inf, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
+    """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as infinite."""
+    return maxima_over_ranks([error])[0]
+
+
+def maxima_over_ranks(values: Sequence[float]) -> list[float]:
+    """The largest value of any rank at each place, on all ranks; NaN counts as infinite."""
+    maxima = torch.tensor(values, dtype=torch.float64).nan_to_num(math.inf, math.inf, -math.inf)  # MAX may skip NaN
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        maxima = maxima.to(_device_of_messages())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    numbers: list[float] = maxima.tolist()
+    return numbers
 
 
 def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
-    """The first rank whose report begins with a number that is not negative, and its report; None if no rank's does.
+    """The first rank whose report begins with a number that is not negative, and its report; None without one.
 
-    A collective: all ranks give as many numbers, and all get the same. NaN and infinities stay.
+    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities are kept.
     """
-    local = torch.tensor(report, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    local = torch.tensor(report, dtype=torch.float64, device=_device_of_messages())
     reports = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(reports, local)
     return next(((rank, numbers.tolist()) for rank, numbers in enumerate(reports) if numbers[0] >= 0), None)
+
+
+def _device_of_messages() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+@contextmanager
+def deterministic_math() -> Iterator[None]:
+    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic convolutions.
+
+    A check computes everything twice, and rounding alone can grow large, as in batch norm over two values.
+    """
+    units = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [unit.fp32_precision for unit in units]
+    cudnn.allow_tf32 = False  # the older name: reading it raises if it contradicts the others
+    cudnn.deterministic, cudnn.benchmark = True, False
+    for unit in units:
+        unit.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = "tf32" in precisions[1:]
+        cudnn.deterministic, cudnn.benchmark = flags
+        for unit, precision in zip(units, precisions, strict=True):
+            unit.fp32_precision = precision
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation to time, its FLOPs, the least bytes that it reads and writes, and the verdict on its result."""
+
+    run: Callable[[], Any]
+    flops: float
+    n_bytes: float
+    check: str = "ok"
+
+
+def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1) -> Work:
+    """A matmul of normal (m, k) and (k, n), or a `batch` of them; one row of a first result is checked in float64."""
+    left, right = (torch.randn(batch, *sides, device=device).to(dtype) for sides in ((m, k), (k, n)))
+    out = torch.empty(batch, m, n, dtype=dtype, device=device)
+    run = partial(torch.mm, left[0], right[0], out=out[0]) if batch == 1 else partial(torch.bmm, left, right, out=out)
+    run()
+    exact = left[-1, m // 2].double() @ right[-1].double()
+    error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
+    n_bytes = left.nbytes + right.nbytes + out.nbytes
+    return Work(run, 2.0 * batch * m * k * n, n_bytes, verdict(error, rounding_limit(dtype, k)))
+
+
+def rounding_limit(dtype: torch.dtype, terms: int) -> float:
+    """Relative error that rounding explains in a matmul whose elements are sums of so many terms.
+
+    Successive additions of K terms are off by about sqrt(K)/6 units: each partial sum is rounded by at most half a unit
+    in either direction. Three times that is allowed, and at least eight units for libraries that add in blocks and
+    round once more. TF32 in the place of float32 is off by about 2**-12, which is wrong.
+    """
+    return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

@@ -1,87 +1,85 @@
-"""A clock: warm-up apart, alternatives interleaved in a shuffled order, the device's own time.
+"""A clock: alternatives take turns in a shuffled order, until their ratios are precise or the time is up.
 
-CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle device: whatever the
-stream waits for, kernels, and the host wherever it is slower. The host takes 10 to 50 us to launch the first kernel of
-a call, which is most of the time of a short one; `calls` above 1 takes that out.
+CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle device. It includes
+whatever the stream waits for: kernels, and the host if it is slower. The host takes 10 to 50 us to launch the first
+kernel of a call, which is most of the time of a short call; `calls` above 1 takes that out.
 
-A caller on several ranks passes a barrier as `before`; each rank times itself, and the slowest rank of each repeat
-counts.
+With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each repeat counts.
+
+Rounds end by the width of intervals, never by the result. A fixed-width interval is narrow a little too often when the
+first rounds happen to agree (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence
+intervals for the mean"). `MIN_ROUNDS` and checks that grow apart keep that effect small: tests/bench/test_stopping.py.
 """
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict, TypeVar, Unpack
+from itertools import combinations
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
-from labkit.bench.stopping import Stopping
+from labkit.bench.check import maxima_over_ranks
+from labkit.bench.intervals import MIN_SAMPLES, estimate_paired
 
 Action = Callable[[], Any]
-Seed = int | str
+Device = str | torch.device
+Samples = dict[str, dict[str, list[float]]]
+"""Seconds by alternative and part, one per round."""
 T = TypeVar("T")
 
-
-class Options(TypedDict, total=False):
-    """Options of `time_interleaved` and `time_parts_interleaved`."""
-
-    device: str
-    """ "cpu" (the default), or a CUDA device, whose current stream is timed."""
-    prepare: Callable[[str], Any] | None
-    """Called with the name of the alternative whose turn comes, outside the timed region: fresh inputs."""
-    before: Action | None
-    """Called after `prepare`, right before the timed region: a barrier."""
-    calls: int
-    """A sample is the mean of so many calls in a row. On CUDA one more call goes first and is not timed: while the
-    device is busy with it, the host launches the next ones, so that a sample is the device's time."""
-    seed: Seed
-    """Of the order (`turn_order`). A point's `id` is the same on all ranks, and differs between points."""
-    ratio_within: float
-    """Rounds end when the ratio of any two alternatives is known to this share (`stopping.py`); 0: they do not."""
-    rounds_s: float
-    """Rounds end after so many seconds, too. With either, all ranks of the job call."""
+MIN_ROUNDS = 8
+"""Rounds before which no interval counts as narrow."""
+GROWTH = 1.25
+"""Ratio of the rounds at one check to those at the last: frequent checks would catch what chance made narrow."""
 
 
 def time_interleaved(
-    alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Unpack[Options]
+    alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Any
 ) -> dict[str, list[float]]:
-    """Seconds per call of each alternative, which take turns in an order that is shuffled anew every round.
+    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`.
 
-    Taking turns lets every alternative see the same drift of the machine, so that ratios hold even where absolute times
-    do not. Shuffling lets every alternative run equally often after every other: what ran before decides what is in the
-    caches, and in a fixed order, rotated or not, identical functions get times that differ by a factor of two.
-
-    `warmup` rounds are thrown away and at most `repeats` are kept. The names are the same on all ranks; an empty
-    mapping takes no time. Returns as many samples by name as rounds were kept; sample i of all is of one round.
-    ValueError for impossible counts.
+    Sample i of all alternatives is from the same round. An empty mapping takes no time.
     """
-    wholes = {name: {"": action} for name, action in alternatives.items()}
-    samples = time_parts_interleaved(wholes, warmup=warmup, repeats=repeats, **options)
-    return {name: parts[""] for name, parts in samples.items()}
+    parts = {name: {"": action} for name, action in alternatives.items()}
+    samples = time_parts_interleaved(parts, warmup=warmup, repeats=repeats, **options)
+    return {name: by_part[""] for name, by_part in samples.items()}
 
 
 def time_parts_interleaved(
-    alternatives: Mapping[str, Mapping[str, Action]], *, warmup: int, repeats: int, **options: Unpack[Options]
-) -> dict[str, dict[str, list[float]]]:
-    """`time_interleaved` for alternatives in successive parts: forward, then backward. Samples by alternative and part.
+    alternatives: Mapping[str, Mapping[str, Action]],
+    *,
+    warmup: int,
+    repeats: int,
+    device: Device = "cpu",
+    calls: int = 1,
+    prepare: Callable[[str], Any] | None = None,
+    before: Action | None = None,
+    seed: int | str = 0,
+    ratio_within: float = 0.0,
+    rounds_s: float = math.inf,
+) -> Samples:
+    """Time alternatives in successive parts, such as forward and backward: seconds by alternative and part.
 
-    A turn is all parts in the order of the mapping; only alternatives are shuffled. `prepare` runs once per turn,
-    `before` ahead of every part. With `calls`, a part is called as often before the next one comes.
+    A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its parts. Turns expose
+    every alternative to the same drift of the machine, so ratios hold even if absolute times do not. Shuffling lets
+    each run equally often after every other: caches hold what ran before, and in a fixed order identical functions
+    differ by a factor of two.
+
+    `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
+    alternatives is known within the share `ratio_within` (0: never), or after `rounds_s`; all ranks then call together.
+    `prepare` makes inputs before a turn, and `before` (a barrier) precedes each part; both are untimed. A sample is the
+    mean of `calls` in a row. On CUDA one more call goes first: the host queues the others while the device is busy
+    with it, so a sample is the device's time. `seed` must be equal on all ranks. ValueError for impossible counts.
     """
-    device, calls, seed = options.get("device", "cpu"), options.get("calls", 1), options.get("seed", 0)
-    prepare, before = options.get("prepare"), options.get("before")
-    ratio_within, rounds_s = options.get("ratio_within", 0.0), options.get("rounds_s", math.inf)
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
     if not (ratio_within >= 0 and rounds_s > 0):
         raise ValueError(f"expected ratio_within >= 0 and rounds_s > 0, got {ratio_within} and {rounds_s}")
-    time_calls = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
-    samples: dict[str, dict[str, list[float]]] = {
-        name: {part: [] for part in parts} for name, parts in alternatives.items()
-    }
+    time_calls = _time_cuda if _is_cuda(device) else _time_cpu
+    samples: Samples = {name: {part: [] for part in parts} for name, parts in alternatives.items()}
     stopping = None
     for repeat in range(-warmup, repeats):
         if repeat == 0:
@@ -95,28 +93,63 @@ def time_parts_interleaved(
                 seconds = time_calls(action, calls)
                 if repeat >= 0:
                     samples[name][part].append(seconds)
-        if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples, device):
+        if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples):
             break
     return samples
 
 
-def turn_order(names: Iterable[str], round_number: int, *, seed: Seed = 0) -> list[str]:
-    """Order the turns of a round: every order is equally likely, in every round anew.
+def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) -> list[str]:
+    """Shuffle the turns of a round; every order is equally likely.
 
-    It depends on names, number and seed alone: not on the rank, nor the order of the names.
+    The order depends on the names, the number and the seed: neither on the rank nor on the order of `names`.
     """
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns
 
 
-def timed_once(action: Callable[[], T], device: str) -> tuple[T, float]:
-    """Return the result of a single call, and its seconds until the device is done."""
+class Stopping:
+    """Decides after each round whether it was the last; created as the first kept round begins."""
+
+    def __init__(self, ratio_within: float, rounds_s: float) -> None:
+        self._half_width, self._rounds_s = math.log1p(ratio_within), rounds_s
+        self._start = time.perf_counter()
+        self._next_check = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
+
+    def is_enough(self, samples: Samples) -> bool:
+        """Whether the ratios of each part are precise, or the time is up. A collective; all ranks decide alike."""
+        table = np.array([seconds for parts in samples.values() for seconds in parts.values()])
+        rounds = table.shape[-1]
+        if rounds < self._next_check:
+            return False
+        self._next_check = math.ceil(rounds * GROWTH)
+        elapsed_s, *slowest = maxima_over_ranks([time.perf_counter() - self._start, *table.ravel()])
+        if elapsed_s >= self._rounds_s:
+            return True
+        if rounds < MIN_ROUNDS or min(slowest) <= 0:
+            return False
+        logs, parts = np.log(slowest).reshape(table.shape), [part for by_part in samples.values() for part in by_part]
+        by_part = ([one for one, name in zip(logs, parts, strict=True) if name == part] for part in set(parts))
+        return all(_widest_ratio(alternatives) <= self._half_width for alternatives in by_part)
+
+
+def _widest_ratio(logs: list[np.ndarray]) -> float:
+    """Half the width of the widest interval of a ratio of two alternatives, or of the only one."""
+    differences = [one - other for one, other in combinations(logs, 2)] or logs
+    return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
+
+
+def time_once(action: Callable[[], T], device: Device) -> tuple[T, float]:
+    """Return the result of a single call, and the seconds until the device has finished it."""
     start = time.perf_counter()
     result = action()
-    if device == "cuda":
+    if _is_cuda(device):
         torch.cuda.synchronize()
     return result, time.perf_counter() - start
+
+
+def _is_cuda(device: Device) -> bool:
+    return torch.device(device).type == "cuda"
 
 
 def _time_cpu(action: Action, calls: int) -> float:
@@ -139,53 +172,33 @@ def _time_cuda(action: Action, calls: int) -> float:
     return start.elapsed_time(end) / 1000 / calls
 
 
-def start_together(margin_s: float = 0.0005) -> None:
-    """Return on all ranks of a host at one moment.
-
-    Ranks leave an ordinary barrier tens of microseconds apart: as long as a short collective takes. Here they agree on
-    a moment of the clock that processes of one host share, `margin_s` ahead, and wait for it (window synchronization:
-    Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you think").
-    """
-    moment = torch.tensor(time.perf_counter() + margin_s, dtype=torch.float64)
-    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
-    at = float(moment)
-    # Ranks beyond the cores must sleep, so that those that still are on their way get there.
-    if dist.get_world_size() > (os.cpu_count() or 1):
-        time.sleep(max(0.0, at - time.perf_counter()))
-    while time.perf_counter() < at:
-        pass
-
-
 class Stopwatch:
-    """Laps inside timed actions, on the device's clock: `start()` and `stop()` around a part.
+    """Times a part inside a timed action, between `start()` and `stop()`, on the device's clock."""
 
-    On CUDA both are marks in the current stream and do not wait; read `seconds` when all is done.
-    """
-
-    def __init__(self, device: str = "cpu"):
-        self._is_cuda = torch.device(device).type == "cuda"
+    def __init__(self, device: Device = "cpu"):
+        self._is_cuda = _is_cuda(device)
         self._laps: list[tuple[Any, Any]] = []
         self._started: Any = None
 
     def start(self) -> None:
-        self._started = self._mark()
+        self._started = self._read()
 
     def stop(self) -> None:
         """ValueError without a start."""
         if self._started is None:
             raise ValueError("start the stopwatch first")
-        self._laps.append((self._started, self._mark()))
+        self._laps.append((self._started, self._read()))
         self._started = None
 
     @property
     def seconds(self) -> list[float]:
-        """Every lap so far, in order."""
+        """All laps so far, in order. Waits for a CUDA device."""
         if not self._is_cuda:
             return [end - start for start, end in self._laps]
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in self._laps]
 
-    def _mark(self) -> Any:
+    def _read(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

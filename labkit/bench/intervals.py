@@ -1,8 +1,8 @@
-"""Intervals and p-values from samples: a median, a ratio within rounds, a ratio between two groups.
+"""Intervals and p-values from samples: of a median, of a ratio within rounds, of a ratio between two groups.
 
-From twelve samples on nothing assumes a normal distribution. Below, Student's t is used: ranks are too coarse to decide
-anything after a correction for many comparisons (the smallest p is 0.03 for six pairs, 0.008 for eight). Everything is
-deterministic. Ranks import this module: `scipy.special` loads in a tenth of the time of `scipy.stats`.
+Twelve rounds and more are compared without assuming a normal distribution. With fewer, Student's t is used: ranks are
+too coarse to decide anything after a correction for many comparisons (the smallest p is 0.03 for six pairs, 0.008 for
+eight). Ranks import this module, and `scipy.special` loads in a tenth of the time of `scipy.stats`.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,13 @@ MIN_SAMPLES = 6
 """Five samples cannot bound the median with 95%: 2 * 0.5**5 > 0.05."""
 MIN_FOR_RANKS = 12
 MIN_FOR_CORRELATION = 20
-MAX_EXACT = 50
-"""Pairs up to which the signed-rank distribution is exact; beyond, the normal one agrees to 3 digits."""
 MAX_RANKED = 500
-"""Larger sets of samples are reduced to as many order statistics."""
+"""Larger sets of samples are reduced to this many quantiles."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A difference of logarithms, its 95% interval, and the p-value of zero; NaN with too few samples."""
+    """A ratio or its logarithm, the 95% interval, and the p-value of no difference; NaN with too few samples."""
 
     value: float
     low: float = float("nan")
@@ -41,20 +39,15 @@ def median_interval(values: np.ndarray) -> tuple[float, float]:
     n = len(values)
     if n < MIN_SAMPLES:
         return float("nan"), float("nan")
-    ordered, (depth, weight) = np.sort(values), _median_depth(n)
-    low = (1 - weight) * ordered[depth - 1] + weight * ordered[depth]
-    high = (1 - weight) * ordered[n - depth] + weight * ordered[n - depth - 1]
-    return float(low), float(high)
-
-
-@lru_cache(maxsize=256)
-def _median_depth(n: int) -> tuple[int, float]:
-    """The order statistic that bounds the median with at least 95%, and the share of the way to the next."""
     inside = 1 - 2 * bdtr(np.arange(n // 2), n, 0.5)  # coverage between the k-th smallest and largest, k = 1, 2, ...
     depth = int(np.flatnonzero(inside >= CONFIDENCE)[-1]) + 1
     here, deeper = inside[depth - 1], inside[depth] if depth < len(inside) else 0.0
     excess = (here - CONFIDENCE) / (here - deeper)
-    return depth, float((n - depth) * excess / (depth + (n - 2 * depth) * excess))
+    weight = (n - depth) * excess / (depth + (n - 2 * depth) * excess)
+    ordered = np.sort(values)
+    low = (1 - weight) * ordered[depth - 1] + weight * ordered[depth]
+    high = (1 - weight) * ordered[n - depth] + weight * ordered[n - depth - 1]
+    return float(low), float(high)
 
 
 def estimate_paired(differences: np.ndarray) -> Estimate:
@@ -68,10 +61,13 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
         return Estimate(float(np.median(differences)))
     if n < MIN_FOR_RANKS:
         return _student(float(differences.mean()), float(differences.std(ddof=1)) / np.sqrt(n), n - 1)
-    factor, values = autocorrelation_factor(differences), subsample(differences)
+    factor, values = autocorrelation_factor(differences), _subsample(differences)
     first, second = np.triu_indices(len(values))
     averages = np.sort((values[first] + values[second]) / 2)  # Walsh averages
-    depth, p = _signed_rank(len(values), float((averages > 0).sum() + (averages == 0).sum() / 2))
+    at_most = _signed_rank_cdf(len(values))
+    above = float((averages > 0).sum() + (averages == 0).sum() / 2)
+    p = min(1.0, 2 * float(at_most[int(min(above, len(averages) - above))]))
+    depth = int(np.searchsorted(at_most, TAIL, side="right")) - 1  # averages outside the interval on each side
     value, low, high = float(np.median(averages)), float(averages[depth]), float(averages[-1 - depth])
     if factor > 1:
         p = 2 * float(ndtr(ndtri(p / 2) / factor))
@@ -83,22 +79,25 @@ def estimate_unpaired(a: np.ndarray, b: np.ndarray) -> Estimate:
 
     For groups measured one after the other: their drift is part of the shift.
     """
-    if min(len(a), len(b)) < MIN_SAMPLES:
+    sizes = len(a), len(b)
+    if min(sizes) < MIN_SAMPLES:
         return Estimate(float(np.median(a) - np.median(b)))
-    if min(len(a), len(b)) < MIN_FOR_RANKS:
+    if min(sizes) < MIN_FOR_RANKS:
         parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
-        squares = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (a, b), strict=True))
-        freedom = sum(parts) ** 2 / squares if squares else len(a) + len(b) - 2
+        squares = sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
+        freedom = sum(parts) ** 2 / squares if squares else sum(sizes) - 2
         return _student(float(a.mean() - b.mean()), float(np.sqrt(sum(parts))), freedom)
-    a, b = subsample(a), subsample(b)
+    a, b = _subsample(a), _subsample(b)
     shifts = np.sort((a[:, None] - b).ravel())
-    deviation = np.sqrt(len(a) * len(b) * (len(a) + len(b) + 1) / 12)
-    depth, p = _normal_rank(len(shifts), float((shifts > 0).sum() + (shifts == 0).sum() / 2), float(deviation))
+    center, deviation = len(shifts) / 2, float(np.sqrt(len(shifts) * (len(a) + len(b) + 1) / 12))
+    above = float((shifts > 0).sum() + (shifts == 0).sum() / 2)
+    p = min(1.0, 2 * float(ndtr((0.5 - abs(above - center)) / deviation)))
+    depth = max(0, int(center + ndtri(TAIL) * deviation - 0.5))  # shifts outside the interval on each side
     return Estimate(float(np.median(shifts)), float(shifts[depth]), float(shifts[-1 - depth]), p)
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:
-    """Factor by which lag-1 correlation r widens an interval, sqrt((1 + r) / (1 - r)); 1 where r is not positive."""
+    """Factor by which lag-1 correlation r widens an interval, sqrt((1 + r) / (1 - r)); 1 if r is not positive."""
     centered = values - values.mean()
     power = float(centered @ centered)
     rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
@@ -108,7 +107,7 @@ def autocorrelation_factor(values: np.ndarray) -> float:
     return float(np.sqrt((1 + correlation) / (1 - correlation)))
 
 
-def subsample(values: np.ndarray) -> np.ndarray:
+def _subsample(values: np.ndarray) -> np.ndarray:
     """At most `MAX_RANKED` quantiles that stand for all values."""
     if len(values) <= MAX_RANKED:
         return values
@@ -122,26 +121,10 @@ def _student(value: float, error: float, freedom: float) -> Estimate:
     return Estimate(value, value - reach, value + reach, 2 * float(stdtr(freedom, -abs(value) / error)))
 
 
-def _signed_rank(n: int, above: float) -> tuple[int, float]:
-    """Walsh averages outside the interval on each side, and the p-value of `above` positive ones."""
-    most = n * (n + 1) // 2
-    if n > MAX_EXACT:
-        return _normal_rank(most, above, float(np.sqrt(most * (2 * n + 1) / 12)))
-    at_most = _signed_rank_cdf(n)
-    p = min(1.0, 2 * float(at_most[int(min(above, most - above))]))
-    return int(np.searchsorted(at_most, TAIL, side="right")) - 1, p
-
-
-def _normal_rank(most: int, above: float, deviation: float) -> tuple[int, float]:
-    """The same for a rank statistic from 0 to `most` with this standard deviation, by the normal distribution."""
-    p = min(1.0, 2 * float(ndtr((min(above, most - above) + 0.5 - most / 2) / deviation)))
-    return max(0, int(most / 2 + ndtri(TAIL) * deviation - 0.5)), p
-
-
-@lru_cache(maxsize=MAX_EXACT)
+@lru_cache(maxsize=64)
 def _signed_rank_cdf(n: int) -> np.ndarray:
     """P(T <= t) for t = 0, 1, ...: every rank counts or does not, so the counts are a product of (1 + x**rank)."""
     counts = np.ones(1)
     for rank in range(1, n + 1):
-        counts = np.pad(counts, (0, rank)) + np.pad(counts, (rank, 0))
-    return np.cumsum(counts) / 2.0**n
+        counts = (np.pad(counts, (0, rank)) + np.pad(counts, (rank, 0))) / 2
+    return np.cumsum(counts)

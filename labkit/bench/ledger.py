@@ -1,20 +1,16 @@
-"""A ledger of tensor memory: every storage from its birth to its end, with size, operator and line of code.
+"""A ledger of tensor memory: every storage from its allocation to its release, with size, operator and line of code.
 
     with FakeTensorMode(), AllocationLedger(source=name) as ledger:      # or without FakeTensorMode
         step = ...
         ledger.label("parameters", step.model.parameters())
-        start = ledger.moment
         with ledger.phase("forward"):
             step.forward()
         ledger.label_alive("activations", "forward")
-        ...
-    peak_between(ledger.allocations, start, ledger.moment).by_category()
+    peak_between(ledger.allocations, 0, ledger.moment).by_category()
 
-Under `FakeTensorMode` tensors have shapes and no memory, so that a step of any size is counted on any machine. The
-ledger sees what operators return to PyTorch's dispatcher: not a kernel's scratch, nor what a library takes for itself.
-Views share the storage that counts. A storage that an operator resizes is a new allocation from then on.
-(torch.distributed._tools.mem_tracker follows storages in the same way; here each keeps its whole life, from which the
-peak, its parts and a timeline follow.)
+Under `FakeTensorMode` tensors have shapes and no memory, so a step of any size is counted on any machine. The ledger
+sees what operators return to PyTorch's dispatcher: neither a kernel's scratch nor what libraries allocate. Views share
+the storage that counts. A storage that an operator resizes is a new allocation from then on.
 """
 
 import sys
@@ -32,49 +28,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RESIZE = torch.ops.inductor.resize_storage_bytes_.default
-_NUMBERS: Any = torch.autograd  # its numbers of nodes are exported to PyTorch's own tracing only
+_autograd: Any = torch.autograd  # its sequence numbers are not in its types
 
 
 @dataclass
 class Allocation:
-    """One storage. Moments are numbers of events (births and ends), counted from 0."""
+    """One storage. Moments are numbers of events (allocations and releases), counted from 0."""
 
     n_bytes: int
     born: int
     operator: str
     line: str
-    """Where the forward pass called for it, "file.py:12"; in a backward pass, the line that is differentiated."""
+    """The line of the forward pass that called for it, "file.py:12"; in a backward pass, the line it differentiates."""
     phase: str
     recomputed: bool
-    """Made inside a backward pass with gradients enabled: by activation checkpointing, which runs a part again."""
+    """Allocated inside a backward pass with gradients enabled: by activation checkpointing, which repeats a part."""
     freed: int | None = None
     category: str = ""
 
     def is_alive(self, moment: int) -> bool:
-        """Whether it lives before the event of that number."""
+        """Whether it exists before the event of that number."""
         return self.born < moment and (self.freed is None or self.freed >= moment)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest sum of live storages, when it is first reached, and the storages that make it up."""
+    """The highest sum of live storages, the moment it is first reached, and these storages."""
 
     n_bytes: int
     moment: int
     live: Sequence[Allocation]
 
     def by_category(self) -> dict[str, int]:
-        """Bytes by category."""
-        parts: Counter[str] = Counter()
-        for allocation in self.live:
-            parts[allocation.category] += allocation.n_bytes
-        return dict(parts)
+        return dict(sum((Counter({one.category: one.n_bytes}) for one in self.live), Counter()))
 
 
 class AllocationLedger(TorchDispatchMode):
-    """Follows every storage that operators make on `device` while it is active.
+    """Follows every storage that operators allocate on `device` while it is active.
 
-    `source` names a file of the code under study, given its path; "" for other files. Sizes are as requested, before an
+    `source` names a file of the code under study by its path; "" for other files. Sizes are as requested, before an
     allocator rounds them up.
     """
 
@@ -90,7 +82,7 @@ class AllocationLedger(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what happens inside."""
+        """Name the phase of the block."""
         self._phase = name
         try:
             yield
@@ -98,21 +90,16 @@ class AllocationLedger(TorchDispatchMode):
             self._phase = ""
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Put the storages of `tensors` into a category, for the whole of their lives."""
+        """Assign the storages of `tensors` to a category, for their whole lives."""
         for tensor in tensors:
             if (entry := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
                 entry[1].category = category
 
     def label_alive(self, category: str, phase: str) -> None:
-        """Put what was made in `phase`, is alive now and has no category yet, into one."""
+        """Assign live allocations of `phase` that have no category yet."""
         for _, allocation in self._alive.values():
             if allocation.phase == phase and not allocation.category:
                 allocation.category = category
-
-    def label_rest(self, choose: Callable[[Allocation], str]) -> None:
-        """Choose a category for every storage that has none."""
-        for allocation in self.allocations:
-            allocation.category = allocation.category or choose(allocation)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -142,7 +129,6 @@ class AllocationLedger(TorchDispatchMode):
         self._alive[key] = (weakref.ref(storage, partial(self._end, key, allocation)), allocation)
 
     def _resize(self, tensor: Tensor) -> None:
-        """A storage that gets memory of another size, or gives all of it back, is another allocation."""
         storage = tensor.untyped_storage()
         if (entry := self._alive.get(storage._cdata)) is not None:
             self._end(storage._cdata, entry[1], None)
@@ -155,14 +141,14 @@ class AllocationLedger(TorchDispatchMode):
         del self._alive[key]
 
     def _line(self) -> str:
-        """The line under study that runs now; remembered for the backward pass of the operator it calls."""
+        """The current line under study, remembered for the backward pass of the operator that it calls."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
         line = _calling_line(self._source)
         if torch.is_grad_enabled():
             # a node of the graph is numbered just before its operator runs
-            self._lines.setdefault(_NUMBERS._get_sequence_nr() - 1, line)
+            self._lines.setdefault(_autograd._get_sequence_nr() - 1, line)
         return line
 
 
@@ -177,25 +163,23 @@ def _calling_line(source: Callable[[str], str]) -> str:
 
 
 def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Peak:
-    """The highest sum of live bytes at any moment from `start` (before its event) up to `end` (not included)."""
-    highest, moment = -1, start
-    for at, live in _replay(allocations, start, end):
-        if (total := sum(live.values())) > highest:
-            highest, moment = total, at
-    return Peak(highest, moment, [a for a in allocations if a.is_alive(moment + 1)])
+    """The highest sum of live bytes from `start` (before its event) up to `end` (excluded)."""
+    totals = [(sum(live.values()), -moment) for moment, live in _replay(allocations, start, end)]
+    n_bytes, moment = max(totals)
+    return Peak(n_bytes, -moment, [a for a in allocations if a.is_alive(1 - moment)])
 
 
 def timeline_between(
     allocations: Sequence[Allocation], start: int, end: int, points: int = 200
 ) -> list[tuple[int, dict[str, int]]]:
-    """(moment, live bytes by category), at most about `points` of them: the highest moment of each stretch."""
+    """(moment, live bytes by category) of the highest moment of each of about `points` stretches."""
     stretch = max(1, (end - start) // points)
     highest: dict[int, tuple[int, dict[str, int]]] = {}
-    for at, live in _replay(allocations, start, end):
-        at = max(at, start)
-        number = (at - start) // stretch
+    for moment, live in _replay(allocations, start, end):
+        moment = max(moment, start)
+        number = (moment - start) // stretch
         if number not in highest or sum(live.values()) > sum(highest[number][1].values()):
-            highest[number] = (at, dict(live))
+            highest[number] = (moment, dict(live))
     return [*highest.values()]
 
 
@@ -207,6 +191,6 @@ def _replay(allocations: Sequence[Allocation], start: int, end: int) -> Iterator
     births = [(a.born, a.n_bytes, a.category) for a in allocations if start <= a.born < end]
     ends = [(a.freed, -a.n_bytes, a.category) for a in allocations if a.freed is not None and start <= a.freed < end]
     yield start - 1, live
-    for at, change, category in sorted(births + ends):
+    for moment, change, category in sorted(births + ends):
         live[category] += change
-        yield at, live
+        yield moment, live

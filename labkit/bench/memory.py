@@ -1,20 +1,21 @@
-"""One counter for memory: the peak of an allocator, the peak of the process, what autograd holds for backward.
+"""Memory: peaks of PyTorch's allocator, of the process, and what autograd saves for backward.
 
     with record_allocations("cpu") as record:
-        step = ...                      # whatever counts is made inside, and dropped inside
+        step = ...                      # whatever counts is created and dropped inside
         with record.window("step"):
             step.run()
         del step
-    record.windows["step"].peak_bytes
+    record.peaks["step"]
 
-`record_allocations` is exact, and sees what PyTorch's allocator hands out. `peak_memory_growth` also sees what C++
-libraries take on a CPU (gloo's buffers), in whole pages. `saved_for_backward` needs no allocator.
+Bytes as requested, counted from the beginning of the record; C++ libraries' memory is not in them (gloo's buffers). The
+record misses what other threads free, so trainings whose gradients are freed in the background use `process_peak`.
 """
 
 import ctypes
-import sys
+import gc
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,43 +24,34 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from labkit.bench.profiling import profiled
+from labkit.bench.check import max_over_ranks
+from labkit.bench.trace import profiled
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_MMAP_THRESHOLD = -3  # mallopt(3): from this size on, memory is mapped, and unmapped when it is freed
+MAX_RECORDS = 8
+MAX_EXCESS = 0.01
+"""Of a peak: the share by which a record may be too high."""
 
-Result = TypeVar("Result")
-
-
-@dataclass
-class Window:
-    """Bytes in use, counted from the beginning of the record."""
-
-    peak_bytes: int
-    """The most at any moment of it."""
-    reserved_bytes: int | None = None
-    """CUDA: the most that the allocator had taken from the device, rounding and unused blocks included."""
+T = TypeVar("T")
 
 
 @dataclass
 class AllocationRecord:
-    """Windows by name; on a CPU they are filled in when the record ends."""
+    """Peak bytes by window; on a CPU they are filled in when the record ends."""
 
-    device_type: str
-    windows: dict[str, Window] = field(default_factory=dict)
+    is_cuda: bool
+    peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """CPU: allocated inside and not seen to be freed. If all was dropped, some other thread has freed it, which the
-    profiler does not see: from then on the record is so much too high."""
+    """CPU: allocated inside and not seen to be freed. If all was dropped, another thread has freed it, which the
+    profiler does not see: from then on the record is this much too high."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Look at the peak of what runs inside. ValueError if there is a window of that name."""
-        if name in self.windows:
+        """Measure the peak of the block. ValueError if there is a window of that name."""
+        if name in self.peaks:
             raise ValueError(f"the record has a window {name!r} already")
-        self.windows[name] = Window(0)
-        if self.device_type != "cuda":
+        self.peaks[name] = 0
+        if not self.is_cuda:
             with record_function(_mark(name)):
                 yield
             return
@@ -67,40 +59,41 @@ class AllocationRecord:
         torch.cuda.reset_peak_memory_stats()
         yield
         torch.cuda.synchronize()
-        self.windows[name] = Window(_cuda_bytes("peak") - self.base_bytes, torch.cuda.max_memory_reserved())
+        self.peaks[name] = _cuda_bytes("peak") - self.base_bytes
 
 
 @contextmanager
 def record_allocations(device: str) -> Iterator[AllocationRecord]:
-    """Record what is allocated inside, in bytes as requested. Not to be nested, nor used under another profiler.
+    """Record what is allocated inside. Not to be nested, nor used under another profiler.
 
     CPU: PyTorch's allocator reports to the profiler. CUDA: the caching allocator's counters.
     """
-    record = AllocationRecord(torch.device(device).type)
-    if record.device_type == "cuda":
+    record = AllocationRecord(torch.device(device).type == "cuda")
+    if record.is_cuda:
         torch.cuda.synchronize()
         record.base_bytes = _cuda_bytes("current")
         yield record
         return
     with profiled([ProfilerActivity.CPU], memory=True) as profiler:
         yield record
-    _read_windows(record, profiler)
+    _read_peaks(record, profiler)
 
 
-def _read_windows(record: AllocationRecord, profiler: profile) -> None:
+def _read_peaks(record: AllocationRecord, profiler: profile) -> None:
     """Replay the profiler's memory events: the running total, and its maximum within each window."""
     results: Any = profiler.profiler
     events = results.kineto_results.events()
     spans = {event.name(): (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events}
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
     record.left_bytes = max(0, sum(n_bytes for _, n_bytes in changes))
-    for name, window in record.windows.items():
+    for name in record.peaks:
         start, end = spans[_mark(name)]
-        total = window.peak_bytes = sum(n_bytes for at, n_bytes in changes if at < start)
+        total = peak = sum(n_bytes for at, n_bytes in changes if at < start)
         for at, n_bytes in changes:
             if start <= at <= end:
                 total += n_bytes
-                window.peak_bytes = max(window.peak_bytes, total)
+                peak = max(peak, total)
+        record.peaks[name] = peak
 
 
 def _mark(name: str) -> str:
@@ -111,97 +104,92 @@ def _cuda_bytes(moment: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"])
 
 
+def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int:
+    """Peak bytes of the second `run` of what `make` returns, which is in them. All ranks call this together.
+
+    On a CPU a thread of gloo may be the last to free a tensor, unseen by the profiler. Then the record is repeated,
+    until every rank has one without that; the one with the smallest excess counts.
+    """
+    excess, peak = math.inf, 0
+    gc.collect()  # what is freed inside must have been allocated inside
+    for _ in range(MAX_RECORDS):
+        with record_allocations(device) as record:
+            subject = make()
+            run(subject)  # allocates what stays
+            with record.window("run"):
+                run(subject)
+            del subject
+            gc.collect()
+        excess, peak = min((excess, peak), (record.left_bytes / max(1, record.peaks["run"]), record.peaks["run"]))
+        if max_over_ranks(excess) < MAX_EXCESS:
+            break
+    return peak
+
+
 @dataclass
-class PeakMemory:
-    """Bytes above the use at the start: at most, and at the end. None where it cannot be measured."""
+class ProcessPeak:
+    """Bytes above the use at the start: at most, and at the end. None if unknown."""
 
     growth_bytes: int | None = None
     end_bytes: int | None = None
 
 
 @contextmanager
-def peak_memory_growth(device: str = "cpu") -> Iterator[PeakMemory]:
-    """Measure the highest memory use inside the block, above the use on entering it.
+def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
+    """Measure the highest memory use in the block, above the use at its start, whichever thread frees what.
 
-    CUDA: bytes of the caching allocator. CPU: the resident set, on Linux. Buffers that are kept and used again do not
-    count: release them first if they should.
+    CUDA: bytes of the caching allocator. CPU: the resident set on Linux, in whole pages, with what libraries allocate.
     """
-    peak = PeakMemory()
+    peak = ProcessPeak()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = _cuda_bytes("current")
         yield peak
         torch.cuda.synchronize()
-        peak.growth_bytes = torch.cuda.max_memory_allocated() - before
-        peak.end_bytes = torch.cuda.memory_allocated() - before
+        peak.growth_bytes, peak.end_bytes = _cuda_bytes("peak") - before, _cuda_bytes("current") - before
         return
     _return_free_memory()
-    resident = _reset_peak_resident()
+    before = 0
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+        before = _resident_bytes("VmRSS")
     yield peak
-    if resident is not None:
-        peak.growth_bytes = max(0, _resident_bytes("VmHWM") - resident)
+    if before:
+        peak.growth_bytes = max(0, _resident_bytes("VmHWM") - before)
         _return_free_memory()
-        peak.end_bytes = _resident_bytes("VmRSS") - resident
+        peak.end_bytes = _resident_bytes("VmRSS") - before
 
 
 def return_memory_when_freed() -> None:
-    """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free memory.
-
-    It costs time, and lasts as long as the process.
-    """
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, 1 << 16)
+    """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free memory. Slower."""
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
 
 
 def _return_free_memory() -> None:
-    """Give free memory of the C library back to the system: reused, it would not count.
+    """Return the C library's free memory to the system: reused, it would not count.
 
-    No garbage collection: in a rank that was forked it writes to every object, and so copies every page of them.
+    No garbage collection: in a forked rank it writes to every object, and so copies every page of them.
     """
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
+    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
         library.malloc_trim(0)
 
 
-def _reset_peak_resident() -> int | None:
-    """Set the kernel's high-water mark back to the present resident set; returns that, in bytes."""
-    try:
-        _CLEAR_REFS.write_text("5")  # proc(5): "5" resets the peak resident set size
-        return _resident_bytes("VmRSS")
-    except OSError:
-        return None
-
-
 def _resident_bytes(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """One storage that the backward pass will read."""
-
-    shape: tuple[int, ...]
-    """Of the first tensor that was saved in it; others may be views of the same memory."""
-    dtype: str
-    n_bytes: int
-    address: int
-
-
-def saved_for_backward(function: Callable[[], Result]) -> tuple[Result, list[SavedTensor]]:
-    """Call `function` and list the distinct storages that autograd saved, its inputs included.
-
-    A storage that several operators save counts once. What Python keeps alive by a name does not count.
-    """
-    saved: dict[int, SavedTensor] = {}
+def saved_for_backward(function: Callable[[], T]) -> tuple[T, dict[int, int]]:
+    """Call `function`; return its result, and bytes by address of the storages that autograd saved, inputs included."""
+    saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            dtype, address = str(tensor.dtype).removeprefix("torch."), storage.data_ptr()
-            saved.setdefault(address, SavedTensor(tuple(tensor.shape), dtype, storage.nbytes(), address))
+        if n_bytes := tensor.untyped_storage().nbytes():
+            saved[tensor.untyped_storage().data_ptr()] = n_bytes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = function()
-    return result, list(saved.values())
+    return result, saved

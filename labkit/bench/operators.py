@@ -1,6 +1,6 @@
-"""Operators of a call, with FLOPs and bytes: a machine's rates make a time of them."""
+"""Operators of a call, with FLOPs and bytes: a machine's rates predict their time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ ALLOCATIONS = ("empty", "new_empty")
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"})
 # Their target is not read; nor is an argument `out`.
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"})
-FOREACH = "_foreach_"
 
 
 @dataclass(frozen=True)
@@ -29,40 +28,43 @@ class OperatorCall:
     dtype: str
 
 
-class OperatorRecord(TorchDispatchMode):
-    """Records PyTorch's operators that run while it is entered, those of a backward pass included, in `calls`.
+def record_operators(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
+    """Call `action` and list its operators, those of a backward pass included.
 
-    An operator moves the tensors that it reads, that its schema says it writes into, and that it makes. Views and
+    An operator moves the tensors that it reads, that its schema says it writes into, and that it creates. Views and
     allocations move nothing and are left out. Works on fake tensors, too, where nothing is computed.
     """
+    with _OperatorRecord() as record:
+        action()
+    return tuple(record.calls)
 
+
+class _OperatorRecord(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if func.namespace == "aten" and not _moves_nothing(func, name):
-            read, written = _read_and_written(func, args, kwargs or {})
-            targets = {id(tensor) for tensor in written}
-            inputs, outputs = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
-            moved = [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            n_bytes = _total_bytes(moved)
-            dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
-            self.calls.append(OperatorCall(name, float(flops), float(n_bytes), dtype))
+        if func.namespace != "aten" or func.is_view or name in FREE or name.startswith(ALLOCATIONS):
+            return result
+        read, written = _read_and_written(func, args, kwargs)
+        targets = {id(tensor) for tensor in written}
+        inputs, outputs = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
+        moved = [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
+        count = flop_registry.get(func.overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+        n_bytes = float(sum(tensor.numel() * tensor.itemsize for tensor in moved))
+        dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
+        self.calls.append(OperatorCall(name, flops, n_bytes, dtype))
         return result
-
-
-def _moves_nothing(func: Any, name: str) -> bool:
-    return func.is_view or name in FREE or name.startswith(ALLOCATIONS)
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The argument tensors that an operator reads, and those that it writes into, by its schema."""
-    overwrites = func.overloadpacket.__name__.removeprefix(FOREACH) in OVERWRITES
+    overwrites = func.overloadpacket.__name__.removeprefix("_foreach_") in OVERWRITES
     read, written = [], []
     for place, argument in enumerate(func._schema.arguments):
         tensors = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
@@ -76,14 +78,3 @@ def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _total_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def record_operators(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
-    """Those that a call of `action` runs."""
-    with OperatorRecord() as record:
-        action()
-    return tuple(record.calls)

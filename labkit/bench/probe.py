@@ -1,7 +1,7 @@
 """A probe of the machine before a point: how long two ranks take to answer one another, and a copy of 64 MB.
 
-The heavy load of other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Both
-are stored with the point (`machine.load.Load`), and `machine.load.busy_points` compares the points of a run.
+Heavy load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Both are
+stored with the point (`machine.load.Load`), and `machine.load.busy_points` compares the points of a run.
 """
 
 import time
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 COPY_BYTES = 64_000_000
-COPIES = 3
 ROUND_TRIPS = 100
 PROBE = "machine probe"
 """Key of the row that carries the probe; no worker's value has a name with a blank."""
@@ -35,7 +34,7 @@ def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[A
 def probe() -> dict[str, float]:
     """Return `ping_s`, the mean round trip between ranks 0 and 1, and `copy_s`, on rank 0 only; {} on other ranks.
 
-    Without a second rank on the CPU there is no `ping_s`; where 128 MB cannot be had, there is no `copy_s`.
+    Without a second rank on the CPU there is no `ping_s`; without 128 MB of memory, no `copy_s`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     has_peer = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
@@ -43,12 +42,13 @@ def probe() -> dict[str, float]:
     if rank > 0:
         return {}
     with suppress(MemoryError):
-        seconds["copy_s"] = _copy()
+        source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
+        seconds["copy_s"] = median(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=3))
     return seconds
 
 
 def _ping_pong(rank: int) -> float:
-    """Mean seconds of a round trip: a few late wake-ups among many are what load looks like."""
+    """Mean seconds of a round trip: under load, a few wake-ups among many are late."""
     message, start = torch.zeros(1), 0.0
     for trip in range(-5, ROUND_TRIPS):
         if trip == 0:
@@ -59,10 +59,3 @@ def _ping_pong(rank: int) -> float:
         if rank == 1:
             dist.send(message, 0)
     return (time.perf_counter() - start) / ROUND_TRIPS
-
-
-def _copy() -> float:
-    """Median seconds of a copy by one thread, into memory that was written before."""
-    source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
-    times = timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=COPIES)
-    return median(times)

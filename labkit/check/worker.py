@@ -16,11 +16,9 @@ import torch.distributed as dist
 from labkit.bench.clock import time_interleaved
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
-from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_implementations import attention_named, has_triton
 from labkit.nn.attention_problem import AttentionProblem
-from labkit.nn.training import TrainingStep
-from labkit.nn.triton_launches import has_triton
-from labkit.nn.workloads import workload_of
+from labkit.nn.training import TrainingStep, build_workload
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.ranks.worker import use_device
@@ -155,7 +153,7 @@ def _together(device: str) -> Iterator[tuple[str, Quantity]]:
         for kind, n_bytes, calls in (("short", SHORT_BYTES, SHORT_CALLS), ("long", LONG_BYTES, 1)):
             tensor = torch.zeros(n_bytes // 4, device=device)
             yield f"all-reduce {kind}, {way}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
-    workload = workload_of(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
+    workload = build_workload(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
     model = BucketedDDP(workload.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 

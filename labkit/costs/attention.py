@@ -1,24 +1,20 @@
-"""Costs of softmax attention: FLOPs, and the bytes of every tensor of the naive version.
+"""Costs of softmax attention: FLOPs, and the bytes of every tensor of naive ("explicit") attention.
 
 Legend: b sequences (batch times heads), s queries and as many keys, d head dimension, e bytes per element.
 
 FLOPs are counted as in Dao 2023, FlashAttention-2 (arXiv:2307.08691), section 4.1: two matmuls of s x s x d forward,
-five backward (one of them forms the scores again), half of that if causal. An implementation may do more or less than
-is counted, so that rates are of useful work.
+five backward (one recomputes the scores), half of that if causal. Implementations may do more or less, so rates are of
+useful work.
 """
 
 BACKWARD_OVER_FORWARD = 2.5
-"""Five products of matrices backward for two forward."""
+"""Five matmuls backward for two forward."""
 
 
 def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
-    """Floating-point operations of q k^T and P v, a multiplication and an addition being two."""
+    """Floating-point operations of q k^T and P v; a multiplication and an addition are two."""
     full = 4.0 * b * s * s * d
     return full / 2 if causal else full
-
-
-def backward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
-    return BACKWARD_OVER_FORWARD * forward_flops(b, s, d, causal=causal)
 
 
 def matrix_bytes(b: int, s: int, e: int) -> int:
@@ -27,10 +23,10 @@ def matrix_bytes(b: int, s: int, e: int) -> int:
 
 
 def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Bytes that the explicit version holds between forward and backward, tensor by tensor.
+    """Bytes that naive attention holds between forward and backward, by tensor.
 
-    Softmax keeps its result, which the product with v needs as well; the scores themselves are not needed again.
-    Causal: where the mask hides a score is kept too, a byte each, once for all sequences.
+    Softmax saves its result, which the product with v needs as well. A causal mask takes a byte per score, once for all
+    sequences.
     """
     vector = b * s * d * e
     saved = {"q": vector, "k": vector, "v": vector, "probabilities": matrix_bytes(b, s, e)}
@@ -44,10 +40,9 @@ def tiled_saved(b: int, s: int, d: int, e: int) -> dict[str, int]:
 
 
 def explicit_peak(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Every tensor of the explicit version that lives when most do, in bytes; inputs included.
+    """Bytes of naive attention at its peak, by tensor, inputs included.
 
-    That moment is inside the backward of softmax: the probabilities, their gradient, and the gradient of the scores,
-    which is made of the two.
+    The peak is in the backward pass of softmax, which has the probabilities, their gradient and the scores' gradient.
     """
     vector, matrix = b * s * d * e, matrix_bytes(b, s, e)
     alive = explicit_saved(b, s, d, e, causal=causal)

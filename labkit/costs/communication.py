@@ -20,91 +20,64 @@ import numpy as np
 from labkit.costs.transformer import TransformerShape
 
 
-@dataclass(frozen=True)
-class MessageCost:
+class MessageCost(NamedTuple):
     """Successive messages of one rank on the critical path, and the bytes sent in them."""
 
     messages: float
     n_bytes: float
 
-    def __add__(self, other: "MessageCost") -> "MessageCost":
-        return MessageCost(self.messages + other.messages, self.n_bytes + other.n_bytes)
-
 
 CostOf = Callable[[int, float], MessageCost]
 """(world size, bytes) -> cost of an algorithm."""
+AT_ONCE = frozenset({"butterfly", "one_shot"})
+"""Algorithms whose ranks send to all others at once."""
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A fitted or assumed alpha-beta model; the errors are relative, |predicted / measured - 1|."""
+    """A fitted or assumed alpha-beta model; `median_error` is relative, |predicted / measured - 1|."""
 
     alpha_s: float
     beta_s_per_byte: float
     median_error: float = float("nan")
-    largest_error: float = float("nan")
 
     def predict_s(self, cost: MessageCost) -> float:
         return cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
 
 
-def ring_phase(world_size: int, n_bytes: float) -> MessageCost:
-    """Reduce-scatter or all-gather around a ring: p-1 messages of n/p bytes."""
-    return MessageCost(world_size - 1, (world_size - 1) * n_bytes / world_size)
-
-
 def ring(world_size: int, n_bytes: float) -> MessageCost:
     """Reduce-scatter, then all-gather, around a ring: 2(p-1) messages of n/p bytes."""
-    return ring_phase(world_size, n_bytes) + ring_phase(world_size, n_bytes)
-
-
-def direct_phase(world_size: int, n_bytes: float) -> MessageCost:
-    """Each rank sends each other rank a shard: p-1 concurrent messages of n/p bytes."""
-    return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1) / world_size)
+    messages = 2 * (world_size - 1)
+    return MessageCost(messages, messages * n_bytes / world_size)
 
 
 def butterfly(world_size: int, n_bytes: float) -> MessageCost:
     """Direct exchange: each rank sends each other rank a shard, twice; the p-1 messages of a round are concurrent."""
-    return direct_phase(world_size, n_bytes) + direct_phase(world_size, n_bytes)
+    return MessageCost(2 if world_size > 1 else 0, 2 * n_bytes * (world_size - 1) / world_size)
 
 
 def one_shot(world_size: int, n_bytes: float) -> MessageCost:
     """Each rank sends each other rank the whole tensor, in p-1 concurrent messages."""
-    return MessageCost(0, 0) if world_size == 1 else MessageCost(1, n_bytes * (world_size - 1))
+    return MessageCost(1 if world_size > 1 else 0, n_bytes * (world_size - 1))
 
 
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
     """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out after."""
-    rounds = world_size.bit_length() - 1
-    return MessageCost(rounds, rounds * n_bytes) + _folding(world_size, n_bytes)
+    rounds, folds = _doubling_rounds(world_size)
+    return MessageCost(rounds + folds, (rounds + folds) * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
-    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes."""
-    rounds = world_size.bit_length() - 1
+    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes; folds as above."""
+    rounds, folds = _doubling_rounds(world_size)
     power = 2**rounds
-    return MessageCost(2 * rounds, 2 * n_bytes * (power - 1) / power) + _folding(world_size, n_bytes)
+    return MessageCost(2 * rounds + folds, 2 * n_bytes * (power - 1) / power + folds * n_bytes)
 
 
-def halving_phase(world_size: int, n_bytes: float) -> MessageCost:
-    """Reduce-scatter by halving: log2(p) messages, n(p-1)/p bytes. All-gather by doubling: the same, backwards.
-
-    Ranks beyond a power of two q hand on n bytes before, and get n/p after. The p - q ranks they are folded into have
-    two shards, so a round sends up to twice as much.
-    """
+def _doubling_rounds(world_size: int) -> tuple[int, int]:
+    """Rounds among the largest power of two of ranks, and messages that fold the others in and out."""
     rounds = world_size.bit_length() - 1
-    power = 2**rounds
-    shards = [2 if rank < world_size - power else 1 for rank in range(power)]
-    longest = sum(sum(shards[: 2**k]) for k in range(rounds))
-    halving = MessageCost(rounds, longest * n_bytes / world_size)
-    if power == world_size:
-        return halving
-    return halving + MessageCost(2, n_bytes + n_bytes / world_size)
-
-
-def _folding(world_size: int, n_bytes: float) -> MessageCost:
-    is_power_of_two = world_size & (world_size - 1) == 0
-    return MessageCost(0, 0) if is_power_of_two else MessageCost(2, 2 * n_bytes)
+    return rounds, 0 if world_size == 2**rounds else 2
 
 
 ALL_REDUCE_COSTS: Mapping[str, CostOf] = {
@@ -114,11 +87,6 @@ ALL_REDUCE_COSTS: Mapping[str, CostOf] = {
     "recursive_doubling": recursive_doubling,
     "halving_doubling": halving_doubling,
 }
-_PHASE_COSTS = {"ring": ring_phase, "butterfly": direct_phase, "halving_doubling": halving_phase}
-REDUCE_SCATTER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": one_shot}
-AT_ONCE = frozenset({"butterfly", "one_shot"})
-"""Algorithms whose ranks send to all others at once."""
-ALL_GATHER_COSTS: Mapping[str, CostOf] = {**_PHASE_COSTS, "one_shot": direct_phase}
 
 
 class Calls(NamedTuple):
@@ -131,13 +99,10 @@ class Calls(NamedTuple):
 
 
 def sent_bytes(calls: Iterable[Calls], world_size: int, *, all_reduce: CostOf = butterfly) -> float:
-    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly."""
-    costs = {"all_reduce": all_reduce, "reduce_scatter": direct_phase, "all_gather": direct_phase}
-    return sum(
-        each.times
-        * (each.n_bytes if each.collective == "exchange" else costs[each.collective](world_size, each.n_bytes).n_bytes)
-        for each in calls
-    )
+    """Bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly."""
+    share = (world_size - 1) / world_size
+    shares = {"all_reduce": all_reduce(world_size, 1).n_bytes, "exchange": 1.0}
+    return sum(each.times * each.n_bytes * shares.get(each.collective, share) for each in calls)
 
 
 def tensor_parallel_calls(
@@ -149,10 +114,10 @@ def tensor_parallel_calls(
     itemsize: int = 4,
     sequence_parallel: bool = False,
 ) -> list[Calls]:
-    """List the collectives of a step with tensor parallelism, forward and backward, with the loss from parts.
+    """List the collectives of a step with tensor parallelism, forward and backward, with a vocabulary-parallel loss.
 
-    Per layer, two blocks with one collective at each end that is a sum, forward or backward; with sequence parallelism,
-    a collective at both ends, forward and backward. Embedding and output are one block. Checkpoints repeat the layers'
+    A layer has two blocks; each sums at one end forward and at the other backward. With sequence parallelism each has a
+    collective at both ends, forward and backward. Embedding and output are one block. Checkpoints repeat the layers'
     forward collectives. Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
     """
     blocks, activations = 2 * shape.n_layers + 1, batch * sequence * shape.d_model * itemsize
@@ -163,24 +128,10 @@ def tensor_parallel_calls(
     return [*halves, Calls("all_reduce", shape.d_model * itemsize, blocks), loss]
 
 
-def pipeline_calls(
-    activation_bytes: float, ranks: int, rank: int, micro_batches: int, *, chunks: int = 1, tied_bytes: float = 0
-) -> list[Calls]:
-    """List the messages that a rank sends in a step of a pipeline.
-
-    Every micro-batch's activations to the next stage, their gradients to the stage before, the gradients of parameters
-    that one other rank has, too, and the loss, in float64. `chunks`: stages per rank. Source: arXiv:2104.04473.
-    """
-    stages = [] if ranks == 1 else range(rank, chunks * ranks, ranks)
-    neighbors = sum((stage > 0) + (stage < chunks * ranks - 1) for stage in stages)
-    messages = Calls("exchange", activation_bytes, neighbors * micro_batches)
-    return [messages, Calls("exchange", tied_bytes, 1), Calls("all_reduce", 8, 1)]
-
-
 def context_parallel_calls(
     block_bytes: float, gradient_bytes: float, world_size: int, *, is_ring: bool = True
 ) -> list[Calls]:
-    """List the messages of one attention, forward and backward, with the sequence cut over ranks.
+    """List the messages of one attention, forward and backward, with the sequence split over ranks.
 
     `block_bytes`: a rank's keys and values; `gradient_bytes`: their gradients, in the accumulator's dtype.
     Source: arXiv:2310.01889, section 3.
@@ -196,14 +147,9 @@ def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> f
     return (ranks - 1) / (chunks * micro_batches + ranks - 1)
 
 
-def algorithm_bandwidth(n_bytes: float, seconds: float) -> float:
-    """algbw in bytes/s: the tensor's bytes over the time of the all-reduce."""
-    return n_bytes / seconds
-
-
 def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
-    """busbw in bytes/s, algbw * 2(p-1)/p: what a link carries, comparable across world sizes (nccl-tests)."""
-    return algorithm_bandwidth(n_bytes, seconds) * 2 * (world_size - 1) / world_size
+    """busbw in bytes/s, n/t * 2(p-1)/p: what a link carries, comparable across world sizes (nccl-tests)."""
+    return n_bytes / seconds * 2 * (world_size - 1) / world_size
 
 
 def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> AlphaBeta:
@@ -217,11 +163,10 @@ def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> Al
     times = np.asarray(seconds, dtype=np.float64)
     if len(costs) != len(times) or len(times) < 2 or not (times > 0).all():
         raise ValueError(f"expected two or more positive times, one per cost: {len(times)} for {len(costs)}")
-    work = np.array([[cost.messages, cost.n_bytes] for cost in costs]) / times[:, None]
+    work = np.array(costs) / times[:, None]
     scale = np.maximum(work.max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
     alpha, beta = nnls(work / scale, np.ones(len(times)))[0] / scale
-    errors = np.abs(work @ [alpha, beta] - 1)
-    return AlphaBeta(float(alpha), float(beta), float(np.median(errors)), float(errors.max()))
+    return AlphaBeta(float(alpha), float(beta), float(np.median(np.abs(work @ [alpha, beta] - 1))))
 
 
 def best_buckets(n_bytes: float, model: AlphaBeta) -> float:

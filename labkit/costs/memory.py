@@ -1,8 +1,8 @@
 """Memory of a training step of the Transformer: formulas, tensor by tensor.
 
-Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. What a layer keeps for its
-backward pass follows from its operators, with naive attention; `saved_by_layer` names every tensor. `device` is "cpu"
-or "cuda": CUDA's autocast takes the softmax in float32, and its AdamW updates all parameters together.
+Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. A layer's operators decide
+what it saves for backward, with naive attention; `saved_by_layer` names every tensor. `device` is "cpu" or "cuda":
+CUDA's autocast computes the softmax in float32, and its AdamW updates all parameters together.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
 """
@@ -15,12 +15,12 @@ from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameter
 FLOAT32 = 4
 LOW_PRECISION = 2
 STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
-"""Of a parameter, its gradient, and AdamW's running means."""
+"""Bytes of a parameter, its gradient, and AdamW's running means."""
 PHASES = ("inference", "forward", "full_step")
 
 
 def state_bytes(shape: TransformerShape) -> Mapping[str, int]:
-    """Bytes that depend on the parameters alone: themselves, their gradients, AdamW's two running means."""
+    """Bytes of the parameters, their gradients, and AdamW's two running means."""
     n = n_parameters(shape)
     return {"parameters": FLOAT32 * n, "gradients": FLOAT32 * n, "optimizer": ADAMW_STATES * FLOAT32 * n}
 
@@ -28,12 +28,12 @@ def state_bytes(shape: TransformerShape) -> Mapping[str, int]:
 def saved_by_layer(
     shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
 ) -> Mapping[str, int]:
-    """Bytes that one layer keeps for its backward pass, by tensor; its input, the residual stream, among them.
+    """Bytes that one layer saves for its backward pass, by tensor, with its input, the residual stream.
 
-    A norm keeps its input, the scaled input (for the gain) and the scale of each token; a matrix product keeps its
-    input; softmax keeps its result, which the product with the values shares; `silu(gate) * up` keeps gate, silu
-    and up. Under autocast, what a matrix product reads is a copy in `precision`: of the input once a product, and of
-    every weight. CPU autocast takes the softmax in `precision`, CUDA's in float32, with a copy for the product.
+    A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul saves its input.
+    Softmax saves its result, which the product with the values shares; `silu(gate) * up` saves gate, silu and up. Under
+    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight. CPU autocast
+    computes the softmax in `precision`, CUDA's in float32, with a copy for the matmul.
     """
     tokens, d, f = batch * sequence, shape.d_model, shape.d_ff
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
@@ -56,7 +56,7 @@ def saved_by_layer(
 
 
 def saved_by_head(shape: TransformerShape, batch: int, sequence: int, precision: str = "float32") -> int:
-    """Bytes kept by the last norm, the output matrix and the loss: float32 log-probabilities (T, V) above all."""
+    """Bytes saved by the last norm, the output matrix and the loss, most of them float32 log-probabilities (T, V)."""
     tokens, d = batch * sequence, shape.d_model
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
     copy = 0 if precision == "float32" else LOW_PRECISION * shape.vocabulary * d
@@ -72,7 +72,7 @@ def activation_bytes(
     *,
     device: str = "cpu",
 ) -> int:
-    """Bytes alive between forward and backward. With checkpointing, one residual stream a segment, and the head."""
+    """Bytes alive between forward and backward. With checkpointing, one residual stream per segment, and the head."""
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
         kept = math.ceil(shape.n_layers / checkpoint_segment) * FLOAT32 * batch * sequence * shape.d_model
@@ -90,17 +90,17 @@ def peak_bytes(
     checkpoint_segment: int = 0,
     device: str = "cpu",
 ) -> int:
-    """The predicted peak of a phase of `PHASES`; a full step has AdamW's states from an earlier one.
+    """Peak bytes of a phase of `PHASES`; a full step has AdamW's states from an earlier one.
 
-    A forward pass peaks at the loss, above what it keeps, or inside a layer if nothing is kept. A full step peaks
-    either as backward begins, with all activations and two gradients of the logits; or, with checkpointing, in the
-    segment that is computed again; or in the optimizer, with all gradients and AdamW's temporaries: two of the largest
-    parameter's size where parameters take turns, one of every parameter's on CUDA, where they are updated together.
-    Gradients that come while activations go are left out, so that the truth is a little higher: a few percent, tested.
+    A forward pass peaks at the loss, or inside a layer if nothing is saved. A full step peaks in one of three places:
+    as backward begins, with all activations and two gradients of the logits; with checkpointing, in the segment that is
+    recomputed; or in the optimizer, with all gradients and AdamW's temporaries. These are two of the largest parameter,
+    and on CUDA one of every parameter. Gradients that are allocated while activations are freed are left out, so the
+    measured peak is a few percent higher (tested). ValueError for an unknown phase.
     """
     states = state_bytes(shape)
     logits = FLOAT32 * batch * sequence * shape.vocabulary
-    # the loss reads float32 logits: under autocast a copy, beside the ones in low precision
+    # the loss reads float32 logits: under autocast a copy of the ones in low precision
     read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
     if phase == "inference":
         copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
@@ -132,7 +132,7 @@ def _matrix_parameters(shape: TransformerShape) -> int:
 
 
 def _inside_a_layer(shape: TransformerShape, batch: int, sequence: int) -> int:
-    """What lives at once in a layer of which nothing is kept: two matrices of scores, or three of the feed-forward."""
+    """Peak bytes in a layer that saves nothing: two matrices of scores, or three of the feed-forward."""
     tokens, d = batch * sequence, shape.d_model
     attention = 2 * batch * shape.n_heads * sequence**2 + 7 * tokens * d
     return FLOAT32 * max(attention, tokens * (2 * d + 3 * shape.d_ff))

@@ -1,7 +1,7 @@
-"""What the Transformer should cost: its parameters, and the FLOPs of its matrix multiplications by part.
+"""Sizes of the Transformer, its parameters, and the FLOPs of its matmuls by part.
 
-A multiplication of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, rotations, activations,
-the optimizer) is left out: it is bound by memory, not by arithmetic, and FLOP counters leave it out too.
+A matmul of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, rotations, activations, the optimizer)
+is left out: it is bound by memory, not by arithmetic, and FLOP counters leave it out too.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V vocabulary.
 """
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 BACKWARD_OVER_FORWARD = 2
-"""A product y = x w is differentiated by two of the same size: with respect to x, and with respect to w."""
-
+"""The gradient of a matmul y = x w takes two of the same size: with respect to x, and with respect to w."""
 ADAMW_STATES = 2
-"""AdamW keeps two numbers a parameter: the running means of the gradient and of its square."""
+"""Numbers of AdamW per parameter: the running means of the gradient and of its square."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ SIZES: Mapping[str, TransformerShape] = MappingProxyType(
         "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
     }
 )
-"""The published sizes, and two small ones that a CPU trains in a fraction of a second a step."""
+"""The published sizes, and two small ones that a CPU trains in a fraction of a second per step."""
 
 
 def parameters_by_part(shape: TransformerShape) -> Mapping[str, int]:

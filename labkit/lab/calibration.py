@@ -34,7 +34,7 @@ MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "byt
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
 THREADS = Metric("seconds", "threads", (), where={"sweep": "threads"})
 CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep": "autograd"})
-NEW, COPY = "new", "copy"  # operations of the sweep "memory"
+NEW = "new"  # operation of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> Calibration | None:
@@ -68,7 +68,7 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
         if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
             continue
         calibration = calibrate_machine(run)
-        if calibration is not None and calibration.knows(machine.device("auto")):
+        if calibration is not None and calibration.has_rates(machine.device("auto")):
             return replace(calibration, is_disturbed=bool(run.busy))
     return None
 
@@ -107,15 +107,13 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
     products = products[products["shape"].str.startswith("square")]
     for (device, ranks), some in products.groupby(["device", "world_size"]):
         here = memory[(memory["world_size"] == ranks) & (memory["device"] == device)]
-        additions, copies = (_curve(here[here["operation"] == name], "bytes") for name in (NEW, COPY))
-        if additions and copies:
+        if additions := _curve(here[here["operation"] == NEW], "bytes"):
             curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
             yield Rates(
                 device=str(device),
                 ranks=int(ranks),
                 products=curves,
                 additions=additions,
-                copies=copies,
                 autograd=autograd(frame[(frame["world_size"] == ranks) & (frame["device"] == device)]),
             )
 

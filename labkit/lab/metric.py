@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.sessions import combine_sessions
 from labkit.bench.statistics import (
     MIN_RELEVANT_DIFFERENCE,
+    combine_sessions,
     compare_groups,
+    median_groups,
     slowest_rank,
-    summarize_groups,
     with_verdicts,
 )
 from labkit.costs.calibration import Calibration
@@ -94,9 +94,9 @@ class Metric:
         With several sessions the interval covers those of all.
         """
         samples = self.samples(frame)
-        table = summarize_groups(samples, self.value, self.columns)
+        table = median_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:
-            sessions = summarize_groups(samples, self.value, [*self.columns, "session"])
+            sessions = median_groups(samples, self.value, [*self.columns, "session"])
             groups = sessions.groupby(self.columns, dropna=False, sort=False)
             ends = groups.agg(first_low=("low", "min"), last_high=("high", "max")).reset_index()
             table = table.merge(ends, on=self.columns)

@@ -143,7 +143,7 @@ class TimedPoint(Point):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPoint(TimedPoint):
-    """A point that may be measured again, by other ranks at another time (`labkit.bench.sessions`)."""
+    """A point that may be measured again, by other ranks at another time (`labkit.bench.statistics`)."""
 
     session: int = 1
 

@@ -74,7 +74,7 @@ def shape_of(name: str) -> TransformerShape | None:
 
 
 def source_of(name: str) -> TransformerShape | Callable[[], Trained]:
-    """Shape or function from which `TrainingStep` and `workload_of` build a model. ValueError for an unknown name."""
+    """Shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
     return shape_of(name) or partial(_call, _models[name])

@@ -13,7 +13,7 @@ from labkit.lab.answers import Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, Register
 from labkit.lab.user_models import EXPECTED, MODEL_FIELDS, describe_model, errors_with_line, registered_models
-from labkit.nn.workloads import RESNET50
+from labkit.nn.training import RESNET50
 
 
 @dataclass(frozen=True)

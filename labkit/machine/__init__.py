@@ -1,5 +1,4 @@
-"""This computer (`description`, `gpus`), the limits set on this process (`cgroups`), labkit's version (`source`), and
-other programs that run meanwhile (`load`).
+"""This computer (`description`, `gpus`), limits on this process (`cgroups`), labkit's source, and other programs' load.
 
 The description is imported on first use: ranks need the memory alone, and start without pydantic.
 """

@@ -1,7 +1,7 @@
 """Limits that cgroups (containers, batch systems) set on this process: main memory, processor time, and kills.
 
-Apart from `description`, so that a rank can ask without importing more. A limit may be that of a cgroup above this
-process's. `root` is the directory that holds `proc` and `sys`.
+A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and `sys`. Ranks import
+this module, and not `description`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path("/")
 
 
 class _Cgroup(NamedTuple):
-    """A folder of either version of the cgroup file system; `is_own` is False for those above this process's."""
+    """A folder of either version of the cgroup file system; `is_own` is False above this process's cgroup."""
 
     folder: Path
     version: int
@@ -33,11 +33,11 @@ class _Cgroup(NamedTuple):
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Main memory that can still be had without swapping, in bytes; honors the limits of cgroups (containers)."""
+    """Main memory that is available without swapping, in bytes, within the limits of cgroups (containers)."""
     available = psutil.virtual_memory().available
     for cgroup in _cgroups("memory", root):
         limit, used = cgroup.memory_limit(), cgroup.number("memory.usage_in_bytes", "memory.current")
-        if limit is not None and used is not None:  # the cache is given back before anything is killed or swapped
+        if limit is not None and used is not None:  # the cache is reclaimed before anything is killed
             cache = ("total_inactive_file", "inactive_file")[cgroup.version - 1]
             cached = cgroup.number("memory.stat", "memory.stat", name=cache) or 0
             available = min(available, max(0, limit - used + cached))
@@ -54,8 +54,8 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 def oom_kills(root: Path = ROOT) -> int | None:
     """Number of processes of this one's cgroup that the kernel has killed for lack of memory; None if unknown.
 
-    Counted before the process dies. Other processes of the cgroup count as well, and so do kills for lack of memory
-    in the whole machine. A cgroup above it counts only if it sets a limit: it holds processes of others, too.
+    The count rises before the process dies. It includes the cgroup's other processes, and kills for lack of memory in
+    the whole machine. A cgroup above it counts only if it sets a limit, since it holds other users' processes, too.
     """
     for cgroup in _cgroups("memory", root):
         count = cgroup.number("memory.oom_control", "memory.events", name="oom_kill")

@@ -1,11 +1,9 @@
-"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of every number.
-
-Nothing is guessed: an unlisted device has no peak rate, a version that cannot be read is None.
-"""
+"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of every number."""
 
 import os
 import platform
 import re
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from itertools import groupby
@@ -22,9 +20,8 @@ from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the whole device name as the driver
-# gives it (patterns, because memory and connector are part of it). A near name is another device: an H100 NVL, a
-# laptop's RTX 4090 and a GB200 have peaks of their own.
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the driver's whole device name (patterns,
+# because memory and connector are part of it). An H100 NVL, a laptop's RTX 4090 and a GB200 have other peaks.
 DENSE_BF16_PEAK_TFLOPS = {
     r"H100( 80GB HBM3)?": 989.0,
     r"H100 PCIe": 756.0,
@@ -36,8 +33,6 @@ DENSE_BF16_PEAK_TFLOPS = {
 }
 
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
-
-
 NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
 """One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in both directions."""
 
@@ -53,7 +48,7 @@ class Gpu(BaseModel):
     dense_bf16_peak_tflops: float | None
     """Data-sheet peak, None for a device that is not listed."""
     free_bytes: int | None = None
-    """Memory that nothing used when the machine was described; None if unknown."""
+    """Unused memory when the machine was described; None if unknown."""
 
     @property
     def available_bytes(self) -> int:
@@ -68,7 +63,7 @@ class Machine(BaseModel):
     host: str
     cpu: str
     instructions: str | None = None
-    """Vector instructions that torch computes with, as "AVX512"; None in older runs."""
+    """Vector instructions that torch uses, such as "AVX512"; None in older runs."""
     cores: int
     cpu_quota: float | None = None
     """Cores' worth of time per second that a cgroup allows, if it limits them: 0.5 is half a core."""
@@ -76,9 +71,9 @@ class Machine(BaseModel):
     gpus: list[Gpu]
     """The GPUs that labs can use: all, or none."""
     gpu_links: str | None = None
-    """How they are connected, as `nvidia-smi topo` names it: "NV18"."""
+    """Their connection by `nvidia-smi topo`, such as "NV18"."""
     no_gpu_reason: str | None = Field(None, validation_alias=AliasChoices("no_gpu_reason", "why_no_gpus"))
-    """Why the GPUs that are there are not used (driver too old, no kernels for them), or None."""
+    """Why present GPUs are not used (driver too old, no kernels for them), or None."""
     system: str
     python: str
     versions: dict[str, str | None]
@@ -95,16 +90,13 @@ class Machine(BaseModel):
     @property
     def label(self) -> str:
         """A short name for figures and tables, e.g. "NVIDIA H200" or "2-core AMD EPYC"."""
-        if self.gpus:
-            count = f"{len(self.gpus)}x " if len(self.gpus) > 1 else ""
-            return count + self.gpus[0].name
-        return f"{self.cores}-core {self.cpu}"
+        if not self.gpus:
+            return f"{self.cores}-core {self.cpu}"
+        return (f"{len(self.gpus)}x " if len(self.gpus) > 1 else "") + self.gpus[0].name
 
     def device(self, wanted: str) -> str:
-        """ "cpu" or "cuda"; "auto" is CUDA where there is a GPU."""
-        if wanted != "auto":
-            return wanted
-        return "cuda" if self.gpus else "cpu"
+        """ "cpu" or "cuda"; "auto" is CUDA if there is a GPU."""
+        return wanted if wanted != "auto" else "cuda" if self.gpus else "cpu"
 
     @property
     def gpu_counts(self) -> list[tuple[int, Gpu]]:
@@ -121,16 +113,16 @@ class Machine(BaseModel):
 
     @property
     def cores_text(self) -> str:
-        """ "2 cores available", with the quota where a cgroup sets one."""
+        """ "2 cores available", with the CPU quota of a cgroup."""
         quota = "" if self.cpu_quota is None else f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
         return f"{self.cores} core{'s' * (self.cores > 1)} available{quota}"
 
     def memory_of(self, device: str) -> int:
-        """Bytes of a device: on "cpu" the machine's, on "cuda" those that its first GPU has free."""
+        """Memory of a device in bytes: the machine's, or the free memory of its first GPU."""
         return self.gpus[0].available_bytes if device == "cuda" and self.gpus else self.memory_bytes
 
     def backend(self, device: str, world_size: int) -> str:
-        """ "nccl" if every rank has a GPU to itself, else "gloo": ranks on a CPU, or that share a GPU."""
+        """ "nccl" if every rank has a GPU to itself, else "gloo"."""
         return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"
 
     def no_device_reason(self, device: str) -> str | None:
@@ -147,7 +139,7 @@ class Machine(BaseModel):
 
 @cache
 def describe_machine() -> Machine:
-    """The machine this process runs on. Cached: `free_bytes` of its GPUs is as it was at the first call."""
+    """Describe this machine. Cached: `free_bytes` of its GPUs is that of the first call."""
     no_gpu_reason = cuda_gpus.no_gpu_reason()
     gpus = [] if no_gpu_reason else _gpus()
     return Machine(
@@ -169,28 +161,27 @@ def describe_machine() -> Machine:
 
 
 def available_cores() -> int:
-    """Cores this process may use: by the affinity mask, and by the CPU quota of its cgroups; at least 1."""
+    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def dense_bf16_peak_tflops(device_name: str) -> float | None:
-    """Data-sheet peak of a device in TFLOP/s, or None: an unlisted device gets no number."""
+    """Data-sheet peak of a device in TFLOP/s; None for an unlisted device."""
     name = device_name.removeprefix("NVIDIA ")
     matches = (peak for pattern, peak in DENSE_BF16_PEAK_TFLOPS.items() if re.fullmatch(pattern, name))
     return next(matches, None)
 
 
 def _float32_products() -> dict[str, str]:
-    """How CUDA does "matmul" and "convolution", as torch is set up: as "ieee" float32, or "tf32", 10 bits of 23."""
-    backends: Any = torch.backends  # a module that types do not know all of
+    """torch's precision of CUDA's "matmul" and "convolution": "ieee" float32, or "tf32", 10 bits of 23."""
+    backends: Any = torch.backends  # a module whose types are incomplete
     settings = {"matmul": backends.cuda.matmul, "convolution": backends.cudnn.conv}
-    # "none" leaves it to a setting that is IEEE where nobody changed it
+    # "none" leaves it to another setting, whose default is IEEE
     return {name: each.fp32_precision.replace("none", "ieee") for name, each in settings.items()}
 
 
 def _gpus() -> list[Gpu]:
-    """All CUDA devices."""
     properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     free = cuda_gpus.free_memory_bytes() if properties else {}
     return [
@@ -206,15 +197,13 @@ def _gpus() -> list[Gpu]:
 
 
 def _cpu_model() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match.group(1).strip() if match else (platform.processor() or platform.machine())
+    with suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None

@@ -1,7 +1,7 @@
-"""Whether this build of torch can compute on the GPUs that are there, the reason if not, and facts about them.
+"""Whether this build of torch can compute on the GPUs, the reason if not, and facts about them.
 
-NVML counts GPUs that CUDA cannot use: a driver older than the CUDA that torch is built with, one that fell off the
-bus, MIG. So CUDA is initialized, and counts again; whatever it raises becomes a reason.
+NVML counts GPUs that CUDA cannot use: with a driver older than torch's CUDA, off the bus, or split by MIG. So CUDA is
+initialized, and counts again; whatever it raises becomes a reason.
 """
 
 import os
@@ -23,16 +23,14 @@ NEARLY_FULL_BYTES = 2**30
 SLOWED_BY = {"heat": 0x60, "a hardware limit": 0x88}
 """Bits of NVML's clock event reasons: thermal slowdown by software and hardware, hardware slowdown and power brake."""
 
-_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
-
 
 def no_gpu_reason() -> str | None:
-    """Why labs run on the CPU although there is a GPU, in one line; None if there is none, or all can be used."""
+    """Why labs run on the CPU despite a GPU, in one line; None if there is no GPU, or all can be used."""
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
         return "an NVIDIA driver is loaded, but this torch is built without CUDA" if has_driver else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the driver is too old comes as a warning first, from every call
+        warnings.simplefilter("ignore")  # every call warns of a driver that is too old
         try:
             if torch.cuda.device_count() > 0:
                 torch.cuda.init()
@@ -50,21 +48,14 @@ def no_gpu_reason() -> str | None:
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """Whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
 
-    Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU,
-    code with features of one chip ("sm_90a") on that alone (CUDA C++ programming guide, "Application compatibility").
-    A list that names none of these, as AMD's, is trusted.
+    Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU
+    (CUDA C++ programming guide, "Application compatibility"). A list that names none of these, as AMD's, is trusted.
     """
-    matches = [match.groups() for match in map(_ARCHITECTURE.fullmatch, architectures) if match]
-    return not matches or any(_runs(kind, number, suffix, capability) for kind, number, suffix in matches)
-
-
-def _runs(kind: str, number: str, suffix: str, capability: tuple[int, int]) -> bool:
-    built_for = divmod(int(number), 10)
-    if suffix == "a":
-        return capability == built_for
-    if kind == "compute" and not suffix:
-        return capability >= built_for
-    return capability[0] == built_for[0] and capability[1] >= built_for[1]
+    matches = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))
+    return not matches or any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in matches
+    )
 
 
 def _no_kernels_reason(index: int) -> str | None:
@@ -82,7 +73,7 @@ def _no_kernels_reason(index: int) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, "580.65.06"; None if it does not say."""
+    """The NVIDIA driver's version, such as "580.65.06"; None if unknown."""
     with suppress(OSError):
         if match := re.search(r"Kernel Module\s.*?(\d+(\.\d+)+)", NVIDIA_DRIVER.read_text()):
             return match[1]
@@ -100,16 +91,16 @@ def library_versions() -> dict[str, str | None]:
 
 
 def free_memory_bytes() -> dict[str, int]:
-    """Free memory of each GPU by UUID, without a CUDA context on any; empty if `nvidia-smi` does not say."""
+    """Free memory of each GPU by UUID, without a CUDA context on any; empty without `nvidia-smi`."""
     return {uuid: int(free) * 2**20 for uuid, free in _query("gpu", "uuid,memory.free") if free.isdigit()}
 
 
 class GpuLoad(NamedTuple):
-    """What would make the GPUs of this process slower: the worst value of any."""
+    """What slows the GPUs of this process: the worst value of any."""
 
     other_processes: int
     slowed_by: str
-    """Why a GPU runs below its clock: "heat", "a hardware limit", or ""; the cap of its power is no reason."""
+    """Why a GPU runs below its clock: "heat", "a hardware limit", or ""; a power cap does not count."""
     clock_share: float
     """Of the highest clock; low on an idle GPU."""
     temperature: int
@@ -118,7 +109,7 @@ class GpuLoad(NamedTuple):
 
 
 def gpu_load(own: Collection[int]) -> GpuLoad | None:
-    """The load of the GPUs that CUDA sees, without the processes `own`; None if `nvidia-smi` does not say."""
+    """The load of the GPUs that CUDA sees, without the processes `own`; None without `nvidia-smi`."""
     visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
     states: list[list[str]] = []
     for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # before driver 535 the second
@@ -126,18 +117,16 @@ def gpu_load(own: Collection[int]) -> GpuLoad | None:
         states = states or [row[1:] for row in _query("gpu", fields) if row[0] in visible]
     with suppress(ValueError):  # a value that this GPU does not have
         clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
-        bits = [int(row[4], 16) for row in states]
-        slowed = [name for name, mask in SLOWED_BY.items() if any(one & mask for one in bits)]
-        others = [
-            pid for uuid, pid in _query("compute-apps", "gpu_uuid,pid") if uuid in visible and int(pid) not in own
-        ]
+        slowed = [name for name, mask in SLOWED_BY.items() if any(int(row[4], 16) & mask for row in states)]
+        programs = _query("compute-apps", "gpu_uuid,pid")
+        others = [pid for uuid, pid in programs if uuid in visible and int(pid) not in own]
         share = min(clock / most for clock, most in zip(clocks, highest, strict=True))
         return GpuLoad(len(others), "".join(slowed[:1]), round(share, 2), int(max(degrees)), min(watts))
     return None
 
 
 def link_types() -> str | None:
-    """How the GPUs are connected, as `nvidia-smi topo` names it ("NV18", "NODE, SYS"); None if it does not say."""
+    """The GPUs' connections by `nvidia-smi topo` ("NV18", "NODE, SYS"); None if unknown."""
     rows = [line.split() for line in _nvidia_smi("topo", "-m")]
     matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     return ", ".join(sorted({link for row in matrix for link in row[: len(matrix)]} - {"X"})) or None

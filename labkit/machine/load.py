@@ -1,8 +1,7 @@
-"""What else the machine does while a lab measures: other programs, a CPU quota, late ranks, slow memory, hot GPUs."""
+"""Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot GPUs."""
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ MIN_BUSY_SHARE = 0.15
 MIN_THROTTLED_SHARE = 0.05
 _SOCKETS, _NAME = Path("/proc/net/unix"), "labkit-measuring-"
 LATE_PING, SLOW_COPY = 5.0, 1.5
-"""How many times the fastest of a run a point's probe takes when its ranks wake up late, or when memory is slow."""
+"""A point's probe over the fastest of its run, from which ranks wake up late, or memory is slow."""
 
 
 class Load(BaseModel):
@@ -45,40 +44,37 @@ class Load(BaseModel):
 
 
 def load_before_measuring() -> Load:
-    """The load as it is before any rank runs. Takes `SAMPLE_S`."""
+    """Measure the load before any rank runs. Takes `SAMPLE_S`."""
     meter = LoadMeter()
     time.sleep(SAMPLE_S)
     return meter.load(at_least_s=SAMPLE_S)
 
 
 class LoadMeter:
-    """The load from now on, or since the last call of `load`: what this process and those below it do not take.
+    """Measures the load by others than this process and its descendants, since the last call of `load`.
 
-    `knows_own` is False where ranks are not below this process, as in a torchrun job.
+    `has_ranks` is False if ranks are no descendants of this process, as in a torchrun job.
     """
 
-    def __init__(self, *, knows_own: bool = True) -> None:
-        self._knows_own, self._before = knows_own, _read_times()
+    def __init__(self, *, has_ranks: bool = True) -> None:
+        self._has_ranks, self._before = has_ranks, _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
-        """The load since then; cores are None after less than `at_least_s`, of which a tick is too large a part."""
+        """The load since then; cores are None after less than `at_least_s`: a tick would be too large a part."""
         before, self._before = self._before, _read_times()
         change = _Times._make(now - then for now, then in zip(self._before, before, strict=True))
         share = round(change.throttled / change.periods, 3) if change.periods > 0 else None
         own = {process.pid for process in _own_processes()}
         load = Load(throttled_share=share, gpu=gpu_load(own) if describe_machine().gpus else None)
-        if change.at < at_least_s or not self._knows_own:
+        if change.at < at_least_s or not self._has_ranks:
             return load
-        others = max(0.0, change.busy - change.own) / change.at  # ticks may add up to a little more than there was
+        others = max(0.0, change.busy - change.own) / change.at  # ticks round up
         cores = {"busy_cores": round(others, 2), "stolen_cores": round(change.stolen / change.at, 2)}
         return load.model_copy(update=cores)
 
 
 class _Times(NamedTuple):
-    """Seconds of the cores that this process may use, and periods of a CPU quota, since the machine started.
-
-    A tick of the kernel, 10 ms, is the least that is seen.
-    """
+    """Seconds of the cores that this process may use, in ticks of 10 ms, and periods of a CPU quota, since boot."""
 
     at: float
     busy: float
@@ -96,8 +92,8 @@ def _read_times() -> _Times:
     stolen = sum(getattr(times, "steal", 0.0) for times in cores)
     own = 0.0
     for process in _own_processes():
-        with suppress(psutil.Error):  # it has ended, and its time is its parent's
-            own += sum(process.cpu_times()[:4])  # user and system, its own and of children that ended
+        with suppress(psutil.Error):  # it has ended, and its time has moved to its parent
+            own += sum(process.cpu_times()[:4])  # user and system, of itself and of ended children
     return _Times(time.monotonic(), busy, stolen, own, *throttled_periods())
 
 
@@ -107,7 +103,7 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
-    """Why the times of a point may be too long, by point, as a phrase; probes are compared within these points."""
+    """Phrases why times may be too long, by point; probes are compared within these points."""
     ping_s = min((load.ping_s for load in loads.values() if load.ping_s is not None), default=0.0)
     copy_s = min((load.copy_s for load in loads.values() if load.copy_s is not None), default=0.0)
     reasons = {}
@@ -121,7 +117,7 @@ def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
 
 
 def busy_reason(load: Load, cores: int) -> str:
-    """What slows a measurement down, as a phrase; "" if nothing does."""
+    """A phrase for what slows a measurement down; "" if nothing does."""
     taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
     if load.gpu and load.gpu.other_processes:
         return "another program used a GPU"
@@ -136,21 +132,16 @@ def busy_reason(load: Load, cores: int) -> str:
 
 @contextmanager
 def announced() -> Iterator[None]:
-    """Have other processes count this one among their `other_measurements` meanwhile.
-
-    By a socket whose name only the kernel keeps (Linux's abstract ones): it is gone with the process.
-    """
+    """Announce this process to the `other_measurements` of others, by an abstract socket, which ends with it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sign:
-        if sys.platform == "linux":
-            with suppress(OSError):  # the measurement matters more
-                sign.bind(f"\0{_NAME}{os.getpid()}-{time.monotonic_ns()}")
+        with suppress(OSError):  # not on Linux; the measurement matters more
+            sign.bind(f"\0{_NAME}{os.getpid()}-{time.monotonic_ns()}")
         yield
 
 
 def other_measurements() -> int:
-    """How many other processes of this machine measure now, of any user and any checkout."""
-    try:
+    """Number of other processes of this machine that measure now, of any user and any checkout."""
+    names: list[str] = []
+    with suppress(OSError):
         names = [line.rpartition("@")[2] for line in _SOCKETS.read_text().splitlines()]
-    except OSError:
-        return 0
     return sum(name.startswith(_NAME) and not name.startswith(f"{_NAME}{os.getpid()}-") for name in names)

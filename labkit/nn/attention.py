@@ -3,19 +3,19 @@
     scores = scale * q k^T            masked with -inf where a query may not see a key
     output = softmax(scores) v
 
-Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask.
-`tiled_attention.py` computes the same numbers block by block in PyTorch, `flash_attention.py` does it in Triton.
+Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask. `tiled_attention.py`
+computes the same numbers block by block in PyTorch, `flash_attention.py` in Triton.
 
 Dimension letters, here and in the two other files:
 
-    ...  any leading dimensions, usually (batch, heads)
+    ... any leading dimensions, usually (batch, heads)
     Q    queries, the sequence of q
     K    keys, the sequence of k and v
     D    head dimension
 
-Causal means that query i sees the keys j <= i, counted from the start of both sequences ("top left", as in
-`torch.nn.functional.scaled_dot_product_attention(is_causal=True)`).  So a query always sees key 0, and
-with K > Q the last keys are seen by no query.
+Causal: query i sees the keys j <= i, counted from the start of both sequences ("top left", as in
+`torch.nn.functional.scaled_dot_product_attention(is_causal=True)`). So each query sees key 0, and with K > Q no query
+sees the last keys.
 
 Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): k and v may have fewer heads, dimension -3, if the heads of q
 are a multiple; query head h then uses their head h // group.
@@ -33,9 +33,6 @@ Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_DTYPES = (*KERNEL_DTYPES, torch.float64)
-
-
-# ---------------------------------------------------------------- checks shared by all implementations
 
 
 def check_attention_inputs(
@@ -72,13 +69,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ------------------------------------------------------------------------------------------ the oracle
-
-
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
     """Softmax attention that builds the whole (..., Q, K) matrix: output (..., Q, D) in the dtype of q.
 
-    All arithmetic is in the dtype of the inputs; with float64 it is the oracle.  `scale` defaults to 1 / sqrt(D).
+    All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to 1 / sqrt(D).
     """
     check_attention_inputs(q, k, v, scale=scale)
     return naive_attention_unchecked(q, k, v, causal, scale)
@@ -120,7 +114,7 @@ class VersionWatch:
     """Whether a tensor is modified in place from now on; holds none of its memory.
 
     With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
-    again if a caller has changed it.  Tensors of inference mode have no version, and no backward pass.
+    again if a caller has changed it. Tensors of inference mode have no version, and no backward pass.
     """
 
     def __init__(self, x: Tensor):

@@ -1,15 +1,19 @@
-"""The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA.
+"""The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA; and where each can run.
 
-All follow `attention.py`: the arguments `(q, k, v, causal)`, the checks, the mask.  Naive attention is called
-"explicit" in the table, as in recorded runs.
+All follow `attention.py`: the arguments `(q, k, v, causal)`, the checks, the mask. Naive attention is called "explicit"
+in the table, as in recorded runs.
 """
 
+import importlib.util
+import os
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,12 +30,10 @@ from labkit.nn.attention import (
     query_group,
 )
 from labkit.nn.tiled_attention import TiledAttention
-from labkit.nn.triton_launches import NO_TRITON, has_triton, no_launch_reason
 
-COMPILED_FROM = (7, 0)
-"""The oldest compute capability that `torch.compile` compiles for (`torch._dynamo.device_interface`)."""
 GRAPH_LIMIT = 256
 """Graphs that `torch.compile` may make of naive attention in a process; PyTorch's limit is 8."""
+NO_TRITON = "Triton is not installed"
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def attention_named(name: str) -> Implementation:
 def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`torch.compile` of naive attention, one graph per shape.
 
-    A sweep has more shapes than the 8 graphs a function gets by default.  The limit is raised, and `fullgraph` raises
-    beyond it, where torch would silently return to eager mode.
+    A sweep has more shapes than the 8 graphs a function gets by default. Beyond the raised limit `fullgraph` raises,
+    and torch does not silently return to eager mode.
     """
     check_attention_inputs(q, k, v)
     with torch._dynamo.config.patch(recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT):
@@ -87,9 +89,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend 
         return scaled_dot_product_attention(q4, k4, v4, is_causal=causal, enable_gqa=grouped).reshape(q.shape)
 
 
-# ------------------------------------------------------------------------------------- availability
-
-
 def _dtype_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     return None if dtype in ALL_DTYPES else f"not defined for {dtype_name(dtype)}"
 
@@ -97,13 +96,37 @@ def _dtype_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 def no_compiler_reason(device_type: str) -> str | None:
     """Why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
     if device_type == "cuda":
-        capability = torch.cuda.get_device_capability()
-        if capability < COMPILED_FROM:
-            return f"torch.compile needs compute capability 7.0 or newer, not {capability[0]}.{capability[1]}"
         reason = no_launch_reason()
         return None if reason is None else f"torch.compile needs Triton on a GPU: {reason}"
     if device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "torch.compile needs a C++ compiler on a CPU; there is none on the path"
+    return None
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def no_launch_reason() -> str | None:
+    """Why Triton cannot launch kernels, or None.
+
+    Triton compiles kernels by itself. What hands them to the GPU is C that it builds at the first launch, with the
+    system's compiler and Python's headers, which slim containers lack.
+    """
+    if not has_triton():
+        return NO_TRITON
+    from triton.runtime import driver
+
+    try:
+        driver.active.utils  # noqa: B018 the property builds it, or loads the one built before
+    except Exception as error:  # of several types, by what fails
+        message = str(error).partition("\n")[0] or type(error).__name__
+        if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+            message = "there is no C compiler on the path, and CC names none"
+        elif not Path(sysconfig.get_path("include"), "Python.h").exists():
+            message = "Python.h is not there (python3-dev has it)"
+        return f"Triton's driver cannot be built: {message}"
     return None
 
 
@@ -114,13 +137,13 @@ def _no_compiled_reason(device: torch.device, dtype: torch.dtype, head_dim: int)
 def _no_flash_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if not has_triton():
         return NO_TRITON
-    from labkit.nn.flash_attention import unavailable_reason
+    from labkit.nn.flash_attention import INTERPRETED, unavailable_reason
 
-    return unavailable_reason(device, dtype, head_dim)
+    return unavailable_reason(device, dtype, head_dim) or (None if INTERPRETED else no_launch_reason())
 
 
 def _no_sdpa_reason(attend: Attention) -> Callable[[torch.device, torch.dtype, int], str | None]:
-    """Try forward and backward of one small problem.  PyTorch's error and warnings are the reason."""
+    """Try forward and backward of a small problem; PyTorch's error and warnings are the reason."""
 
     def reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         with warnings.catch_warnings(record=True) as caught, torch.enable_grad():

@@ -4,7 +4,7 @@ The check compares output and gradients with float64. An error may be `FACTOR` t
 same dtype, plus one unit of the dtype: math SDPA computes in float32 and rounds its result once, naive attention in
 half precision rounds at every step. A wrong mask, a missing tile or a wrong scale is off by tens of percent.
 
-A single row among thousands changes that little. So each row, of a query or a key, is compared by itself, too, relative
+A single row among thousands changes that little. So each row, of a query or a key, is also compared by itself, relative
 to its size: that of a sum of its terms with random signs, which is what rounding acts on. A missing row is off by about
 all of it.
 """
@@ -31,8 +31,8 @@ ROWS_AT_ONCE = 512
 class Checked:
     """Largest relative error (root mean square) of the output and the gradients of q, k, v, and its limit.
 
-    `row_error` is that of the worst row, relative to its size. Both are infinite where there is no number. `where` is
-    the worst element: "output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
+    `row_error` is that of the worst row, relative to its size. Both are infinite for NaN. `where` is the worst element:
+    "output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
     """
 
     error: float
@@ -57,17 +57,16 @@ class AttentionProblem:
         self.grad_output, self.causal = tensors[3], causal
 
     def passes(self, attend: Attention) -> "Passes":
-        """Forward and backward of an implementation on these tensors."""
         return Passes(self, attend)
 
     @cached_property
     def reference(self) -> "Reference":
-        """Expected results; computed once, at the first use."""
+        """Expected results, computed at the first use."""
         return Reference(self)
 
 
 class Passes:
-    """The two passes of one implementation, one by one, so that each can be timed.
+    """Forward and backward of one implementation on a problem, as two steps that can be timed.
 
     A backward pass frees what its forward pass saved: alternatives in turn never hold two graphs.
     """
@@ -77,12 +76,12 @@ class Passes:
         self._output: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """The output, (..., sequence, head_dim)."""
+        """Return the output, (..., sequence, head_dim)."""
         self._output = self._attend(*self._problem.inputs, self._problem.causal)
         return self._output
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         assert self._output is not None, "a backward pass follows its forward pass"
         output, self._output = self._output, None
         return torch.autograd.grad(output, self._problem.inputs, self._problem.grad_output)
@@ -92,9 +91,8 @@ class Passes:
         self._output = None
 
     def run_checked(self) -> list[Tensor]:
-        """Output and gradients of q, k, v, for `check`."""
-        output = self.forward().detach()
-        return [output, *self.backward()]
+        """Return output and gradients of q, k, v, for `check`."""
+        return [self.forward().detach(), *self.backward()]
 
 
 class Reference:
@@ -109,15 +107,11 @@ class Reference:
                 part = [q[rows], k, v, grad[rows]]
                 mask = torch.arange(len(k), device=q.device) <= rows[:, None] if problem.causal else None
                 exact = [x.double() for x in part]
-                sums = (
-                    (self.results, _attend(exact, mask)),
-                    (sdpa, _attend(part, mask)),
-                    (squares, _squares(exact, mask)),
-                )
-                for totals, terms in sums:
-                    for total, term in zip(totals[:2], terms[:2], strict=True):  # of queries
+                pairs = ((self.results, _attend(exact, mask)), (sdpa, _attend(part, mask)))
+                for totals, terms in (*pairs, (squares, _squares(exact, mask))):
+                    for total, term in zip(totals[:2], terms[:2], strict=True):  # output and gradient of q
                         total[sequence, rows] = term.double()
-                    for total, term in zip(totals[2:], terms[2:], strict=True):  # of keys
+                    for total, term in zip(totals[2:], terms[2:], strict=True):  # gradients of k and v
                         total[sequence] += term
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
@@ -127,31 +121,27 @@ class Reference:
     def compare(self, results: list[Tensor]) -> tuple[float, float, str]:
         """Error of all rows, error of the worst row, and the place of its worst element."""
         error, row_error, where = 0.0, 0.0, ""
-        for index, mine in enumerate(results):
-            exact = self.results[index]
-            difference = mine.detach().reshape(exact.shape).double() - exact
-            error = max(error, _number(difference.norm() / exact.norm()))
-            by_row = (difference.norm(dim=-1) / self._sizes[index]).nan_to_num(math.inf, posinf=math.inf)
+        for name, result, exact, sizes in zip(TENSORS, results, self.results, self._sizes, strict=False):
+            got = result.detach().reshape(exact.shape).double()
+            difference = got - exact
+            error = max(error, float((difference.norm() / exact.norm()).nan_to_num(math.inf)))
+            by_row = (difference.norm(dim=-1) / sizes).nan_to_num(math.inf, posinf=math.inf)
             if float(by_row.max()) > row_error:
                 row_error = float(by_row.max())
                 sequence, row = divmod(int(by_row.argmax()), by_row.shape[-1])
                 element = int(difference[sequence, row].abs().nan_to_num(math.inf).argmax())
-                expected, got = (float(x.reshape(exact.shape)[sequence, row, element]) for x in (exact, mine))
-                where = f"{TENSORS[index]}, sequence {sequence}, row {row}, element {element}: "
-                where += f"expected {expected:.4g}, got {got:.4g}"
+                place = sequence, row, element
+                where = f"{name}, sequence {sequence}, row {row}, element {element}: "
+                where += f"expected {float(exact[place]):.4g}, got {float(got[place]):.4g}"
         return error, row_error, where
 
 
 def check(problem: AttentionProblem, results: list[Tensor]) -> Checked:
-    """Compare what `Passes.run_checked` returned, or the output alone, with the problem's reference."""
+    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's reference."""
     if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
         return Checked(math.inf, 0, math.inf, 0, f"expected the shape {tuple(problem.q.shape)}, got {unlike[0]}")
     error, row_error, where = problem.reference.compare(results)
     return Checked(error, problem.reference.limit, row_error, problem.reference.row_limit, where)
-
-
-def _number(x: Tensor) -> float:
-    return math.inf if x.isnan() else float(x)
 
 
 def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
@@ -171,6 +161,6 @@ def _squares(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
     by_value = grad @ v.T
     delta = (probabilities * by_value).sum(-1, keepdim=True)
     # the terms of the scores' gradient nearly cancel in some places
-    of_scores = (probabilities * (by_value.abs() + delta.abs()) * softmax_scale(q)).square()
+    by_score = (probabilities * (by_value.abs() + delta.abs()) * softmax_scale(q)).square()
     weights, (q2, k2, v2, grad2) = probabilities.square(), (x.square().sum(-1) for x in tensors)
-    return [weights @ v2, of_scores @ k2, of_scores.T @ q2, weights.T @ grad2]
+    return [weights @ v2, by_score @ k2, by_score.T @ q2, weights.T @ grad2]

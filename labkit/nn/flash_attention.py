@@ -1,20 +1,28 @@
 """FlashAttention-2 in Triton: checks the inputs, chooses tiles, launches the kernels.
 
 The forward pass saves q, k, v, the output and one float32 logsumexp per query; the backward pass recomputes the
-probabilities from it.  Memory is linear in the sequence.  Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
-The kernels: `flash_kernels.py`, `flash_backward_kernels.py`.  The same in plain PyTorch: `tiled_attention.py`.
+probabilities from it. Memory is linear in the sequence. Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
+The kernels: `flash_kernels.py` (forward), `flash_backward_kernels.py`. In plain PyTorch: `tiled_attention.py`.
 
-Runs on CUDA GPUs from compute capability 8.0, and anywhere under Triton's interpreter (TRITON_INTERPRET=1 set
-before Triton is imported), which is for tests: correct, and thousands of times slower.  Before a tile's first use on a
-device its results are compared with float64; a tile that is wrong, or does not compile there, is left out.
+Runs on CUDA GPUs of compute capability 8.0 and above, and anywhere under Triton's interpreter (TRITON_INTERPRET=1 set
+before Triton is imported), which is for tests: correct, and thousands of times slower.
+
+Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the machine code. A
+tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits shared and tensor memory. The first
+comes nearest to the tensor cores' peak by the rates of all units. A smaller one follows for short sequences, which have
+fewer blocks than the GPU has multiprocessors. Before a tile's first use on a device its results are compared with
+float64; a tile that is wrong, or does not compile there, is left out.
 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
 
+import csv
 import functools
 import math
 import warnings
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,18 +40,17 @@ from labkit.nn.attention import (
     query_group,
     softmax_scale,
 )
-from labkit.nn.flash_tiles import DELTA_TILE, INTERPRETER_TILES, Tile, kernel_constants, padded, tiles_for
-from labkit.nn.triton_launches import no_launch_reason
 
 HEAD_DIMS = range(16, 257)
-"""Head dimensions the kernels take.  One that is not a power of two is padded to the next inside the kernel."""
-
+"""Head dimensions the kernels take. One that is not a power of two is padded to the next inside the kernel."""
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
+PRECISION = "tf32x3"
+"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers and three of the four products are
+summed, which drops 2**-22 of a product. bf16x3 would need fewer registers, but drops 2**-16: not float32."""
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
-
 KERNELS: dict[str, Any] = {
     "forward": flash_kernels.forward_kernel,
     "grad_kv": flash_backward_kernels.grad_kv_kernel,
@@ -51,19 +58,47 @@ KERNELS: dict[str, Any] = {
 }
 
 
+class Tile(NamedTuple):
+    """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
+
+    With `specialize`, separate warps load tiles in the forward kernel's main loop.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    specialize: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{' special' * self.specialize}"
+
+    def constants(self) -> dict[str, int]:
+        """Compile-time arguments of a kernel."""
+        blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        return blocks | ({"WARP_SPECIALIZE": 1} if self.specialize else {})
+
+
+DELTA_TILE = Tile(64, 0, 4, 1)
+"""`delta_kernel` reads two tiles and adds: its size matters little."""
+INTERPRETER_TILES = {"forward": Tile(64, 32, 4, 1), "grad_kv": Tile(32, 64, 4, 1), "grad_q": Tile(64, 32, 4, 1)}
+"""Small, so that short sequences have full, diagonal and ragged blocks; a program's own block is the larger one."""
+
+
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
     float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in
-    float32).  Deterministic.
-    Inputs that are not contiguous are copied.  ValueError for inputs that do not fit together.
+    float32). Deterministic. Inputs that are not contiguous are copied. ValueError for inputs that do not fit together.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-        _check(q, k, v, scale)
+        check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
+        if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
+            raise ValueError(reason)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
-        output, logsumexp = _forward(q, k, v, causal, scale)
+        output, logsumexp = run_forward(q, k, v, causal, scale)
         ctx.save_for_backward(q, k, v, output.data, logsumexp)
         ctx.watch = VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
@@ -74,25 +109,18 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         if ctx.watch.is_modified:
-            output, _ = _forward(q, k, v, ctx.causal, ctx.scale)
+            output, _ = run_forward(q, k, v, ctx.causal, ctx.scale)
         grad_output = grad_output.contiguous()
         inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
-        return _grad_q(inputs, ctx.causal, ctx.scale), *_grad_kv(inputs, ctx.causal, ctx.scale), None, None
+        (grad_q,) = _gradients("grad_q", inputs, ctx.causal, ctx.scale)
+        grad_k, grad_v = _gradients("grad_kv", inputs, ctx.causal, ctx.scale)
+        return grad_q, grad_k, grad_v, None, None
 
 
 @torch.compiler.disable  # a compiled model calls the kernels as they are, at the price of a graph break
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
-    """Attention on the GPU, differentiable: `FlashAttention.apply`.  `scale` defaults to 1 / sqrt(D)."""
+    """Attention on the GPU, differentiable: `FlashAttention.apply`. `scale` defaults to 1 / sqrt(D)."""
     return FlashAttention.apply(q, k, v, causal, scale)
-
-
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q) in float32."""
-    _check(q, k, v, scale)
-    output, logsumexp = _forward(q.contiguous(), k.contiguous(), v.contiguous(), causal, scale)
-    return output, logsumexp * math.log(2)
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -110,39 +138,28 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
-    return no_launch_reason()
+    return None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
-    if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
-        raise ValueError(reason)
+# ------------------------------------------------------------------------------------------ launches
 
 
-# ------------------------------------------------------------------------------------------- passes
-
-
-def _forward(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the logsumexp in base 2, of contiguous tensors; `tile` replaces the autotuned ones."""
+    """Output (..., Q, D), and the logsumexp in base 2 (..., Q), of contiguous tensors; `tile` replaces tuned ones."""
     output, logsumexp = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     _launch("forward", (q, k, v, output, logsumexp), causal, scale, tile)
     return output, logsumexp
 
 
-def _grad_q(inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None) -> Tensor:
-    grad_q = torch.empty_like(inputs[0])
-    _launch("grad_q", (*inputs, grad_q), causal, scale, tile)
-    return grad_q
-
-
-def _grad_kv(
-    inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    grad_k, grad_v = torch.empty_like(inputs[1]), torch.empty_like(inputs[1])
-    _launch("grad_kv", (*inputs, grad_k, grad_v), causal, scale, tile)
-    return grad_k, grad_v
+def _gradients(
+    name: str, inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None
+) -> tuple[Tensor, ...]:
+    """dQ, or dK and dV, from q, k, v, dO, the logsumexp and delta."""
+    results = tuple(torch.empty_like(x) for x in (inputs[:1] if name == "grad_q" else inputs[1:3]))
+    _launch(name, (*inputs, *results), causal, scale, tile)
+    return results
 
 
 def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
@@ -150,15 +167,12 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     queries, head_dim = output.shape[-2:]
     delta = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     programs = delta.numel() // queries * triton.cdiv(queries, DELTA_TILE.block_q)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
     with torch.cuda.device_of(output):
         flash_backward_kernels.delta_kernel[(programs,)](
             output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps
         )
     return delta
-
-
-# ------------------------------------------------------------------------------------------- launch
 
 
 def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None) -> None:
@@ -177,29 +191,58 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if tile is None and not INTERPRETED:
             tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
-            tuning = (_bucket(max(queries, keys), 512, 8192), _bucket(heads * length, 512, 2**20))
+            sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
+            # sizes share a tuning up to the next power of two: the best tile varies slowly
+            tuning = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
             _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
         else:
             tile = tile or INTERPRETER_TILES[name]
-            KERNELS[name][grid](*arguments, **constants, **tile.launch_options())
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            KERNELS[name][grid](*arguments, **constants, **tile.constants(), **options)
+
+
+def kernel_constants(
+    head_dim: int, dtype: torch.dtype, causal: bool, *, interpreted: bool, group: int = 1
+) -> dict[str, Any]:
+    """Compile-time arguments of the three kernels apart from the tile."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": _padded(head_dim),
+        "GROUP": group,
+        "CAUSAL": causal,
+        "PRECISION": PRECISION if dtype == torch.float32 else "tf32",  # Triton ignores it for half precision
+        "INTERPRETED": interpreted,
+    }
+
+
+def _padded(head_dim: int) -> int:
+    """BLOCK_D: the power of two that holds the head dimension."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+# --------------------------------------------------------------------------------------------- tiles
+
+
+def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
+
+    A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have tables of their own. All other GPUs from 8.6 have
+    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too.
+    """
+    gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "A100" if capability == (8, 0) else "other")
+    key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, _padded(head_dim)))]
+    with Path(__file__).with_name("flash_tiles.csv").open() as file:
+        return tuple(Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key)
 
 
 @functools.cache
-def _autotuned(name: str, tiles: tuple[Tile, ...], tuning: tuple[int, int]) -> Any:
+def _autotuned(name: str, tiles: tuple[Tile, ...], tuning: tuple[int, ...]) -> Any:
     """The kernel with Triton's autotuner, for a length and a number of rows, hence of programs.
 
     It times each tile once per mask, head dimension, group and dtype.
     """
     configs = [triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages) for tile in tiles]
     return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(KERNELS[name])
-
-
-def _bucket(size: int, smallest: int, largest: int) -> int:
-    """Sizes that share a tuning: the power of two at or above; the best tile varies slowly."""
-    return min(max(smallest, triton.next_power_of_2(size)), largest)
-
-
-# -------------------------------------------------------------------------------- tiles against float64
 
 
 @functools.cache
@@ -209,30 +252,26 @@ def _correct_tiles(
     """The kernel's tiles that agree with float64 on `device`; RuntimeError if none does."""
     tiles = tiles_for(name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device))
     faults = {tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles}
-    what = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
+    kernel = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
     for tile, fault in faults.items():
         if fault:
-            warnings.warn(f"{what}: tile {tile} is left out: {fault}", stacklevel=2)
+            warnings.warn(f"{kernel}: tile {tile} is left out: {fault}", stacklevel=2)
     if correct := tuple(tile for tile, fault in faults.items() if not fault):
         return correct
-    raise RuntimeError(f"{what}: no tile can be used: {'; '.join(filter(None, faults.values()))}")
+    raise RuntimeError(f"{kernel}: no tile can be used: {'; '.join(filter(None, faults.values()))}")
 
 
 def _tile_fault(
     name: str, tile: Tile, head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
 ) -> str | None:
     """Compare a kernel with this tile with float64 on a small problem: the reason against it, or None."""
-    inputs, expected = _probe(head_dim, group, dtype, causal, device)
+    (q, k, v, grad_output, output, logsumexp), expected = _probe(head_dim, group, dtype, causal, device)
     try:
         if name == "forward":
-            q, k, v, *_ = inputs
-            results: tuple[Tensor, ...] = _forward(q, k, v, causal, None, tile)
+            results: tuple[Tensor, ...] = run_forward(q, k, v, causal, None, tile)
         else:
-            q, k, v, grad_output, output, logsumexp = inputs
             saved = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
-            results = (
-                _grad_kv(saved, causal, None, tile) if name == "grad_kv" else (_grad_q(saved, causal, None, tile),)
-            )
+            results = _gradients(name, saved, causal, None, tile)
     except Exception as error:  # of several types, by what fails: compilation, resources, launch
         return str(error).partition("\n")[0] or type(error).__name__
     limit = max(2 * torch.finfo(dtype).eps, 2**-17)

@@ -1,9 +1,9 @@
 """Triton kernels of the FlashAttention-2 backward pass.
 
 Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 2, split in three: `delta_kernel` (its line 4),
-`grad_kv_kernel` over key blocks and `grad_q_kernel` over query blocks.  Scores are computed once more that way, but
-nothing is added atomically: the gradients are deterministic.  Letters, layout and techniques as in
-`flash_kernels.py`; the same in plain PyTorch: `tiled_backward` in `tiled_attention.py`.  For each tile:
+`grad_kv_kernel` over key blocks and `grad_q_kernel` over query blocks. Scores are computed once more that way, but
+nothing is added atomically: the gradients are deterministic. Letters, layout and techniques as in
+`flash_kernels.py`; the same in plain PyTorch: `tiled_backward` in `tiled_attention.py`. For each tile:
 
     P = exp2(scale * log2(e) * Q K^T - logsumexp)      dS = P * (dO V^T - delta)      delta = rowsum(dO * O)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
@@ -51,7 +51,7 @@ def _grad_kv_blocks(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the query blocks [first, last).  Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
+    """Add the contribution of the query blocks [first, last). Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     for q_start in range(first, last, BLOCK_Q):
         q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)

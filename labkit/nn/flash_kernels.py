@@ -1,25 +1,25 @@
 """Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1.  `flash_backward_kernels.py` is algorithm 2,
-`flash_attention.py` launches both, and `flash_tiles.py` holds their tile sizes.  `tiled_attention.py` is the same
-in plain PyTorch, with the same names; read it first.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1. `flash_backward_kernels.py` is algorithm 2, and
+`flash_attention.py` launches both. `tiled_attention.py` is the same in plain PyTorch, with the same names; read it
+first.
 
 Dimension letters (see `attention.py` for the definition of causal):
 
     Q  queries    BLOCK_Q  queries in a tile      D  head dimension, HEAD_DIM
     K  keys       BLOCK_K  keys in a tile         BLOCK_D  the power of two that holds it
 
-All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one.  GROUP query
-heads share a head of keys and values.  The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
+All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one. GROUP query
+heads share a head of keys and values. The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
 Plain masked pointers only, for Triton 3.6 to 3.9.
 
-What makes them fast, beyond the algorithm:
+Techniques beyond the algorithm:
 
-* exp2: the hardware's exponential has base 2.  Scores are scaled by scale * log2(e) in the subtraction of the
-  maximum, one fused multiply-add.
+* exp2: the hardware's exponential has base 2. Scores are scaled by scale * log2(e) as the maximum is subtracted, in one
+  fused multiply-add.
 * Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
-* Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds; a second
-  one visits the diagonal and the ragged end, in half as large blocks, which leave registers for the mask.
+* Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds. A second
+  loop visits the diagonal and the ragged end, in blocks half as large, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
 * Data center Blackwell: separate warps load tiles in the loop over full blocks (WARP_SPECIALIZE).
 """
@@ -36,12 +36,9 @@ LENGTHS = ("queries", "keys")
 """Arguments whose values a kernel is not specialized for: HEAD_DIM alone aligns the rows."""
 
 
-# ------------------------------------------------------------------------------------------ helpers
-
-
 @triton.jit
 def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Start within the sequence, and head, of this program.  Programs of a head are neighbors: they share L2."""
+    """Start within the sequence, and head, of this program. Programs of a head are neighbors: they share L2."""
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -73,7 +70,7 @@ def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_
 def load_tile(
     pointer, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds.  Without RAGGED all rows must exist."""
+    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds. Without RAGGED all rows must exist."""
     pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
     if RAGGED or BLOCK_D != HEAD_DIM:
         return tl.load(pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0)
@@ -149,9 +146,6 @@ def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUS
         return tl.minimum(q_start, keys) // BLOCK_K * BLOCK_K, tl.minimum(q_start + BLOCK_Q, keys)
     else:
         return keys // BLOCK_K * BLOCK_K, keys
-
-
-# ------------------------------------------------------------------------------------------ forward
 
 
 @triton.jit

@@ -1,16 +1,12 @@
 """FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the sequence.
 
-The matrix of scores is never built.  It is visited in tiles of `block_q` queries by `block_k` keys that stay
-in cache, and the softmax is carried along a row of tiles ("online"): a running maximum, a running sum, and an
-output that is rescaled when the maximum grows.  The backward pass recomputes the tiles from the logsumexp.
+The matrix of scores is never built. It is visited in tiles of `block_q` queries by `block_k` keys that stay in cache.
+The softmax is carried along a row of tiles ("online"): a running maximum, a running sum, and an output that is rescaled
+when the maximum grows. The backward pass recomputes the tiles from the logsumexp.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1, `tiled_backward` is
-algorithm 2 (section 3.1).  The Triton kernels in `flash_kernels.py` have the same structure and names.
-
-Dimension letters (see `attention.py` for the definition of causal):
-
-    B  all leading dimensions in one        Q  queries     block_q  queries in a tile
-    D  head dimension                       K  keys        block_k  keys in a tile
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1, `tiled_backward` algorithm 2. The
+Triton kernels in `flash_kernels.py` have the same structure and names. Dimension letters: B, all leading dimensions in
+one, and Q, K, D as in `attention.py`.
 """
 
 import math
@@ -33,8 +29,8 @@ from labkit.nn.attention import (
 class TiledAttention(torch.autograd.Function):
     """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64).  Saves q, k, v,
-    the output and one logsumexp (..., Q).  ValueError for inputs that do not fit together.
+    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64). Saves q, k, v, the
+    output and one logsumexp (..., Q). ValueError for inputs that do not fit together.
     """
 
     @staticmethod
@@ -67,7 +63,7 @@ def tiled_forward(
     q, k, v, output = map(_flatten, (q, k, v, whole_output))  # (B, Q, D), (B / group, K, D)
     logsumexp = whole_logsumexp.view(q.shape[:2])
     side = tile_side(q)
-    scores_buffer = _tile_buffer(q, side, dtype)
+    scores_buffer = torch.empty(len(q) * side * side, dtype=dtype, device=q.device)
 
     with torch.autocast(q.device.type, enabled=False):
         for rows in _blocks(0, q.shape[1], side):
@@ -75,7 +71,8 @@ def tiled_forward(
             row_max = torch.full_like(q_block[..., :1], -math.inf)
             row_sum = torch.zeros_like(row_max)
             accumulator = torch.zeros_like(q_block)
-            for columns in _blocks(0, _last_key(rows, k, causal), side):
+            visible = min(k.shape[1], rows.stop) if causal else k.shape[1]  # hidden tiles are not visited
+            for columns in _blocks(0, visible, side):
                 k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
                 scores = _view(scores_buffer, q_block, k_block)
                 torch.bmm(q_block, k_block.transpose(1, 2), out=scores)
@@ -103,7 +100,7 @@ def tiled_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from the tensors that the forward pass saved.  delta = rowsum(dO * O); for each tile:
+    """Gradients of q, k and v from the tensors that the forward pass saved. delta = rowsum(dO * O); for each tile:
 
     P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
@@ -114,16 +111,16 @@ def tiled_backward(
     grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # an accumulator: every key block adds to it
     grad_k, grad_v = (torch.empty_like(k, memory_format=torch.contiguous_format) for _ in range(2))
     minus_logsumexp = logsumexp.reshape(*q.shape[:2], 1).neg()
-    minus_delta = _rowsum_of_product(grad_output, output, dtype).neg_()
+    minus_delta = (grad_output.to(dtype) * output).sum(-1, keepdim=True).neg_()
     side = tile_side(q)
-    p_buffer, ds_buffer = _tile_buffer(q, side, dtype), _tile_buffer(q, side, dtype)
+    p_buffer, ds_buffer = torch.empty(2, len(q) * side * side, dtype=dtype, device=q.device)
 
     with torch.autocast(q.device.type, enabled=False):
         for columns in _blocks(0, k.shape[1], side):
             k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
             k_block = k_block * scale
             grad_k_block, grad_v_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
-            for rows in _blocks(_first_query(columns, side, causal), q.shape[1], side):
+            for rows in _blocks(columns.start // side * side if causal else 0, q.shape[1], side):
                 q_block, grad_block = q[:, rows].to(dtype), grad_output[:, rows].to(dtype)
                 p, ds = _view(p_buffer, q_block, k_block), _view(ds_buffer, q_block, k_block)
                 torch.baddbmm(minus_logsumexp[:, rows], q_block, k_block.transpose(1, 2), out=p)
@@ -153,16 +150,6 @@ def _key_block(x: Tensor, columns: slice, dtype: torch.dtype, group: int) -> Ten
     return x[:, columns].to(dtype).repeat_interleave(group, 0) if group > 1 else x[:, columns].to(dtype)
 
 
-def _last_key(rows: slice, k: Tensor, causal: bool) -> int:
-    """End of the keys that the queries in `rows` see: what lies beyond is never visited."""
-    return min(k.shape[1], rows.stop) if causal else k.shape[1]
-
-
-def _first_query(columns: slice, side: int, causal: bool) -> int:
-    """Start of the first query block that sees the keys in `columns`."""
-    return columns.start // side * side if causal else 0
-
-
 def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
     """Set the scores of keys after their query to -inf; blocks below the diagonal have none."""
     if columns.stop - 1 > rows.start:
@@ -170,29 +157,17 @@ def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
         scores.masked_fill_(future.triu_(rows.start - columns.start + 1), -math.inf)
 
 
-def _rowsum_of_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """rowsum(a * b) as (B, Q, 1), by blocks of queries: widening needs memory for one block only."""
-    sums = torch.empty(*a.shape[:2], 1, dtype=dtype, device=a.device)
-    for rows in _blocks(0, a.shape[1], tile_side(a)):
-        sums[:, rows] = (a[:, rows].to(dtype) * b[:, rows]).sum(-1, keepdim=True)
-    return sums
-
-
 def tile_side(q: Tensor) -> int:
     """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of fixed size.
 
-    CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; the side is kept between
-    64 (below, the Python loop costs more than the arithmetic) and 512.  Measured on 2 cores of an EPYC,
-    forward and backward at B 1, Q = K = 4096, D 64: side 512 0.18 s, 256 0.20 s, 128 0.27 s; explicit
-    attention 0.50 s.  A GPU wants enough work in each launch instead: 2**24 scores, side 256 to 2048; untuned.
+    CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side of 64 the Python loop
+    costs more than the arithmetic. Measured on 2 cores of an EPYC, forward and backward at B 1, Q = K = 4096, D 64:
+    side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive attention 0.50 s. A GPU needs enough work in each launch instead:
+    2**24 scores, side 256 to 2048; untuned.
     """
     scores, smallest, largest = (2**19, 64, 512) if q.device.type == "cpu" else (2**24, 256, 2048)
     side = 2 ** int(math.log2(math.sqrt(scores / q.shape[0])))
     return max(smallest, min(side, largest))
-
-
-def _tile_buffer(q: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(q.shape[0] * side * side, dtype=dtype, device=q.device)
 
 
 def _view(buffer: Tensor, q_block: Tensor, k_block: Tensor) -> Tensor:

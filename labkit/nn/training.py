@@ -1,4 +1,4 @@
-"""One training step of a Transformer, in the parts that the labs time, trace and weigh.
+"""Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
 
     step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
     step.forward(); step.backward(); step.optimizer_step()       or  step.run()
@@ -7,27 +7,31 @@ The three phases are named ranges ("forward", "backward", "optimizer") for `torc
 `torch.autograd.profiler.emit_nvtx()`, for Nsight Systems.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.profiler import record_function
 
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.attention import Attention, naive_attention
 from labkit.nn.transformer import Transformer, language_model_loss
+from labkit.nn.vision import ResNet50
 
-PHASES = ("forward", "backward", "optimizer")
-AUTOCAST_DTYPES: Mapping[str, torch.dtype | None] = {
-    "float32": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+AUTOCAST_DTYPES: Mapping[str, torch.dtype | None]
+AUTOCAST_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RESNET50 = "resnet50"
+RESNET50_PARAMETERS = 25_557_032
+CLASSES = 1000
 
 
 class Trained(NamedTuple):
-    """A model and what it is trained with: `loss(model(inputs), targets)` is a scalar."""
+    """A model with its batch and loss: `loss(model(inputs), targets)` is a scalar."""
 
     model: nn.Module
     inputs: Any
@@ -36,13 +40,12 @@ class Trained(NamedTuple):
 
 
 class TrainingStep:
-    """A model, AdamW and one batch: of a Transformer a random one of tokens (B, S), with parameters in float32.
+    """A Transformer with parameters in float32, AdamW and one random batch of tokens (B, S).
 
-    `source` may also be a function that makes a model and its batch on the default device; `batch`, `context_length`,
-    `attention` and `checkpoint_segment` are then its own business.
-    `precision` other than "float32" is autocast to that dtype, forward and loss (float16 without loss scaling: what
-    it does to the gradients is for the caller to look at). `compiled` wraps the model in `torch.compile`.
-    ValueError for an unknown precision or sizes that are not positive.
+    `source` may also be a function that builds a model and its batch on the default device; `batch`, `context_length`,
+    `attention` and `checkpoint_segment` are then ignored. A `precision` other than "float32" is autocast to that dtype,
+    forward and loss; float16 has no loss scaling. `compiled` wraps the model in `torch.compile`. ValueError for an
+    unknown precision or sizes that are not positive.
     """
 
     def __init__(
@@ -81,37 +84,37 @@ class TrainingStep:
         self.loss: Tensor | None = None
 
     def infer(self) -> Tensor:
-        """A forward pass that keeps nothing for a backward pass: the loss, a scalar."""
+        """Run a forward pass without a graph; return the loss, a scalar."""
         with torch.no_grad(), record_function("forward"):
             return self._compute_loss()
 
     def forward(self) -> Tensor:
-        """A forward pass; the loss, with its graph, stays until `backward`."""
+        """Run a forward pass; keep the loss with its graph until `backward`."""
         with record_function("forward"):
             self.loss = self._compute_loss()
         return self.loss
 
     def backward(self) -> None:
-        """Gradients of the last forward pass, added to what is there."""
+        """Accumulate the gradients of the last forward pass."""
         assert self.loss is not None, "forward comes first"
         with record_function("backward"):
             self.loss.backward()
         self.loss = None
 
     def optimizer_step(self) -> None:
-        """AdamW's update; the gradients are dropped afterwards."""
+        """Update by AdamW, then drop the gradients."""
         with record_function("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
     def run(self) -> None:
-        """One full step."""
+        """Run one full step."""
         self.forward()
         self.backward()
         self.optimizer_step()
 
     def drop_gradients(self) -> None:
-        """Forget gradients and any graph that waits for its backward pass."""
+        """Drop gradients and a graph that has not had its backward pass."""
         self.loss = None
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -129,9 +132,9 @@ def random_tokens(
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW as it runs by default on `device`: on CUDA on lists of parameters (foreach), elsewhere one by one.
+    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one elsewhere.
 
-    Said here and not left to torch, which takes lists only of real tensors: a step on fake ones would be another.
+    Left to itself, torch would take lists of real tensors and not of fake ones.
     """
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=device.type == "cuda")
 
@@ -139,3 +142,63 @@ def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.opt
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     """Gradients by parameter name; parameters without one are left out."""
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and a rank's batch: `build` returns an equal model each time, on its device; `loss` computes the loss."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module], Tensor]
+
+    def copied(self) -> "Workload":
+        """Build the model once and copy it from then on: drawing parameters takes ten times as long."""
+        return replace(self, build=partial(copy.deepcopy, self.build()))
+
+
+def build_workload(
+    source: TransformerShape | Callable[[], Trained] | type[ResNet50],
+    *,
+    batch: int,
+    context_length: int = 128,
+    image_size: int = 224,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Workload:
+    """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size, image_size), or the
+    model and batch that a function builds on the default device; it is called for every copy of the model.
+
+    `seed` decides the batch, and random numbers in the loss of a function's model; parameters are always the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    build: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    if isinstance(source, TransformerShape):
+        inputs, targets = random_tokens(source, batch, context_length, generator)
+        build, loss = partial(Transformer, source, context_length=context_length), language_model_loss
+    elif source is ResNet50:
+        inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
+        targets = torch.randint(CLASSES, (batch,), generator=generator)
+        build, loss = ResNet50, cross_entropy
+    else:
+        return _user_workload(cast(Callable[[], Trained], source), device, seed)
+    inputs, targets = inputs.to(device), targets.to(device)
+    return Workload(partial(_build, build, device), lambda model: loss(model(inputs), targets))
+
+
+def _user_workload(source: Callable[[], Trained], device: str, seed: int) -> Workload:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        _, inputs, targets, loss = source()
+
+    def compute_loss(model: nn.Module) -> Tensor:
+        torch.manual_seed(seed)  # equal dropout in every wrapper
+        return loss(model(inputs), targets)
+
+    return Workload(partial(_build, lambda: source().model, device), compute_loss)
+
+
+def _build(make: Callable[[], nn.Module], device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return make()

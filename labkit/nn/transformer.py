@@ -1,4 +1,4 @@
-"""The Transformer language model under study, and its named sizes. The attention is an argument.
+"""The Transformer language model under study; its attention is an argument.
 
     x = embedding(tokens)
     for each layer:   x = x + attend(norm(x));   x = x + swiglu(norm(x))          (pre-norm)
@@ -37,11 +37,10 @@ def shape_named(name: str) -> TransformerShape:
 class Transformer(nn.Module):
     """Tokens (B, S), int64, to logits (B, S, V).
 
-    `attention` is any function (q, k, v, causal) -> output of `labkit.nn.attention`. With `checkpoint_segment`
-    n > 0, only every n-th layer's input is kept for the backward pass, and the layers between are computed again
-    (Chen et al. 2016, arXiv:1604.06174). Built on the default device and in the default dtype (`with
-    torch.device("cuda"): ...`); lower precision comes from autocast, not from casting the module, whose rotation
-    tables would be cast too.
+    `attention` is any function (q, k, v, causal) -> output of `labkit.nn.attention`. With `checkpoint_segment` n > 0,
+    only every n-th layer's input is kept for the backward pass, and the layers between are recomputed (Chen et al.
+    2016, arXiv:1604.06174). Built on the default device and in the default dtype. For lower precision use autocast:
+    casting the module would cast its rotation tables, too.
     """
 
     def __init__(
@@ -128,9 +127,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
-        self.gate = Matrix(d_model, d_ff)
-        self.up = Matrix(d_model, d_ff)
-        self.down = Matrix(d_ff, d_model)
+        self.gate, self.up, self.down = Matrix(d_model, d_ff), Matrix(d_model, d_ff), Matrix(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
@@ -138,7 +135,7 @@ class SwiGLU(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, in at least float32, returned in the dtype of x."""
+    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, computed in at least float32, in the dtype of x."""
 
     def __init__(self, d_model: int, *, eps: float = 1e-5):
         super().__init__()
@@ -175,7 +172,7 @@ class RotaryPositions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the tables; called again for modules that were made on the meta device."""
+        """Fill the tables; called again for modules that were built on the meta device."""
         context_length, pairs_per_head = self.cosines.shape
         pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")  # not every device has it
         positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
@@ -184,7 +181,7 @@ class RotaryPositions(nn.Module):
         self.sines.copy_(angles.sin())
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions`, (S,), int64: those of x; None: from 0."""
+        """`positions`, (S,), int64, are those of x; by default from 0."""
         rows = slice(x.shape[-2]) if positions is None else positions
         cosines, sines = self.cosines[rows], self.sines[rows]
         even, odd = x[..., 0::2], x[..., 1::2]

@@ -1,7 +1,7 @@
-"""Image classifiers under study: ResNet-50, in the layout that everybody's checkpoints have, and a small net.
+"""Image classifiers under study: ResNet-50 and a small convolutional net.
 
 He et al. 2016, "Deep residual learning" (arXiv:1512.03385); the stride of a block is in its 3x3 convolution
-(version 1.5), as in the common implementations. Names of modules are theirs, so that a `state_dict` fits.
+(version 1.5). Module names are torchvision's, so public checkpoints fit.
 """
 
 import torch
@@ -64,7 +64,7 @@ class ResNet50(nn.Module):
 
 
 class SmallConvNet(nn.Module):
-    """The net of the published CIFAR-100 run: images (N, 3, 32, 32) to logits (N, classes).
+    """The network of the published CIFAR-100 run: images (N, 3, 32, 32) to logits (N, classes).
 
     Two 3x3 convolutions of 32 channels, 2x2 max-pooling, dropout, 6272 -> 128, batch norm without affine parameters,
     dropout, 128 -> classes; ReLU after each layer but the last. 825,988 parameters for 100 classes.

@@ -5,7 +5,7 @@
     torch.optim.AdamW(pipeline.parameters()).step()
 
 `labkit.parallel.pipeline_schedule` has the schedules, what they idle and hold, and why no message waits forever.
-`labkit.costs.communication.pipeline_calls` lists the messages of a step.
+A step sends every micro-batch's activations to the next stage, and their gradients to the stage before.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.bench import rates
-from labkit.bench.check import first_failing_rank, largest_difference, max_over_ranks, verdict
+from labkit.bench import check
+from labkit.bench.check import first_failing_rank, largest_difference, matrix_product, max_over_ranks, verdict
 from labkit.parallel.launch import run_ranks
 
 
@@ -45,13 +45,13 @@ def test_ranks_agree_on_what_any_of_them_found():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_matmul_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch, monkeypatch):
-    work = rates.matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
+    work = matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
     expected = ("ok", 2 * batch * 8 * 4 * 2, batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize)
     assert (work.check, work.flops, work.n_bytes) == expected
     right = torch.mm
     for wrong in (math.nan, 2.0**-12):  # as far off as TF32 is
-        monkeypatch.setattr(rates.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong))
-        assert rates.matrix_product("cpu", torch.float32, 64, 64, 64).check.startswith("wrong: error")
+        monkeypatch.setattr(check.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong))
+        assert matrix_product("cpu", torch.float32, 64, 64, 64).check.startswith("wrong: error")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,5 +64,5 @@ def test_the_check_lets_rounding_pass_whatever_the_order_of_additions(dtype):
         one_by_one += rows[:, k].float() * columns[:, k].float()
     exact = (rows.double() * columns.double()).sum(dim=1)
     error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
-    assert verdict(error, rates.rounding_limit(dtype, 8192)) == "ok"
+    assert verdict(error, check.rounding_limit(dtype, 8192)) == "ok"
     assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, "more than blocks are off by"

@@ -6,12 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.bench.sessions import combine_sessions
-from labkit.bench.statistics import with_verdicts
+from labkit.bench.statistics import combine_sessions, with_verdicts
 from tests.cases import thinned
 
 WITHIN = 0.04  # standard error of a logarithm, by the rounds of one session
-COLUMNS = ["setting", "alternative", "session", "ratio", "low", "high", "p", "rounds"]
+COLUMNS = ["setting", "alternative", "session", "ratio", "low", "high", "p"]
 NONE = "no difference shown"
 SPREADS = {
     "none": lambda rng, n: np.zeros(n),
@@ -26,7 +25,7 @@ def _frame(logs):
     """Rows with these logarithms, (settings, sessions, alternatives)."""
     places = np.array(list(np.ndindex(logs.shape)))[:, [0, 2, 1]]
     bounds = [np.exp(logs.ravel() + z * WITHIN) for z in (0, -1.96, 1.96)]
-    return pd.DataFrame([(*place, *row, 0.5, 8) for place, row in zip(places, zip(*bounds, strict=True), strict=True)],
+    return pd.DataFrame([(*place, *row, 0.5) for place, row in zip(places, zip(*bounds, strict=True), strict=True)],
                         columns=COLUMNS)  # fmt: skip
 
 

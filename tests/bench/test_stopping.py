@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from labkit.bench import clock, stopping
-from labkit.bench.clock import time_interleaved
+from labkit.bench import clock
+from labkit.bench.clock import MIN_ROUNDS, Stopping, time_interleaved
 from labkit.bench.intervals import estimate_paired
-from labkit.bench.stopping import MIN_ROUNDS, Stopping
 from labkit.parallel.launch import run_ranks
 
 MOST = 60
@@ -17,7 +16,7 @@ def _rounds(times, *, most=MOST, ratio_within=0.05, rounds_s=1e9):
     """How many of these rounds are taken: `times`, (alternatives, rounds)."""
     rule = Stopping(ratio_within, rounds_s)
     for n in range(1, most):
-        if rule.is_enough({str(name): {"all": list(one[:n])} for name, one in enumerate(times)}, "cpu"):
+        if rule.is_enough({str(name): {"all": list(one[:n])} for name, one in enumerate(times)}):
             return n
     return most
 
@@ -39,8 +38,8 @@ def test_the_noisiest_of_all_alternatives_decides_and_each_part_counts():
     assert _rounds(np.concatenate([steady, noisy[:1]])) == MOST
     rule = Stopping(0.05, 1e9)
     parts = {"a": {"forward": steady[0, :20], "backward": noisy[0, :20]}, "b": {"forward": steady[1, :20]}}
-    assert not rule.is_enough(parts, "cpu")
-    assert Stopping(0.05, 1e9).is_enough({name: {"forward": of["forward"]} for name, of in parts.items()}, "cpu")
+    assert not rule.is_enough(parts)
+    assert Stopping(0.05, 1e9).is_enough({name: {"forward": of["forward"]} for name, of in parts.items()})
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,7 +50,7 @@ def test_where_the_ratio_lies_has_no_part_in_it(seed):
 
 def test_time_ends_rounds_once_there_is_an_interval(monkeypatch):
     now = iter(range(10**6))
-    monkeypatch.setattr(stopping.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
     assert _rounds(_noise(0.5), rounds_s=0.5) == 6
     assert _rounds(_noise(0.5), rounds_s=3.5, ratio_within=0.0) == 13  # looks at 6, 8, 10, 13
     assert _rounds(_noise(0.0), ratio_within=0.0, rounds_s=float("inf")) == MOST

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from labkit.bench import trace as trace_module
 from labkit.bench.kernel_names import FAMILIES, family_of, short_name
-from labkit.bench.trace import profile_call, read_events, sum_up
+from labkit.bench.trace import profile_call, read_events
 
 
 def _event(name, start_us, duration_us, category="cpu_op", thread=1, **arguments):
@@ -59,8 +58,7 @@ def test_times_add_up_nothing_counts_twice_and_ranges_hold_what_starts_in_them_o
         "forward",
         "",
     ]
-    sums = sum_up(events, lambda event: (event.family,))
-    assert (sums["matmul",].calls, sums["matmul",].seconds) == (2, pytest.approx(90e-6))
+    assert sum(event.self_s for event in events if event.family == "matmul") == pytest.approx(90e-6)
     assert read_events(_trace()) == []
 
 
@@ -151,7 +149,7 @@ def test_short_names_tell_kernels_apart(name, short):
     assert short_name(name) == short
 
 
-def test_a_real_profile_adds_up_to_the_clock_and_names_no_machine():
+def test_a_real_profile_has_the_operators_in_their_ranges():
     a = torch.randn(300, 300, requires_grad=True)
 
     def call():
@@ -161,16 +159,16 @@ def test_a_real_profile_adds_up_to_the_clock_and_names_no_machine():
             loss.backward()
 
     call()
-    profile = profile_call(call, before=lambda: torch.ones(8).exp())
-    assert {"aten::mm", "aten::_softmax", "aten::exp", "backward"} <= {event.name for event in profile.events}
-    products = [event for event in profile.events if event.name == "aten::mm"]
-    assert {event.within(("forward", "backward")) for event in products} == {"forward", "backward"}
-    assert sum(event.self_s for event in profile.events if event.ranges) <= profile.seconds  # "before" is not timed
-    assert set(profile.trace) == {"schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents"}
+    events = profile_call(call, before=lambda: torch.ones(8).exp())
+    assert {"aten::mm", "aten::_softmax", "aten::exp", "backward"} <= {event.name for event in events}
+    matmuls = [event for event in events if event.name == "aten::mm"]
+    assert {event.within(("forward", "backward")) for event in matmuls} == {"forward", "backward"}
+    longest = max(event.start_s + event.duration_s for event in events)
+    assert 0 < sum(event.self_s for event in events if event.ranges) <= longest
 
 
 def test_a_profile_of_a_gpu_without_kernels_is_refused(monkeypatch):
     """CUPTI may give none: what the host did must not pass for what the GPU did."""
-    monkeypatch.setattr(trace_module, "time_interleaved", lambda actions, **_: {"call": [actions["call"]() or 1.0]})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with pytest.raises(RuntimeError, match="no GPU kernel"):
-        profile_call(lambda: torch.ones(2).sum() and None, device="cuda")
+        profile_call(lambda: torch.ones(2).sum(), device="cuda")

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
@@ -12,47 +11,30 @@ from labkit.costs.communication import MessageCost
 from tests.calibrated import BYTES_PER_S, CALL_S, FLOPS_PER_S, made_up
 
 
-def _operator(flops, n_bytes, dtype="float32"):
-    return SimpleNamespace(flops=flops, n_bytes=n_bytes, dtype=dtype)
-
-
 def test_an_operator_takes_its_call_its_arithmetic_or_its_memory():
-    rates = made_up().of_ranks()
+    rates = made_up().rates_on("cpu")
     assert rates.operator_s(0, 4) == pytest.approx(CALL_S, rel=0.02)
     assert rates.operator_s(0, 1e9) == pytest.approx(1e9 / BYTES_PER_S, rel=0.02)
     assert rates.operator_s(1e10, 1e6) == pytest.approx(1e10 / FLOPS_PER_S, rel=0.02)
     assert rates.operator_s(1e6, 1e8) == pytest.approx(1e8 / BYTES_PER_S, rel=0.02)
     assert math.isnan(rates.operator_s(1e10, 1e6, "float16"))  # its products were not measured: no prediction
     assert rates.operator_s(0, 1e9, "float16") == rates.operator_s(0, 1e9)
-    three = [_operator(0, 1e9), _operator(1e10, 1), _operator(0, 4)]
-    assert made_up().operators_s(three) == pytest.approx(0.2, rel=0.02)
-
-
-def test_ranks_beyond_the_cores_share_them():
-    machine = made_up()
-    assert machine.operators_s([_operator(1e10, 1)], ranks=2) == pytest.approx(0.2, rel=0.02)
-    assert machine.operators_s([_operator(1e10, 1)], ranks=4) == pytest.approx(0.4, rel=0.02)
-    # one rank computed with all eight threads; each of four has two
-    assert made_up(cores=8, ranks=(1,)).operators_s([_operator(1e10, 1)], ranks=4) == pytest.approx(0.4, rel=0.02)
-    with pytest.raises(ValueError, match="expected a device"):
-        machine.of_ranks(1, "cuda")
+    for machine, device in ((made_up(), "cuda"), (made_up(ranks=(2,)), "cpu")):
+        assert not machine.has_rates(device)
+        with pytest.raises(ValueError, match="expected a device"):
+            machine.rates_on(device)
 
 
 def test_operators_under_autograd_cost_more_than_calls_in_a_row():
-    plain = made_up().of_ranks()
-    assert plain.under_autograd_s(100) == 0  # an older run
+    plain = made_up().rates_on("cpu")
+    assert plain.autograd_s(100) == 0  # an older run
     rates = replace(plain, autograd=Autograd(begin_s=5e-5, operator_s=3e-6))
-    assert rates.under_autograd_s(100) == pytest.approx(5e-5 + 100 * (3e-6 - rates.call_s))
-    assert rates.under_autograd_s(100, begin=False) == pytest.approx(100 * (3e-6 - rates.call_s))
-    machine = replace(made_up(), rates=(rates,))
-    assert machine.of_ranks(4).under_autograd_s(100) == pytest.approx(4 * rates.under_autograd_s(100))
-    more = replace(machine, rates=(rates, replace(plain, ranks=4)))
-    assert more.of_ranks(4).autograd == rates.autograd  # measured of fewer ranks only
-    adapter = TypeAdapter(Calibration)
-    assert adapter.validate_json(adapter.dump_json(machine)) == machine
+    call_s = rates.operator_s(0, 1)
+    assert rates.autograd_s(100) == pytest.approx(5e-5 + 100 * (3e-6 - call_s))
+    assert rates.autograd_s(100, begin=False) == pytest.approx(100 * (3e-6 - call_s))
 
 
-def test_a_way_costs_its_call_its_messages_and_its_bytes():
+def test_a_transport_costs_its_call_its_messages_and_its_bytes():
     machine = made_up()
     two, eight = (machine.transport("gloo", MESSAGE, ranks) for ranks in (2, 8))
     assert two.predict_s(MessageCost(3, 1e6)) == pytest.approx(3e-4 + 1e-3)

@@ -24,8 +24,7 @@ from labkit.lab.user_models import (
 )
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names, worker_with_plugins
 from labkit.machine import describe_machine
-from labkit.nn.training import TrainingStep
-from labkit.nn.workloads import workload_of
+from labkit.nn.training import TrainingStep, build_workload
 from labkit.studies import LABS, load_lab
 from tests.lab.fake_lab import FAKE
 
@@ -61,7 +60,7 @@ def needs_numbers():
 
 
 def test_models_are_made_anew_with_the_same_parameters_and_other_batches(models):
-    rank0, rank1 = (workload_of(source_of("tied"), batch=1, seed=seed) for seed in (0, 1))
+    rank0, rank1 = (build_workload(source_of("tied"), batch=1, seed=seed) for seed in (0, 1))
     one, other = rank0.build(), rank1.build()
     assert torch.equal(one[0].weight, other[0].weight)
     assert one[0].weight is one[2].weight is not other[0].weight

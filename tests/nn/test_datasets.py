@@ -1,6 +1,5 @@
 """CIFAR-100's archive is read right, or refused with a clear reason; the digits are what they are."""
 
-import gzip
 import http.server
 import tarfile
 import threading
@@ -89,14 +88,6 @@ def test_an_archive_that_is_cut_short_or_altered_is_refused(tmp_path, change):
         read_cifar100(path)
 
 
-def test_no_more_is_decompressed_than_cifar100_can_have(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "MAX_BYTES", 100_000)
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(bytes(200_000)))
-    with pytest.raises(DatasetError, match="expected at most 100,000 bytes once decompressed"):
-        read_cifar100(path)
-
-
 def test_a_file_of_the_official_size_must_have_the_official_checksum(tmp_path, monkeypatch):
     path = write_archive(tmp_path / "a.tar.gz")
     monkeypatch.setattr(datasets, "CIFAR100_BYTES", path.stat().st_size)
@@ -133,9 +124,10 @@ def test_the_archive_is_fetched_once_with_its_checksum_and_progress(server, tmp_
     messages = []
     fetched = fetch_cifar100(tmp_path / "datasets", messages.append, f"{address}/x.tar.gz")
     assert fetched.read_bytes() == path.read_bytes()
-    assert messages[-1].startswith("fetching CIFAR-100: 100%")
+    assert [message.partition(",")[0] for message in messages] == ["fetching CIFAR-100"]
     path.unlink()
     assert fetch_cifar100(tmp_path / "datasets", messages.append, f"{address}/x.tar.gz") == fetched
+    assert len(messages) == 1
 
 
 def test_another_file_than_the_published_one_is_not_kept(server, tmp_path):

@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported, and then nothing can b
 are this same file in processes of their own, which `test_passes_under_the_interpreter` waits for.
 """
 
+import math
 import random
 import re
 import subprocess
@@ -18,8 +19,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn import flash_attention
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
-from labkit.nn.flash_attention import FlashAttention, flash_forward
-from labkit.nn.flash_tiles import INTERPRETER_TILES, Tile
+from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_forward
 from labkit.nn.training import TrainingStep, gradients
 from tests.cases import thinned
 from tests.nn.against_oracle import (
@@ -36,6 +36,12 @@ runs_kernels = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),
     reason="needs a CUDA device; test_passes_under_the_interpreter runs it there",
 )
+
+
+def flash_forward(q: Any, k: Any, v: Any, causal: bool, *, scale: float | None) -> tuple[Any, Any]:
+    """The output, and the logsumexp in natural logarithms."""
+    output, logsumexp = run_forward(q.contiguous(), k.contiguous(), v.contiguous(), causal, scale)
+    return output, logsumexp * math.log(2)
 
 
 def _random_cases(number: int) -> list[Case]:

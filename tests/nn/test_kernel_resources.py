@@ -14,7 +14,7 @@ import triton
 from benchmarks import kernels
 from benchmarks.kernels import CHIPS, compile_tile
 from labkit.nn import flash_attention
-from labkit.nn.flash_tiles import DELTA_TILE, KERNEL_NAMES, tiles_for
+from labkit.nn.flash_attention import DELTA_TILE, KERNELS, tiles_for
 
 # Tiles were chosen with this Triton.  Another one allots registers differently: there the autotuner's check decides.
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32)])
-@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_first_tile_fits_and_spills_nothing_in_a_loop(kernel: str, capability: int, dtype: torch.dtype) -> None:
     tile = tiles_for(kernel, dtype=dtype, head_dim=128, capability=divmod(capability, 10))[0]
     resources = compile_tile(kernel, tile, head_dim=128, dtype=dtype, causal=True, capability=capability)

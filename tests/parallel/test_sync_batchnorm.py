@@ -109,7 +109,7 @@ def _saved():
         "strided": torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2),
     }.items():
         _, saved = saved_for_backward(lambda x=x: SyncBatchNorm(x.shape[1])(x))
-        other = [s.n_bytes for s in saved if s.address != x.untyped_storage().data_ptr()]
+        other = [n for address, n in saved.items() if address != x.untyped_storage().data_ptr()]
         found[name] = {"saved": len(saved), "other": sum(other), "others": len(other)}
     return found
 

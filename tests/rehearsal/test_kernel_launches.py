@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from triton.runtime import driver
 
 from labkit.nn import flash_attention
-from labkit.nn.flash_tiles import tiles_for
+from labkit.nn.flash_attention import tiles_for
 from tests.rehearsal.triton_driver import Driver
 
 pytestmark = [

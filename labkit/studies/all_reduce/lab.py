@@ -12,7 +12,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.costs.calibration import NCCL
-from labkit.costs.communication import ALL_REDUCE_COSTS, algorithm_bandwidth, bus_bandwidth
+from labkit.costs.communication import ALL_REDUCE_COSTS, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
@@ -104,7 +104,7 @@ def times(results: Results) -> pd.DataFrame:
     sizes = list(zip(table["world_size"], table["n_bytes"], table["seconds"], strict=True))
     shortest = table.groupby(["backend", "world_size", "algorithm"])["seconds"].transform("first")
     return table.assign(
-        algbw_gb_per_s=[algorithm_bandwidth(n, s) / 1e9 for _, n, s in sizes],
+        algbw_gb_per_s=[n / s / 1e9 for _, n, s in sizes],
         busbw_gb_per_s=[bus_bandwidth(int(p), n, s) / 1e9 for p, n, s in sizes],
         times_the_shortest=table["seconds"] / shortest,
     )

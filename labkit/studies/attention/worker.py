@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from labkit.bench.check import verdict
-from labkit.bench.clock import timed_once
-from labkit.bench.memory import peak_memory_growth, saved_for_backward
+from labkit.bench.clock import time_once
+from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
@@ -33,7 +33,6 @@ MARGIN = 1.1  # over the formulas: allocators round up, and matmuls have workspa
 TOO_SLOW = "right, but too slow to time"
 WARM_UP_TOKENS = 64
 COMPILE_S = 5.0  # planned per shape, as measured on two CPU cores
-MIN_PEAK_BYTES = 64 * 2**20  # of naive attention: smaller peaks drown in whole pages of the resident set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,18 +130,18 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
     """Warm up, then run one pass with its peak memory, and compare it with float64."""
     _ = problem.reference  # computed now, not inside the measured pass
     _warm_up(point, passes, name)
-    with peak_memory_growth(point.device) as memory:
-        results, pass_s = timed_once(passes.run_checked, point.device)
+    with record_allocations(point.device) as record, record.window(BOTH):
+        results, pass_s = time_once(passes.run_checked, point.device)
     checked = check(problem, results)
     row: dict[str, Any] = {"error": checked.error, "check": describe_check(checked)}
     if row["check"] == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
         del results
-        pass_s = min(pass_s, timed_once(passes.run_checked, point.device)[1])  # the first may have met a stall
+        pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])  # the first may have met a stall
         if pass_s > point.rounds_s:
             limit = format_seconds(point.rounds_s)
             row["check"] = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {limit} for all rounds"
-    if point.session == 1 and point.needed_by(EXPLICIT) >= MIN_PEAK_BYTES:
-        row["peak_bytes"] = memory.growth_bytes
+    if point.session == 1:
+        row["peak_bytes"] = record.peaks[BOTH]
     return row
 
 
@@ -171,7 +170,7 @@ def _held_bytes(passes: Passes) -> int:
     """Bytes of the distinct storages that autograd keeps between the passes, inputs included."""
     saved = saved_for_backward(passes.forward)[1]
     passes.release()
-    return sum(tensor.n_bytes for tensor in saved)
+    return sum(saved.values())
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:

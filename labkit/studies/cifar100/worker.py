@@ -19,6 +19,7 @@ from torch import Tensor
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import Stopwatch, turn_order
+from labkit.bench.memory import peak_of_second
 from labkit.lab.point import Point
 from labkit.nn.datasets import RECORD_BYTES
 from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
@@ -27,7 +28,6 @@ from labkit.studies.cifar100.data import CIFAR100, DIGITS, RankData, distribute
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import guarded_turn, row_of
 from labkit.studies.shared.gradient_check import largest_error
-from labkit.studies.shared.peaks import peak_of_second
 
 if TYPE_CHECKING:
     from labkit.machine import Machine

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.bench.memory import peak_of_second
 from labkit.costs.communication import context_parallel_calls, sent_bytes
 from labkit.lab.point import TimedPoint, skip_reason
 from labkit.nn.attention_implementations import attention_named
@@ -22,7 +23,6 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.traffic import recorded_traffic
 from labkit.studies.shared.alternatives import row_of, timed_rows
-from labkit.studies.shared.peaks import peak_of_second
 
 if TYPE_CHECKING:
     from labkit.machine import Machine

@@ -17,8 +17,8 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
+from labkit.nn.training import RESNET50
 from labkit.nn.transformer import SIZES
-from labkit.nn.workloads import RESNET50
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.timeline import ALL_REDUCE

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from labkit.bench.trace import Profile, TraceEvent, profile_call, read_events
+from labkit.bench.trace import TraceEvent, profile_call
 from labkit.studies.shared.trainer import BACKWARD, FINISH, FORWARD, OPTIMIZER
 
 GLOO = "gloo:"
@@ -29,7 +29,7 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[
                 action()
 
     run()
-    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier))
+    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier, also=GLOO))
     if not boxes[ALL_REDUCE]:
         return [{"not_measured": "the profiler saw none of the collectives"}]
     start, end_of_backward = boxes[FORWARD][0][0], boxes[BACKWARD][-1][1]
@@ -43,13 +43,12 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[
     return rows
 
 
-def _find_boxes(profile: Profile) -> dict[str, list[tuple[float, float]]]:
+def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, float]]]:
     """(start, end) in seconds, by lane.
 
     Backward ends with the last gradient on a CPU, and with its last kernel other than a collective on a GPU; what the
     wrapper launches when it finishes comes after. A barrier before the step may be an all-reduce as well.
     """
-    events = read_events(profile.trace, also=GLOO)
     collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
     others = [event for event in events if not event.name.startswith(COLLECTIVES) and FINISH not in event.ranges]
     boxes = {

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.bench.memory import peak_of_second
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
+from labkit.nn.training import RESNET50, RESNET50_PARAMETERS, Workload, build_workload
 from labkit.nn.vision import ResNet50
-from labkit.nn.workloads import RESNET50, RESNET50_PARAMETERS, Workload, workload_of
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import profile_step
 from labkit.studies.shared.alternatives import Failed, row_of, run_guarded, timed_rows
 from labkit.studies.shared.gradient_check import check_all_used, check_completeness, check_gradients, local_means
-from labkit.studies.shared.peaks import peak_of_second
 from labkit.studies.shared.trainer import BACKWARD, Trainer
 
 DEFAULT_BUCKETS = "default"
@@ -72,7 +72,7 @@ class DataParallelPoint(TimedPoint):
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds by wrapper and phase, peak bytes, or boxes of a timeline."""
     device = use_device(point.device)
-    workload = workload_of(
+    workload = build_workload(
         ResNet50 if point.workload == RESNET50 else SIZES[point.workload],
         batch=point.batch,
         context_length=point.context_length,

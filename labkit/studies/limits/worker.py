@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from labkit.bench.check import max_over_ranks
+from labkit.bench.check import Work, matrix_product, max_over_ranks
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
-from labkit.bench.rates import Work, matrix_product
 from labkit.costs.memory import STATES_BYTES, activation_bytes
 from labkit.costs.transformer import n_parameters
 from labkit.lab.point import TimedPoint

@@ -100,7 +100,8 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
         for phase in run:  # in this order: AdamW's states stay after a full step
             if phase in phases:
                 run[phase]()
-        ledger.label_rest(_category)
+        for allocation in ledger.allocations:
+            allocation.category = allocation.category or _category(allocation)
     return counted
 
 

@@ -106,7 +106,7 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
                 run()
             step.drop_gradients()
         del step, run
-    peaks = [window.peak_bytes for window in record.windows.values()]
+    peaks = list(record.peaks.values())
     yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(point, phase)
 
 

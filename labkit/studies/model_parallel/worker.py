@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from labkit.bench.memory import peak_of_second
 from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     butterfly,
@@ -27,9 +28,8 @@ from labkit.costs.communication import (
 )
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint, skip_reason
-from labkit.nn.training import random_tokens
+from labkit.nn.training import Workload, random_tokens
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.nn.workloads import Workload
 from labkit.parallel.context import context_parallel, split_sequence
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import peak_activations
@@ -40,7 +40,6 @@ from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import row_of, timed_rows
-from labkit.studies.shared.peaks import peak_of_second
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.bench.check import max_over_ranks
-from labkit.bench.memory import peak_memory_growth, return_memory_when_freed
+from labkit.bench.memory import process_peak, return_memory_when_freed
 from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
-from labkit.nn.workloads import Workload, workload_of
+from labkit.nn.training import Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
@@ -88,7 +88,7 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 def make_workload(point: ShardingPoint, device: str, rank: int) -> Workload:
     """The model, and the batch of a rank."""
     sizes = {"batch": point.batch, "context_length": point.context_length}
-    return workload_of(SIZES[point.size], **sizes, device=device, seed=point.seed_of(rank))
+    return build_workload(SIZES[point.size], **sizes, device=device, seed=point.seed_of(rank))
 
 
 def make_trainer(name: str, point: ShardingPoint, workload: Workload) -> Trainer:
@@ -168,10 +168,10 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
 
 
 def _memory_of(name: str, point: ShardingPoint, workload: Workload, device: str) -> dict[str, Any]:
-    with peak_memory_growth(device) as resting:
+    with process_peak(device) as resting:
         trainer = make_trainer(name, point, workload)
         trainer.step()  # allocates optimizer state and buffers
-    with peak_memory_growth(device) as step:
+    with process_peak(device) as step:
         trainer.forward()
         trainer.backward()
         trainer.optimizer.step()

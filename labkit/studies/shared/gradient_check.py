@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.check import first_failing_rank, largest, max_over_ranks, verdict
+from labkit.bench.check import deterministic_math, first_failing_rank, largest, max_over_ranks, verdict
 from labkit.bench.checksums import fill_part, first_deviation, rank_batches
-from labkit.bench.products import settled_products
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
 
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
@@ -41,7 +40,7 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
     Summed in float64, returned in each one's dtype. ValueError, on all ranks, if ranks leave different parameters
     unused.
     """
-    with settled_products():
+    with deterministic_math():
         run()
     gradients = _take_gradients(parameters.values())
     present = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
@@ -65,7 +64,7 @@ def check_gradients(
     """
     if len(parameters) != len(means):
         return math.inf, f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
-    with settled_products():
+    with deterministic_math():
         run()
         error = largest_error(_take_gradients(parameters.values()), means)
         complete = check_completeness(parameters, run)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from labkit.bench.check import first_failing_rank, largest, max_over_ranks
-from labkit.nn.workloads import Workload
+from labkit.nn.training import Workload
 from labkit.studies.shared.gradient_check import furthest
 
 STEPS = 2

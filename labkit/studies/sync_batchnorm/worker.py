@@ -270,4 +270,4 @@ def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
         with record.window("step"):
             layer.run()
         del layer
-    return {"saved_bytes": sum(one.n_bytes for one in saved), "peak_bytes": record.windows["step"].peak_bytes}
+    return {"saved_bytes": sum(saved.values()), "peak_bytes": record.peaks["step"]}

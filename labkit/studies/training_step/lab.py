@@ -130,7 +130,7 @@ def predictions(results: Results) -> pd.DataFrame:
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
     calibration, shape = results.calibration, shape_of(row["size"])
-    if calibration is None or shape is None or not calibration.knows(row["device"]):
+    if calibration is None or shape is None or not calibration.has_rates(row["device"]):
         return None
     sizes = int(row["batch"]), int(row["context_length"])
     operators = list_operators(shape, *sizes, row["precision"], row["device"])

@@ -34,9 +34,10 @@ def predict_seconds(calibration: Calibration, operators: Phases, parts: Iterable
     """Predicted seconds of these parts of a step: their operators at the machine's rates, under autograd."""
     parts = list(parts)
     passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
-    seconds = sum(calibration.operators_s(operators[part], device=device) for part in parts)
-    begin = {FORWARD, BACKWARD} <= set(parts)
-    return seconds + calibration.of_ranks(1, device).under_autograd_s(passed, begin=begin)
+    rates = calibration.rates_on(device)
+    counts = Counter((one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part])  # layers repeat
+    seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
+    return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))
 
 
 @cache

@@ -1,6 +1,7 @@
 """What a rank runs for a point of the training-step lab: timed phases, first steps, eager and compiled, a profile."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labkit.bench.check import largest_difference, verdict
-from labkit.bench.clock import time_interleaved, time_parts_interleaved, timed_once
-from labkit.bench.trace import Sum, profile_call, sum_up
+from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
+from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import parameters_of, shape_of, source_of
@@ -136,7 +137,7 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         torch._dynamo.reset()
         with fresh_cache():
             steps[COMPILED] = _make_step(point, compiled=True)
-            compile_s = timed_once(partial(_run_forward_backward, steps[COMPILED]), point.device)[1]
+            compile_s = time_once(partial(_run_forward_backward, steps[COMPILED]), point.device)[1]
         _run_forward_backward(steps[EAGER])
         error = largest_difference(gradients(steps[COMPILED].model), gradients(steps[EAGER].model))
         for step in steps.values():
@@ -165,27 +166,28 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     for action in actions.values():
         action()
         profile_call(action, device=point.device)  # the first one starts the profiler itself
-    passes: dict[str, list[dict[tuple[str, ...], Sum]]] = {name: [] for name in actions}
+    passes: dict[str, list[dict[tuple[str, ...], list[float]]]] = {name: [] for name in actions}
     for _ in range(min(point.repeats, MAX_PROFILED_PASSES)):
         for name, action in actions.items():
-            profile = profile_call(action, device=point.device)
-            key = lambda event: (event.within((FORWARD, BACKWARD, OPTIMIZER)), event.family, event.name)  # noqa: E731
-            passes[name].append(sum_up(profile.events, key))
-    for name, sums in passes.items():
-        yield from ({"profiled": name} | row for row in _operator_rows(sums))
+            times: dict[tuple[str, ...], list[float]] = defaultdict(list)
+            for event in profile_call(action, device=point.device):
+                phase = event.within((FORWARD, BACKWARD, OPTIMIZER))
+                times[phase, event.family, event.name].append(event.self_s)
+            passes[name].append(times)
+    for name, by_pass in passes.items():
+        yield from ({"profiled": name} | row for row in _operator_rows(by_pass))
 
 
-def _operator_rows(sums: list[dict[tuple[str, ...], Sum]]) -> Iterator[dict[str, Any]]:
+def _operator_rows(passes: list[dict[tuple[str, ...], list[float]]]) -> Iterator[dict[str, Any]]:
     """One row per (phase, family, operator): its time without the operators that it calls, and its calls, by pass."""
-    totals = [sum(entry.seconds for entry in one.values()) for one in sums]
+    totals = [sum(map(sum, times.values())) for times in passes]
     rows: dict[tuple[str, ...], tuple[list[float], list[int]]] = {}
-    for key in dict.fromkeys(key for one in sums for key in one):
-        entries = [one.get(key) for one in sums]
-        seconds = [entry.seconds if entry else 0.0 for entry in entries]
-        is_small = all(part < SMALL_SHARE * total for part, total in zip(seconds, totals, strict=True))
-        row = rows.setdefault((*key[:2], OTHERS) if is_small else key, ([0.0] * len(sums), [0] * len(sums)))
-        for index, entry in enumerate(entries):
-            row[0][index] += seconds[index]
-            row[1][index] += entry.calls if entry else 0
+    for key in dict.fromkeys(key for times in passes for key in times):
+        samples = [times.get(key, []) for times in passes]
+        is_small = all(sum(part) < SMALL_SHARE * total for part, total in zip(samples, totals, strict=True))
+        row = rows.setdefault((*key[:2], OTHERS) if is_small else key, ([0.0] * len(passes), [0] * len(passes)))
+        for index, part in enumerate(samples):
+            row[0][index] += sum(part)
+            row[1][index] += len(part)
     for (phase, family, operator), (seconds, calls) in rows.items():
         yield {"phase": phase, "family": family, "operator": operator, "self_s": seconds, "calls": calls}
