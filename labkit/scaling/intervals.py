@@ -23,7 +23,6 @@ from labkit.scaling.step_time import slow_engine_s
 
 OTHERS, SOURCE, FRAMEWORK = "other tables", "another source", "unknown framework"
 """Origins besides the published tables that have widths of their own."""
-OUTSIDE = ("gpus", "size", "length", "architecture", "kind", "engine")
 SLOWER = ("tensor_over_nodes", "unstable", "engine")
 """Distances that only ever make a step slower, and so widen the upper end alone."""
 DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes", "engine")
@@ -132,8 +131,9 @@ def _doublings(values: Numbers, limit: Numbers | float) -> Numbers:
 
 
 def sum_distances(origins: Texts, columns: Mapping[str, Numbers]) -> Numbers:
-    """How far outside of measured ground each run lies, (n,)."""
-    return np.asarray(sum(columns[name] for name in OUTSIDE) + (origins == FRAMEWORK))
+    """How far outside of measured ground each run lies, (n,): doublings, and 1 per kind without a measured run."""
+    counted = [columns[name] for name in ("gpus", "length", "architecture", "kind", "engine")]
+    return np.asarray(sum(counted) + columns["size"] ** 2 + (origins == FRAMEWORK))
 
 
 def sum_widths(origins: Texts, columns: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:

@@ -196,6 +196,8 @@ def _read_run(cells: Cells) -> Run:
         compiled=cells.flag("compiled", False),
         options=frozenset(options),
     )
+    if layout.precision == "fp8" and hardware.fp8_ratio == 1:
+        raise ValueError(f"{hardware.name} has no fp8 matmuls: expected bf16 or fp16")
     gpus, seq_len = cells.integer("gpus"), cells.integer("seq_len")
     if layout.gpus != gpus:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
@@ -206,8 +208,10 @@ def _read_run(cells: Cells) -> Run:
 
 def _find_framework(cells: Cells) -> str:
     """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
-    if cells.text("framework"):
-        return cells["framework"]
+    if name := cells.text("framework"):
+        if name not in {*_FRAMEWORKS.values(), "maxtext", "generic"}:
+            cells.assumptions.append(f"no published run of {name[:40]}")
+        return name
     if "maxtext" in cells.text("recompute"):
         return "maxtext"
     group = cells.text("group")

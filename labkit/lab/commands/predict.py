@@ -38,9 +38,9 @@ def predict(
     except (OSError, ValueError) as error:
         message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ParameterError(message) from None
-    refused = [row for row in table if row.run is None]
-    for row in refused:
-        err.print(f"line {row.line}: {plain(row.refusal)}", soft_wrap=True)
+    refused = [(row.line, cells["note"]) for row, cells in zip(table, predicted, strict=True) if not cells["step_s"]]
+    for line, note in refused:
+        err.print(f"line {line}: {plain(note.removeprefix('refused: '))}", soft_wrap=True)
     if output is not None:
         counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}"
         (err if as_json else out).print(counts, soft_wrap=True)
