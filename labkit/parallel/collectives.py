@@ -113,7 +113,7 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
     versions of shard r that arrive. Phase 2, all-gather: rank r sends the complete shard r to all others.
 
     The p-1 messages of a phase are in flight at once: 2 messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards
-    are cut into pieces. A piece is sent on after the next one is added up: it is still in the cache, and in time.
+    are cut into pieces. A complete piece is sent right after the next one is added up, while it is still in the cache.
     """
     with Reduction(tensor, group, op, transport, "butterfly") as (vector, transport, divisor):
         shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
@@ -127,7 +127,7 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
 
 
 def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
-    """By piece: send it to the rank whose shard it is; add up what arrives for this rank's shard, into `results`."""
+    """Return steps by piece: send it to the rank whose shard it is, add what arrives for this rank's into `results`."""
     p, r = transport.world_size, transport.rank
     by_piece: list[list[Step]] = [[] for _ in results]
     for i, (total, result) in enumerate(zip(pieces[r], results, strict=True)):
@@ -139,7 +139,7 @@ def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, d
 
 
 def copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
-    """By piece: send that of this rank's shard to every other rank; receive theirs."""
+    """Return steps by piece: send this rank's to every other rank, receive theirs."""
     p, r = transport.world_size, transport.rank
     return [
         [Step(own, (r + s) % p, pieces[(r - s) % p][i], (r - s) % p) for s in range(1, p)]
@@ -231,7 +231,7 @@ def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
 
 @cache
 def power_of_two_ranks(world_size: int) -> tuple[int, ...]:
-    """Return the q ranks that go on after folding in: of the first 2 (p-q) ranks every other, and all the rest."""
+    """Return the q ranks that take part after folding in: every other of the first 2 (p-q), and all the rest."""
     q = 1 << (world_size.bit_length() - 1)
     folded = world_size - q
     return tuple(2 * k if k < folded else k + folded for k in range(q))

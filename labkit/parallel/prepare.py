@@ -19,18 +19,18 @@ OPS = ("mean", "sum")
 class InPlace:
     """Context of a collective: (vector, transport), the tensor as a contiguous vector, (n,).
 
-    The vector is the tensor's own memory if that is contiguous and where the transport works, else a copy, which is
-    copied back at the end. Autograd sees that the tensor has changed: using it in an older graph raises.
+    The vector shares the tensor's memory if the tensor is contiguous and on the transport's device. Otherwise it is a
+    copy, which is copied back at the end. The tensor's version counter is raised: using it in an older graph raises.
     """
 
-    # A class, not a generator: at 4 KB every 10 us of Python count, and code that runs once per call is never warm.
+    # A class, not a generator: at 4 KB every 10 us of Python count.
     __slots__ = ("copy_to", "transport", "vector")
 
     def __init__(
         self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
     ) -> None:
-        """`name`, `by`: the collective and its algorithm, for `recorded_traffic`."""
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor: what this rank has of it
+        """`name` and `by` are the collective and its algorithm, for `recorded_traffic`."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor must be dense, got {tensor.layout}")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -55,7 +55,7 @@ class InPlace:
         return self.vector, self.transport
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        torch.autograd.graph.increment_version(self.vector)  # messages are written past torch
+        torch.autograd.graph.increment_version(self.vector)  # the transport wrote to it without torch
         if kind is None and self.copy_to is not None:
             self.copy_to.copy_(self.vector.view(self.copy_to.shape))
 
@@ -117,7 +117,7 @@ def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None)
 def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> list[list[torch.Tensor]]:
     """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
     longest, n_bytes = max([shard.nbytes for shard in shards]), transport.piece_bytes(depth)
-    if longest <= n_bytes:  # short vectors are in a hurry
+    if longest <= n_bytes:  # the usual case, and for short vectors every microsecond counts
         return [[shard] for shard in shards]
     length = n_bytes // shards[0].itemsize
     number = -(-longest // (length * shards[0].itemsize))

@@ -39,7 +39,7 @@ class Collective:
     sent_bytes: int = 0  # to all other ranks
 
 
-_records: list[list[Collective]] = []  # of the blocks that are open
+_records: list[list[Collective]] = []  # of the open blocks
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def recorded_traffic() -> Iterator[list[Collective]]:
 
 
 def count_traffic(transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]) -> Transport:
-    """Return the transport for one collective of tensors of one dtype: it counts, inside of `recorded_traffic`."""
+    """Return the transport for one collective of tensors of one dtype; it counts bytes inside `recorded_traffic`."""
     if not _records:
         return transport
     dtype, n_bytes = str(tensors[0].dtype).removeprefix("torch."), sum(tensor.nbytes for tensor in tensors)
@@ -65,7 +65,7 @@ def count_traffic(transport: Transport, collective: str, algorithm: str, tensors
 
 
 class _Counting(Transport):
-    """A transport that notes what it sends."""
+    """A transport that counts the bytes it sends."""
 
     def __init__(self, transport: Transport, call: Collective) -> None:
         super().__init__(transport.rank, transport.world_size, transport.device)

@@ -1,47 +1,26 @@
 """Running a victim, and what must hold when it is over: nothing measured is lost, nothing is left over."""
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
-import uuid
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
+from tests.parallel.waiting import Program, wait_until
 
-MARK = "LABKIT_TEST_MARK"
 PATIENCE_S = 300.0  # for what takes a second on a quiet machine
 
 
-class Victim:
+class Victim(Program):
     """One measurement, of the lab `faulty` if no other is named, with all that descends from it."""
 
     def __init__(self, folder, lab="faulty", **variables):
+        super().__init__(**variables)
         self.folder, self.lab = Path(folder), lab
-        self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.mark = uuid.uuid4().hex
-        self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
-        self.process = None
 
     def start(self, *arguments, prefix=()):
         module = ["-m", "tests.faults.victim", str(self.folder), "measure", self.lab]
-        command = [*prefix, sys.executable, *module, *arguments]
-        self.process = subprocess.Popen(
-            command,
-            env=self.environment,
-            cwd=checkout(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.run([*prefix, sys.executable, *module, *arguments], checkout())
         return self
 
     def finish(self, timeout_s=PATIENCE_S):
@@ -53,36 +32,12 @@ class Victim:
         until(lambda: (self.folder / file).exists() or self.process.poll() is not None)
         assert (self.folder / file).exists(), self.finish()
 
-    def processes(self):
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
-
     def runs(self):
         return [Run.load(path) for path in sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))]
 
-    def leftovers(self):
-        processes = [f"{process.pid} {process.name()}" for process in self.processes()]
-        return [*processes, *map(str, self.temporary.iterdir())]
-
-    def assert_nothing_left(self):
-        until(lambda: not self.leftovers(), 60)
-        assert self.leftovers() == []
-
-    def kill(self):
-        for process in self.processes():
-            with suppress(psutil.Error):
-                process.kill()
-        if self.process is not None:
-            self.process.communicate()
-        shutil.rmtree(self.temporary, ignore_errors=True)
-
 
 def until(condition, timeout_s=PATIENCE_S):
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(condition, timeout_s)
 
 
 def settings(**values):

@@ -6,16 +6,14 @@ One matrix: what the ranks do, and who is killed, stopped or interrupted then.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,7 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks import fork_server
-from tests.parallel.waiting import is_gone, wait_until
-
-MARK = "LABKIT_TEST_MARK"
+from tests.parallel.waiting import Program, is_gone, wait_until
 
 # Two ranks report their ids, then each does for ever what the test requests. No guard, no closing: as in a notebook.
 SCRIPT = """
@@ -59,11 +55,11 @@ for item in launch(worker, sys.argv[1:], world_size=2):
 """
 
 
-class Script:
-    """A Python process that launches ranks, and all its descendants, which carry a mark."""
+class Script(Program):
+    """A Python process that launches ranks."""
 
     def __init__(self, directory: Path) -> None:
-        self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
+        super().__init__()
         self._elsewhere = directory / "elsewhere"  # files of the working directory do not matter, whatever their names
         self._elsewhere.mkdir()
         for module in ("random", "statistics", "torch"):
@@ -71,19 +67,10 @@ class Script:
             (self._elsewhere / f"{module}.py").write_text(text)
         self._path = directory / "script.py"
         self._path.write_text(SCRIPT)
-        self._mark = uuid.uuid4().hex
         self.ids: dict[str, int] = {}
 
     def start(self, *points: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(self._path), *points],
-            cwd=self._elsewhere,
-            env={**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.run([sys.executable, str(self._path), *points], self._elsewhere)
         self.ids = {"parent": self.process.pid}
 
     def wait_for_rows(self) -> None:
@@ -101,23 +88,6 @@ class Script:
     def signal(self, number: int, *names: str) -> None:
         for name in names:
             os.kill(self.ids[name], number)
-
-    def survivors(self) -> list[str]:
-        """Processes that carry this script's mark, and directories it made."""
-        processes = [f"{process.pid} {process.cmdline()}" for process in self._processes()]
-        return [*processes, *map(str, self.temporary.iterdir())]
-
-    def _processes(self) -> Iterator[psutil.Process]:
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
-
-    def kill(self) -> None:
-        for process in self._processes():
-            process.kill()
-        self.process.communicate()
-        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture
@@ -179,7 +149,7 @@ def test_nothing_is_left(script: Script, end: str, activity: str) -> None:
     _, errors = script.process.communicate(timeout=30)
     if end == "Ctrl-C to all":
         assert errors.count("Traceback") == 1, errors
-    assert wait_until(lambda: not script.survivors()), script.survivors()
+    script.assert_nothing_left()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 50, marks=pytest.mark.faults) for n in range(1, 140))])
@@ -189,7 +159,7 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
     assert script.process.stdout.readline() == "starts\n"
     time.sleep(delay_s)
     script.process.kill()
-    assert wait_until(lambda: not script.survivors()), script.survivors()
+    script.assert_nothing_left()
 
 
 def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_group(script: Script) -> None:
@@ -202,7 +172,7 @@ def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_gr
     assert script.process.returncode == 0, errors
     assert "status='failed', reason='the fork server of the ranks was killed'" in output
     assert "status='ok'" in output  # with a new server
-    assert wait_until(lambda: not script.survivors()), script.survivors()
+    script.assert_nothing_left()
 
 
 # In this process

@@ -1,9 +1,18 @@
-"""Wait until something is so."""
+"""Wait until something is so; programs that are started, with all that descends from them."""
 
+import os
+import shutil
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
+
+MARK = "LABKIT_TEST_MARK"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -20,3 +29,40 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+class Program:
+    """A program with a folder for its temporary files; it and its descendants carry a mark."""
+
+    def __init__(self, **variables: str) -> None:
+        self.temporary = Path(tempfile.mkdtemp(prefix="labkit-"))
+        self.mark = uuid.uuid4().hex
+        self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)} | variables
+        self.process: subprocess.Popen[str]
+
+    def run(self, command: list[str], cwd: Path) -> None:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(
+            command, env=self.environment, cwd=cwd, text=True, start_new_session=True, **pipes
+        )
+
+    def processes(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+
+    def leftovers(self) -> list[str]:
+        processes = [f"{process.pid} {process.cmdline()}" for process in self.processes()]
+        return [*processes, *map(str, self.temporary.iterdir())]
+
+    def assert_nothing_left(self) -> None:
+        assert wait_until(lambda: not self.leftovers()), self.leftovers()
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        if hasattr(self, "process"):
+            self.process.communicate()
+        shutil.rmtree(self.temporary, ignore_errors=True)

@@ -15,8 +15,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -44,26 +44,7 @@ CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
 OUTPUT_LINES, OUTPUT_BYTES = 40, 16 * 1024  # of a rank, per point
 
-
-@dataclass
-class _Wait:
-    """Waiting for one kind of message from every rank."""
-
-    kind: str
-    missing: set[int]
-    deadline: float
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[RankFailure] = field(default_factory=list)
-
-    def remaining_s(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
-
-    def note_failure(self, failure: RankFailure, rank: int) -> None:
-        """The wait is over soon: what else comes in may be the cause of this failure."""
-        self.failures.append(failure)
-        self.missing.discard(rank)
-        grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in self.failures) else GRACE_S
-        self.deadline = min(self.deadline, time.monotonic() + grace_s)
+_Outcome = tuple[list[dict[str, Any]], RankFailure | None]
 
 
 @dataclass
@@ -147,13 +128,13 @@ class RankGroup:
             reason = shared_memory.unavailable_reason()
             self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
             self._environment |= {shared_memory.FAILURE: reason} if reason else {}
-        begun = time.monotonic()
-        wait = self._wait("ready", START_TIMEOUT_S)
+        begun, messages = time.monotonic(), list[dict[str, Any]]()
+        failure: RankFailure | None
         try:
             self._request_ranks()
-            for row in self._listen(wait):
-                raise AssertionError(f"a rank that is not ready sends no rows: {row}")
-            failure = self._failure(wait, f"not ready after {START_TIMEOUT_S:g} s")
+            next(self._listen("ready", START_TIMEOUT_S, -1))
+        except StopIteration as end:  # as always: a rank that is not ready sends no rows
+            messages, failure = end.value
         except OSError as error:
             failure = RankFailure(None, "exception", f"a rank was not started: {type(error).__name__}: {error}")
         except BaseException:
@@ -162,7 +143,7 @@ class RankGroup:
         if failure:
             self.close()
         else:
-            self.facts |= wait.messages[0]["facts"]
+            self.facts |= messages[0]["facts"]
             self.facts |= {"start_method": "forkserver", "start_s": time.monotonic() - begun}
         return failure
 
@@ -173,15 +154,14 @@ class RankGroup:
         """
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
-        wait = self._wait("done", self._plan.timeout_s)
         for rank in self._ranks:
             rank.send(json.dumps([index, excluded]).encode())
-        yield from self._listen(wait, index)
-        if failure := self._failure(wait, f"still running after {self._plan.timeout_s:g} s (timeout_s)"):
+        messages, failure = yield from self._listen("done", self._plan.timeout_s, index)
+        if failure:
             ended = time.monotonic()
             self.close()
         else:
-            ended = max(message["at"] for message in wait.messages)
+            ended = max(message["at"] for message in messages)
             self._forward_output()
         return PointEnd.from_failure(index, failure, ended - begun, self.facts)
 
@@ -201,9 +181,6 @@ class RankGroup:
         shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the leader was killed
         self._connection, self._ranks = None, []
 
-    def _wait(self, kind: str, timeout_s: float) -> _Wait:
-        return _Wait(kind, set(range(self._plan.world_size)), time.monotonic() + timeout_s)
-
     def _request_ranks(self) -> None:
         self._connection = fork_server.open_group(self._directory)
         for number in range(self._plan.world_size):
@@ -212,25 +189,34 @@ class RankGroup:
         for rank in self._ranks:
             rank.send(self._payload)
 
-    def _listen(self, wait: _Wait, index: int = -1) -> Iterator[Row]:
-        """Listen until every rank has answered or failed, or the deadline has passed; rows on the way."""
-        while wait.missing:
-            is_late = wait.remaining_s() == 0.0
-            for rank, message in self._receive(wait.remaining_s()):
+    def _listen(self, kind: str, timeout_s: float, index: int) -> Generator[Row, None, _Outcome]:
+        """Wait for a message of this kind from every rank; yield rows. Returns the messages and the failure, if any."""
+        missing, deadline = set(range(len(self._ranks))), time.monotonic() + timeout_s
+        messages: list[dict[str, Any]] = []
+        failures: list[RankFailure] = []
+        while missing:
+            is_late = time.monotonic() >= deadline
+            for rank, message in self._receive(max(0.0, deadline - time.monotonic())):
                 if message["kind"] == "started":
                     with contextlib.suppress(psutil.NoSuchProcess):
                         rank.process = psutil.Process(message["pid"])
                 elif message["kind"] == "row":
                     handed_over = time.monotonic()
                     yield Row(index, rank.number, message["values"])
-                    wait.deadline += time.monotonic() - handed_over  # the caller's time is not the point's
-                elif message["kind"] == wait.kind:
-                    wait.messages.append(message)
-                    wait.missing.discard(rank.number)
+                    deadline += time.monotonic() - handed_over  # the caller's time is not the point's
+                elif message["kind"] == kind:
+                    messages.append(message)
+                    missing.discard(rank.number)
                 else:
-                    wait.note_failure(self._describe_failure(rank, message), rank.number)
-            if is_late and wait.remaining_s() == 0.0:
-                return
+                    failures.append(self._describe_failure(rank, message))
+                    missing.discard(rank.number)
+                    grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
+                    deadline = min(deadline, time.monotonic() + grace_s)
+            if is_late and time.monotonic() >= deadline:
+                break
+        if failures:
+            return messages, first_failing_rank(failures)
+        return messages, self._describe_lateness(kind, timeout_s, missing) if missing else None
 
     def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
         """Wait until ranks send something or die; return what they sent, in each rank's order."""
@@ -263,14 +249,12 @@ class RankGroup:
             is_memory_full=(oom_kills() or 0) > self._kills_before,
         )
 
-    def _failure(self, wait: _Wait, lateness: str) -> RankFailure | None:
-        """The one failure to show for a wait, or None if every rank has answered."""
-        if wait.failures:
-            return first_failing_rank(wait.failures)
-        if not wait.missing:
-            return None
-        late = [self._ranks[number] for number in sorted(wait.missing)]
+    def _describe_lateness(self, kind: str, timeout_s: float, missing: set[int]) -> RankFailure:
+        late = [self._ranks[number] for number in sorted(missing)]
         names = f"rank{'s' if len(late) > 1 else ''} {', '.join(str(rank.number) for rank in late)}"
+        lateness = f"not ready after {timeout_s:g} s"
+        if kind == "done":
+            lateness = f"still running after {timeout_s:g} s (timeout_s)"
         slowest = slowest_rank(rank.turn() for rank in late)
         message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))

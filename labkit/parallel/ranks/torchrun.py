@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Ranks wait for one that downloads a large file or shows a figure. torchrun ends its job when a rank ends.
+# Ranks wait for one that downloads a large file or shows a figure. When a rank dies, torchrun ends the job.
 PATIENCE = timedelta(days=1)
 
-_steps = itertools.count()  # each of them is taken by all ranks, in the same order
+_steps = itertools.count()  # all ranks take the same steps in the same order
 
 
 class LaunchStopped(Exception):

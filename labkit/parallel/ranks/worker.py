@@ -52,7 +52,7 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
-"""Between one deadline and the next, in case the first did not do."""
+"""Between one deadline and the next, which is for the case that the first is missed."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class JobGroup:
             failure = exception_failure(self._rank, error, time.monotonic())
             if failure.is_consequence and time.monotonic() - begun > self._plan.timeout_s:
                 failure = RankFailure(self._rank, "timeout", self._lateness(), failure.traceback)
-        deadline.cancel()
+        finally:
+            deadline.cancel()
         if failure:
             self.close()
         torchrun.job_store().set(f"rows of rank {self._rank}", json.dumps(rows))

@@ -52,7 +52,7 @@ def find_transport(
     """
     if not isinstance(preference, str):
         return preference
-    # Nearly every call asks again; the rest of the way would cost more than a short message.
+    # A fast path for all calls but the first: the full lookup costs more than a short message.
     member = dist.group.WORLD if group is None else group
     if isinstance(member, dist.ProcessGroup):
         selection = _selections.get(member, _NONE).get((device, preference))
