@@ -15,10 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.lab.config import ParameterError
+from labkit.lab.runs.measure import resume
 from labkit.parallel.launch import launch, run_ranks
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.torchrun import describe_hosts, host_identity, label_hosts
 from labkit.parallel.ranks.worker import use_device
+from labkit.studies import load_lab
 
 TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
 JOB = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -179,6 +182,8 @@ def test_left_over_variables_are_named_at_once(set_job: Callable[..., None], mon
         monkeypatch.delenv(name)
         with pytest.raises(ValueError, match=r"expected .*torchrun.*RANK=0, WORLD_SIZE=4.*unset them if there is none"):
             run_ranks(int, world_size=4)
+        with pytest.raises(ParameterError, match="unset them"):
+            resume(load_lab("all_reduce"), Path("no run"))  # one line of the command line
 
 
 def test_a_single_left_over_variable_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

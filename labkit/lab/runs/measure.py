@@ -24,7 +24,13 @@ from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
-from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, describe_hosts, job_rank, ranks_by_host
+from labkit.parallel.ranks.torchrun import (
+    broadcast_from_first_rank,
+    describe_hosts,
+    is_job_rank,
+    job_rank,
+    ranks_by_host,
+)
 
 CALIBRATING = "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
@@ -50,6 +56,7 @@ def measure(
     what was measured and can be resumed. `on_start` gets the run's path before anything is measured. The caller's
     `alternatives` and `models`, by name, are measured with the lab's, or with baselines alone if `only_plugins`.
     """
+    _check_job()
     plugins = Plugins(alternatives or {}, models or {})
     check_plugins(study, plugins)
     with registered(study.register, plugins):
@@ -88,6 +95,7 @@ def resume(
     RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
     Everything else that may refuse comes before anything is fetched.
     """
+    _check_job()
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     plugins = Plugins(alternatives or {}, models or {})
@@ -147,6 +155,14 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
         # a calibration of one machine has no links between hosts
         calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
     )
+
+
+def _check_job() -> None:
+    """ParameterError for left-over variables of a job that torchrun has not started."""
+    try:
+        is_job_rank()
+    except ValueError as error:
+        raise ParameterError(str(error)) from None
 
 
 def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
