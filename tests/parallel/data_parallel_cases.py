@@ -316,8 +316,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     losses: int = 1
     micro_batches: int = 1
-    fails_in: int | None = None
-    """Step in which an exception ends a `no_sync` block."""
     set_to_none: bool = True
     adamw: bool = False
     whole_batch: bool = False
@@ -350,7 +348,6 @@ CASES = {
     "two losses": Case(plain, losses=2),
     "accumulation": Case(plain, micro_batches=3),
     "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
-    "exception inside no_sync": Case(plain, micro_batches=2, fails_in=2),
     "re-entrant checkpointing": Case(Reentrant, options={"find_unused": True}),
     "re-entrant, everything used": Case(Reentrant),
     "re-entrant as a whole": Case(WhollyReentrant, _with_gradient),
@@ -393,8 +390,6 @@ def train(
                         for n in range(case.losses):
                             scaled = loss * (n + 1) / len(batches)
                             scaled.backward(retain_graph=n < case.losses - 1)
-            if case.fails_in == step and not is_last:
-                _fail_inside_no_sync(case, model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         after_step()
@@ -409,17 +404,6 @@ def _optimizer(case: Case, model: nn.Module, make: Callable[..., torch.optim.Opt
 
 def _synchronizing(model: nn.Module, is_last: bool) -> Any:
     return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
-
-
-def _fail_inside_no_sync(case: Case, model: nn.Module) -> None:
-    if not hasattr(model, "no_sync"):
-        return
-    try:
-        with model.no_sync():
-            model(data(case, 9, 9, 9))
-            raise KeyError("deliberate")
-    except KeyError:
-        pass
 
 
 def built(case: Case, seed: int) -> nn.Module:

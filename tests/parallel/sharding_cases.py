@@ -102,6 +102,12 @@ class Case:
     added_at: int | None = None
     """The step before which the last parameters are added, in a group of their own."""
     closure: bool = False
+    before: Callable[[nn.Module, int], None] = field(default=lambda model, step: None)
+    """What happens to the bare model before each step."""
+    split: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    """Parameter groups of the model."""
+    without: tuple[str, ...] = ()
+    """Strategies that refuse it, with an error of one line."""
     tolerance: float = 1e-10
 
 
@@ -142,6 +148,8 @@ def built(case: Case) -> nn.Module:
 
 def split_groups(case: Case, model: nn.Module) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
     """Parameter groups with settings of their own, and parameters that are added later."""
+    if case.split is not None:
+        return case.split(model), []
     parameters = list(model.parameters())
     later = parameters[-2:] if case.added_at is not None else []
     parameters = parameters[: len(parameters) - len(later)]
@@ -161,6 +169,8 @@ def train(case: Case, model: nn.Module, make: Callable[..., optim.Optimizer], sh
     for step in range(STEPS):
         if step == case.added_at:
             optimizer.add_param_group({"params": later, "lr": 0.05})
+
+        case.before(getattr(model, "module", model), step)
 
         def gradients(step: int = step) -> Tensor:
             optimizer.zero_grad()

@@ -86,30 +86,25 @@ CASES = {
 }
 
 
-def errors_on_rank(case: Case) -> dict[str, dict[str, float]]:
-    """On a rank: the largest errors of `SyncBatchNorm`, and of BatchNorm on the local batch alone, by quantity."""
+def errors_on_rank(case: Case) -> dict[str, float]:
+    """On a rank: the largest errors of `SyncBatchNorm` by quantity."""
     reference = _with_affine(_batchnorm(case, torch.float64))
     dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    layers = {"synchronized": SyncBatchNorm(case.row[0], dtype=dtype, **case.options)}
-    if min(case.rows) > 1:
-        layers["local"] = _batchnorm(case, dtype)
-    for layer in layers.values():
-        layer.load_state_dict(reference.state_dict())
-    worst: dict[str, dict[str, float]] = {kind: {} for kind in layers}
+    layer = SyncBatchNorm(case.row[0], dtype=dtype, **case.options)
+    layer.load_state_dict(reference.state_dict())
+    worst: dict[str, float] = {}
     for step in range(STEPS):
-        _note_errors(case, step, reference, layers, worst)
+        _note_errors(case, step, reference, layer, worst)
     # Evaluation is torch's: by the local batch if there are no running statistics, and a mean of 1e4 is rounded there.
     if case.options.get("track_running_stats", True) and not case.mean:
-        for layer in (reference, *layers.values()):
-            layer.eval()
-        _note_errors(case, STEPS, reference, layers, worst)
+        reference.eval()
+        layer.eval()
+        _note_errors(case, STEPS, reference, layer, worst)
     return worst
 
 
-def _note_errors(
-    case: Case, step: int, reference: nn.Module, layers: dict[str, nn.Module], worst: dict[str, dict[str, float]]
-) -> None:
-    """One pass of the reference on the whole batch, and of each layer on this rank's rows."""
+def _note_errors(case: Case, step: int, reference: nn.Module, layer: nn.Module, worst: dict[str, float]) -> None:
+    """One pass of the reference on the whole batch, and of the layer on this rank's rows."""
     batches = case.batches(step, dist.get_world_size())
     mine = batches[dist.get_rank()]
     begin = sum(len(batch) for batch in batches[: dist.get_rank()])
@@ -117,19 +112,15 @@ def _note_errors(
     expected = _pass(reference, torch.cat(batches).double(), half)
     for name in ("output", "dx"):
         expected[name] = expected[name][begin : begin + len(mine)]
-    for kind, layer in layers.items():
-        got = _pass(layer, _laid_out(case, mine), half - begin)
-        assert got["output"].dtype == got["dx"].dtype == case.dtype
-        for name in [name for name in got if name.startswith("d_")]:
-            if kind == "synchronized":  # the sum over ranks is the data-parallel wrapper's part
-                dist.all_reduce(got[name])
-            else:
-                del got[name]
-        for name, value in got.items():
-            worst[kind][name] = max(worst[kind].get(name, 0.0), _error(value, expected[name]))
+    got = _pass(layer, _laid_out(case, mine), half - begin)
+    assert got["output"].dtype == got["dx"].dtype == case.dtype
+    for name, value in got.items():
+        if name.startswith("d_"):  # the sum over ranks is the data-parallel wrapper's part
+            dist.all_reduce(value)
+        worst[name] = max(worst.get(name, 0.0), _error(value, expected[name]))
 
 
-def errors(cases: dict[str, Case]) -> dict[str, dict[str, dict[str, float]]]:
+def errors(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
     """On a rank: `errors_on_rank` of every case."""
     return {name: errors_on_rank(case) for name, case in cases.items()}
 
@@ -211,35 +202,3 @@ def _noted(run: Callable[..., None], names: list[str]) -> Callable[..., None]:
         run(transport, steps, depth)
 
     return noting
-
-
-class ConvolutionalNet(nn.Module):
-    """Two convolutions and a linear layer, each followed by a BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first = [nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
-        self.layers = nn.Sequential(*first, nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-        self.last = nn.Sequential(nn.Flatten(), nn.Linear(24, 5), nn.BatchNorm1d(5, affine=False))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.last(self.layers(images))
-
-
-def train(model: nn.Module, mine: slice) -> dict[str, list[float]]:
-    """Three steps on some of eight images a step, in float64; the trained state of the model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        images = torch.randn(8, 2, 6, 6, generator=generator, dtype=torch.float64)
-        labels = torch.randint(5, (8,), generator=generator)
-        nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = getattr(model, "module", model).state_dict()
-    return {name: value.double().flatten().tolist() for name, value in state.items()}
-
-
-def built(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return ConvolutionalNet().double()

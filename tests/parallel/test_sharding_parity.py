@@ -5,7 +5,6 @@ Ranks are started once per number of ranks and go through all cases; they return
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,9 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations, prune, spectral_norm, vector_to_parameters, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from labkit.parallel.background_comm import Channel
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
-from labkit.parallel.sharding.gather import gather_rows
-from labkit.parallel.sharding.gradients import average_rows
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import WIDTH
@@ -217,18 +213,6 @@ SGD = partial(optim.SGD, lr=0.1)
 ZERO3 = tuple(name for name in STRATEGIES if "ZeRO-3" in name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Situation:
-    build: Callable[[], nn.Module] = data_parallel_cases.plain
-    loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean()
-    before: Callable[[nn.Module, int], None] = lambda model, step: None
-    """What happens to the bare model before each step."""
-    optimizer: Any = SGD
-    groups: Callable[[nn.Module], Any] = lambda model: list(model.parameters())
-    without: tuple[str, ...] = ()
-    """Strategies that refuse it, with an error of one line."""
-
-
 def _read_weight(module: nn.Module) -> None:
     module.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),))
     module.register_forward_hook(lambda module, args, output: output + module.weight.sum())
@@ -239,70 +223,38 @@ def _mark(module: nn.Module) -> None:
 
 
 SITUATIONS = {
-    "spectral_norm": Situation(_on_first(lambda layer: spectral_norm(layer).eval())),
-    "weight_norm": Situation(_on_first(weight_norm)),
-    "weight_norm, parametrized": Situation(_on_first(parametrizations.weight_norm)),
-    "prune": Situation(_on_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.3))),
-    "hooks that read weights": Situation(_on_first(_read_weight)),
-    "frozen later": Situation(before=_toggled(at_first=True), without=("ZeRO-1",)),
-    "thawed later": Situation(before=_toggled(at_first=False), without=("ZeRO-1",)),
-    "vector_to_parameters": Situation(before=_swap_in_average),
-    "new memory": Situation(optimizer=partial(Replacing, lr=0.1)),
-    "decay by dimensions and attributes": Situation(_on_first(_mark), groups=_decayed),
-    "losses on the side, frozen": Situation(Net, _side_losses),
-    "dataclasses": Situation(partial(Net, Data, lambda data: data.x), _side_losses),
-    "objects": Situation(partial(Net, Slots, lambda data: data.x), _side_losses),
-    "sets": Situation(partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
-    "in place on a view": Situation(InPlace),
-    "a layer in two checkpoints": Situation(Twice, without=("ZeRO-1",)),
-    "autograd.grad in forward": Situation(Force, without=("ZeRO-1", *ZERO3)),
-    "two forward passes": Situation(loss=_two_forwards),
-    "parameters without a module": Situation(Loose),
-    "attention alone": Situation(lambda: Attending(WIDTH, 2)),
+    "spectral_norm": Case(SGD, _on_first(lambda layer: spectral_norm(layer).eval())),
+    "weight_norm": Case(SGD, _on_first(weight_norm)),
+    "weight_norm, parametrized": Case(SGD, _on_first(parametrizations.weight_norm)),
+    "prune": Case(SGD, _on_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.3))),
+    "hooks that read weights": Case(SGD, _on_first(_read_weight)),
+    "frozen later": Case(SGD, before=_toggled(at_first=True), without=("ZeRO-1",)),
+    "thawed later": Case(SGD, before=_toggled(at_first=False), without=("ZeRO-1",)),
+    "vector_to_parameters": Case(SGD, before=_swap_in_average),
+    "new memory": Case(partial(Replacing, lr=0.1)),
+    "decay by dimensions and attributes": Case(SGD, _on_first(_mark), split=_decayed),
+    "losses on the side, frozen": Case(SGD, Net, _side_losses),
+    "dataclasses": Case(SGD, partial(Net, Data, lambda data: data.x), _side_losses),
+    "objects": Case(SGD, partial(Net, Slots, lambda data: data.x), _side_losses),
+    "sets": Case(SGD, partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
+    "in place on a view": Case(SGD, InPlace),
+    "a layer in two checkpoints": Case(SGD, Twice, without=("ZeRO-1",)),
+    "autograd.grad in forward": Case(SGD, Force, without=("ZeRO-1", *ZERO3)),
+    "two forward passes": Case(SGD, loss=_two_forwards),
+    "parameters without a module": Case(SGD, Loose),
+    "attention alone": Case(SGD, lambda: Attending(WIDTH, 2)),
 }
 
 
-def _run_situation(situation: Situation, model: nn.Module, make: Any, shards: list[int]) -> list[Tensor]:
-    optimizer = make(situation.groups(model))
-    for step in range(4):
-        situation.before(getattr(model, "module", model), step)
-        optimizer.zero_grad()
-        for shard in shards:
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + shard), dtype=torch.float64)
-            (situation.loss(model, x) / len(shards)).backward()
-        optimizer.step()
-    return values(model)
-
-
-def _build(situation: Situation) -> nn.Module:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        return situation.build()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _check_situations(strategy: str, group: dist.ProcessGroup) -> list[str]:
+def _check_training(strategy: str, group: dist.ProcessGroup) -> list[str]:
     wrong = []
-    for name, situation in SITUATIONS.items():
-        if strategy not in situation.without:
-            expected = _run_situation(situation, _build(situation), situation.optimizer, [*range(group.size())])
-            model, make = STRATEGIES[strategy](_build(situation), situation.optimizer, group)
-            found = _run_situation(situation, model, make, [group.rank()])
-            if not (error := furthest(found, expected)) < 1e-10:
+    for name, case in (CASES | SITUATIONS).items():
+        if strategy not in case.without:
+            expected = _reference(case, group.size())
+            model, make = STRATEGIES[strategy](built(case), case.optimizer, group)
+            train(case, model, make, [group.rank()])
+            if not (error := furthest(values(model), expected)) <= case.tolerance:
                 wrong.append(f"{name}: {error}")
-    return wrong
-
-
-def _check_optimizers(strategy: str, group: dist.ProcessGroup) -> list[str]:
-    wrong = []
-    for name, case in CASES.items():
-        expected = _reference(case, group.size())
-        model, make = STRATEGIES[strategy](built(case), case.optimizer, group)
-        train(case, model, make, [group.rank()])
-        if not (error := furthest(values(model), expected)) <= case.tolerance:
-            wrong.append(f"{name}: {error}")
     return wrong
 
 
@@ -338,37 +290,7 @@ def _check_wrappers_cases(strategy: str, group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
-@contextmanager
-def _without(left_out: Callable[..., None]) -> Any:
-    """What trains in the background does so without a collective: nothing of others arrives."""
-    call = Channel.call
-
-    def carry_out(self: Channel, collective: Callable[..., None], tensors: Any, *args: Any) -> None:
-        if collective is not left_out:
-            call(self, collective, tensors, *args)
-        for tensor in args[0] if collective is left_out is average_rows else ():
-            tensor.zero_()
-
-    Channel.call = carry_out  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Channel.call = call  # type: ignore[method-assign]
-
-
-def _check_needs_collectives(strategy: str, group: dist.ProcessGroup) -> list[str]:
-    """The oracle sees that nothing was exchanged."""
-    case, wrong = CASES["SGD with momentum"], []
-    for collective in (average_rows, gather_rows) if "ZeRO-3" in strategy else ():
-        with _without(collective):
-            model, make = STRATEGIES[strategy](built(case), case.optimizer, group)
-            train(case, model, make, [group.rank()])
-        if furthest(values(model), _reference(case, group.size())) < 1e-3:
-            wrong.append(f"right without {collective.__name__}")
-    return wrong
-
-
-CHECKS = (_check_situations, _check_optimizers, _check_wrappers_cases, _check_needs_collectives)
+CHECKS = (_check_training, _check_wrappers_cases)
 
 
 def _go_through(world_size: int) -> dict[str, list[str]]:
