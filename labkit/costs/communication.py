@@ -99,7 +99,10 @@ class Calls(NamedTuple):
 
 
 def sent_bytes(calls: Iterable[Calls], world_size: int, *, all_reduce: CostOf = butterfly) -> float:
-    """Bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly."""
+    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly.
+
+    With an `all_reduce` that folds ranks beyond a power of two, ranks send unequally: these are the critical path's.
+    """
     share = (world_size - 1) / world_size
     shares = {"all_reduce": all_reduce(world_size, 1).n_bytes, "exchange": 1.0}
     return sum(each.times * each.n_bytes * shares.get(each.collective, share) for each in calls)

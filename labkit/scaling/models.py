@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +114,8 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
     return sequences * seq_len * (6 * matrices + attention)
 
 
-def _published() -> tuple[dict[str, Model], dict[str, str]]:
-    """Models by name, and names by alias."""
+def _read_models() -> tuple[dict[str, Model], dict[str, str]]:
+    """Models by name, the published ones and labkit's sizes; and names by alias."""
     models: dict[str, Model] = {}
     aliases: dict[str, str] = {}
     for row in read_table("models"):
@@ -123,52 +123,29 @@ def _published() -> tuple[dict[str, Model], dict[str, str]]:
         is_gated, is_tied = (row[name] == "1" for name in ("ffn_gated", "tied"))
         models[row["name"]] = Model(**sizes, ffn_gated=is_gated, tied=is_tied, name=row["name"])
         aliases |= dict.fromkeys(row["aliases"].split(), row["name"])
+    for name, one in SIZES.items():
+        layers, hidden, heads = one.n_layers, one.d_model, one.n_heads
+        models[name] = Model(layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name)
     return models, aliases
 
 
-def _labkit() -> dict[str, Model]:
-    return {
-        name: Model(
-            layers=shape.n_layers,
-            hidden=shape.d_model,
-            heads=shape.n_heads,
-            ffn=shape.d_ff,
-            vocab=shape.vocabulary,
-            name=name,
-        )
-        for name, shape in SIZES.items()
-    }
-
-
-_MODELS, _ALIASES = _published()
-NAMED: Mapping[str, Model] = _MODELS | _labkit()
-
-
-def is_bare_size(name: str) -> bool:
-    """Whether a name is only a number of parameters: "7B"."""
-    words = name.strip().lower()
-    return re.fullmatch(r"\d{1,4}(\.\d)?[bm]", words) is not None and words not in map(str.lower, NAMED)
+NAMED, _ALIASES = _read_models()
 
 
 def find_model(name: str) -> Model:
     """A model by its name, as its maker or Hugging Face writes it: `Llama 3 8B`, `meta-llama/Llama-3.1-8B`, `mini`.
 
-    A bare size, `7B`, is the first model of that size. ValueError, with the nearest names, for an unknown one.
+    ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of that size.
     """
     by_name = {_letters(name): model for name, model in NAMED.items()}
     by_name |= {_letters(alias): NAMED[name] for alias, name in _ALIASES.items()}
     words = _letters(name.strip().rpartition("/")[2])
-    while True:
-        if words in by_name:
-            return by_name[words]
-        shorter = _ENDINGS.sub("", words)
-        if shorter == words or not shorter:
-            break
+    while words not in by_name and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
         words = shorter
-    size = name.strip().lower()
-    if is_bare_size(name) and (model := next((m for n, m in NAMED.items() if n.endswith(f"-{size}")), None)):
-        return model
-    near = difflib.get_close_matches(name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5)
+    if words in by_name:
+        return by_name[words]
+    near = [known for known in NAMED if known.lower().endswith(f"-{name.strip().lower()}")]
+    near = near or difflib.get_close_matches(name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(NAMED)}, or a config.json"
     raise ValueError(f"unknown model {name[:60]!r}{hint}")
 
@@ -195,7 +172,7 @@ def read_model(path: Path) -> Model:
     if len(content) > MAX_BYTES:
         raise ValueError(f"expected a config.json of at most 1 MiB, and {name} is larger")
     try:
-        config = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        config = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:80]
         raise ValueError(f"expected JSON, and {name} is none: {reason}") from None
@@ -209,10 +186,6 @@ def _folder_name(folder: Path) -> str:
     if folder.parent.name == "snapshots" and "--" in folder.parents[1].name:
         folder = folder.parents[1]
     return folder.name.rpartition("--")[2]
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
 
 
 def _model(config: Mapping[str, Any], name: str) -> Model:

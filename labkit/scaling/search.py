@@ -84,10 +84,8 @@ def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> l
     """The first `count` rows of different keys, in their order."""
     first: dict[object, int] = {}
     for row in rows:
-        if len(first) == count:
-            break
         first.setdefault(key(row), row)
-    return list(first.values())
+    return list(first.values())[:count]
 
 
 def rank(request: Request) -> Ranking:
@@ -124,7 +122,7 @@ def _layouts(request: Request) -> Iterator[Layout]:
     """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows."""
     fixed, batch = request.fixed, request.global_batch
     same: dict[str, Any] = {"precision": request.precision, "global_batch": batch}
-    same |= {name: fixed[name] for name in ("options",) if name in fixed}
+    same["options"] = fixed.get("options", frozenset())
     for tp, pp, cp in _degrees(request):
         dp = request.gpus // (tp * pp * cp)
         if dp * tp * pp * cp != request.gpus or fixed.get("dp", dp) != dp:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from labkit.scaling.advice import round_batch
 from labkit.scaling.hardware import Hardware, find_hardware
-from labkit.scaling.models import Model, find_model, is_bare_size, parameters, read_model
-from labkit.scaling.prediction import calibrate
+from labkit.scaling.models import Model, find_model, parameters, read_model
+from labkit.scaling.prediction import calibrate, predict_runs
 from labkit.scaling.published import frameworks
-from labkit.scaling.runs import Run
+from labkit.scaling.runs import Run, Runs
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
@@ -157,12 +158,9 @@ def make_request(options: Options) -> AdviceRequest:
         fixed=options.named(*LAYOUT),
         reserve_gib=options.memory_reserve or 0.0,
     )
-    advice_request = AdviceRequest(
-        request,
-        options.tokens or float(TOKENS_PER_PARAMETER * parameters(model)),
-        assumptions,
-        frozenset({"sequence", "tokens_per_step"} - set(options.named())),
-    )
+    budget = options.tokens or float(TOKENS_PER_PARAMETER * parameters(model))
+    unspecified = frozenset({"sequence", "tokens_per_step"} - set(options.named()))
+    advice_request = AdviceRequest(request, budget, assumptions, unspecified)
     return advice_request if options.calibrate is None else _calibrate(advice_request, Path(options.calibrate))
 
 
@@ -190,10 +188,7 @@ def _model(options: Options, assumptions: list[str]) -> Model:
             raise ValueError("expected --model or --layers, --hidden and --heads, not both")
         if name.endswith(".json") or _exists(Path(name)):
             return read_model(Path(name))
-        model = find_model(name)
-        if is_bare_size(name):
-            assumptions.append(f"the sizes of {model.name}")
-        return model
+        return find_model(name)
     if not {"layers", "hidden", "heads"} <= sizes.keys():
         raise ValueError("expected --model NAME, --model config.json, or --layers, --hidden and --heads")
     defaults = {"kv_heads": 0, "ffn": 256 * math.ceil(8 * sizes["hidden"] / 3 / 256), "vocab": VOCABULARY}
@@ -215,9 +210,11 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
     runs, seconds = _read_runs(path)
     profile = calibrate(runs, seconds, base=request.framework)
     request = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
-    errors = sorted(_error(request, run, step_s) for run, step_s in zip(runs, seconds, strict=True))
-    median = errors[len(errors) // 2]
-    return replace(advice_request, request=request, calibration_runs=len(runs), calibration_error=median)
+    own = Runs([replace(run, framework=profile.name, table="") for run in runs])
+    errors = np.abs(predict_runs(own, request.constants).step_s / seconds - 1)
+    return replace(
+        advice_request, request=request, calibration_runs=len(runs), calibration_error=float(np.median(errors))
+    )
 
 
 def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
@@ -235,8 +232,3 @@ def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
             raise ValueError(f"{path}, line {row.line}: expected step_s above 0, the seconds per step")
         seconds.append(step_s)
     return runs, seconds
-
-
-def _error(request: Request, run: Run, step_s: float) -> float:
-    same = replace(request, model=run.model, hardware=run.hardware, seq_len=run.seq_len, reserve_gib=0.0)
-    return abs(same.predict(run.layout).step_s / step_s - 1)
