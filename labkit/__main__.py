@@ -244,8 +244,7 @@ def compare_command(
     """
     import shlex
 
-    from labkit.check.class_page import write_class_page
-    from labkit.check.hand_in import holds_hand_ins, read_hand_ins
+    from labkit.check.archives import holds_hand_ins, read_hand_ins, write_class_page
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
 
     page = output or project.reports_directory() / "compare.html"

@@ -1,36 +1,90 @@
 """The course of a check: correctness of every implementation first, then the fixed set, then the baseline."""
 
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import pandas as pd
-
 from labkit.check import TOLERANCE
-from labkit.check.comparison import LEAST_SESSIONS, Change, circumstances, compare, different_set, lost_hardware
-from labkit.check.declaration import CHECK, correctness_labs
-from labkit.lab.config import ParameterError
+from labkit.check.comparison import (
+    MIN_SESSIONS,
+    Change,
+    circumstances,
+    compare,
+    has_lost_hardware,
+    incomparable_reason,
+)
+from labkit.check.worker import CheckPoint, measure_quantities
+from labkit.lab.config import ParameterError, RatioWithin, Repeats, RoundsSeconds, Sessions, TimedConfig, Warmup
 from labkit.lab.declaration import Lab
+from labkit.lab.point import Point, repeat_in_sessions
 from labkit.lab.project import check_writable, project_root, runs_directory, write_file
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
 from labkit.machine import Machine, describe_machine
 from labkit.machine.load import announced, other_measurements
+from labkit.studies import load_lab
 
 ALTERNATIVES = ("implementation", "algorithm", "alternative")
 """Columns by which labs name what is checked."""
-MOST_RUNS = 10
-"""Of a baseline: older ones are not looked at."""
+CPU_RANKS = 2
+MAX_RUNS = 10
+"""Newest runs of a baseline that count."""
+
+
+class CheckConfig(TimedConfig):
+    """How often the fixed set is measured; what it is has no parameters."""
+
+    warmup: Warmup = 2
+    repeats: Repeats = 16
+    rounds_s: RoundsSeconds | None = 10.0
+    ratio_within: RatioWithin = 0.0
+    sessions: Sessions = 6
+    timeout_s: float = 120.0
+
+
+def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
+    """Yield one rank and all ranks on each device, in new processes for every session."""
+    places: list[dict[str, Any]] = [{}, {"world_size": CPU_RANKS, "backend": "gloo"}]
+    if machine.gpus:
+        places.append({"device": "cuda"})
+    if len(machine.gpus) > 1:
+        places.append({"device": "cuda", "world_size": len(machine.gpus), "backend": "nccl"})
+    points = [CheckPoint.of(config, **place) for place in places]
+    yield from points
+    yield from repeat_in_sessions(points, config.sessions)
+
+
+CHECK = Lab(
+    name="check",
+    title="Has this machine changed?",
+    summary="A fixed small set of quantities, compared with an earlier measurement of the same machine",
+    config=CheckConfig,
+    points=_points,
+    worker=measure_quantities,
+    questions=(),
+)
+
+# By lab: parameters, and which of its points check results. Compiled naive attention is torch's, and slow to compile.
+CORRECTNESS: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], bool]]] = {
+    "attention": (
+        {"implementations": ["tiled", "flash", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"]},
+        lambda point: True,
+    ),
+    "all_reduce": ({}, lambda point: point.sweep in ("sizes", "transports")),
+    "data_parallel": ({}, lambda point: point.sweep in ("wrappers", "accumulation")),
+    "sharding": ({"optimizers": ["AdamW"]}, lambda point: point.kind == "time"),
+    "sync_batchnorm": ({"alternatives": ["labkit", "torch"]}, lambda point: True),
+}
+ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """One implementation at one place: "ok", "not measured", or what is wrong."""
+    """Verdict on one implementation at one place: "ok", "not measured", or what is wrong."""
 
     lab: str
     device: str
@@ -48,11 +102,10 @@ class Correctness:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check has found of this machine."""
+    """Results of a check; `baseline` has the newest run last, and is empty if nothing was compared."""
 
     run: Run
     baseline: Sequence[Run]
-    """Runs of the baseline, the newest last; none: nothing was compared."""
     correctness: list[Correctness]
     changes: list[Change]
     circumstances: list[str] = field(default_factory=list)
@@ -65,7 +118,7 @@ class CheckResult:
 
     @property
     def failures(self) -> list[tuple[str, str, str]]:
-        """Point, reason and traceback of what was to be timed and was not."""
+        """Point, reason and traceback of each timing that failed."""
         return list(self.run.failures())
 
     @property
@@ -73,7 +126,7 @@ class CheckResult:
         """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
         if self.failures or any(one.is_bad for one in self.correctness):
             return 1
-        has_lost = bool(self.baseline) and lost_hardware(self.baseline[-1], self.run)
+        has_lost = bool(self.baseline) and has_lost_hardware(self.baseline[-1], self.run)
         return 3 if has_lost or self.slower else 0
 
 
@@ -85,9 +138,9 @@ def check_machine(
     tolerance: float = TOLERANCE,
     sessions: int | None = None,
 ) -> CheckResult:
-    """Check what is right, then measure the fixed set and compare it with the baseline.
+    """Check correctness, then measure the fixed set and compare it with the baseline.
 
-    ParameterError while another measurement runs on this machine.
+    Raises ParameterError while another measurement runs on this machine.
     """
     if other := other_measurements():
         raise ParameterError(f"labkit measures here already ({other}): check this machine when that has ended")
@@ -97,25 +150,37 @@ def check_machine(
         config = CHECK.configure("quick", {"sessions": sessions})
         options: Any = {"directory": checks_directory(), "on_progress": show, "on_output": on_output}
         run = measure(CHECK, config, profile="quick", **options)
-    notes = list(circumstances(baseline[-1], run)) if baseline else []
+    notes = circumstances(baseline[-1], run) if baseline else []
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
 
 
 def check_correctness(show: ShowProgress, on_output: Callable[[str], None] | None) -> Iterator[Correctness]:
     """Yield each implementation of the labs on every device and transport of this machine."""
     devices = ["cpu", *(["cuda"] if describe_machine().gpus else [])]
-    labs = [(device, *pair) for device in devices for pair in correctness_labs(device)]
-    folder = Path(tempfile.mkdtemp(prefix="labkit-check-"))
-    try:
+    labs = [(device, *pair) for device in devices for pair in _correctness_labs(device)]
+    with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
         for index, (device, lab, config) in enumerate(labs):
             show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
-            yield from _verdicts(lab, measure(lab, config, profile="smoke", directory=folder, on_output=on_output))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            run = measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
+            yield from _verdicts(lab, run)
+
+
+def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
+    """Yield labs reduced to the points that check results, each with its shortest config."""
+    for name, (parameters, is_checked) in CORRECTNESS.items():
+        lab = load_lab(name)
+        known = lab.config.model_fields
+        values = {key: value for key, value in {**ONCE, **parameters, "device": device}.items() if key in known}
+        if "device" in known or device == "cpu":  # a lab without devices has points of every backend
+            yield replace(lab, points=_select(lab, is_checked)), lab.configure("smoke", values)
+
+
+def _select(lab: Lab, is_checked: Callable[[Any], bool]) -> Callable[[Any, Machine], Iterator[Point]]:
+    return lambda config, machine: (point for point in lab.points(config, machine) if is_checked(point))
 
 
 def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
-    """Yield a verdict per alternative, device, ranks and transport; and per point that did not end well."""
+    """Yield a verdict per alternative, device, ranks and transport, and per point that did not end well."""
     frame = run.frame()
     name = next((column for column in ALTERNATIVES if column in frame), None)
     if name is not None:
@@ -124,8 +189,12 @@ def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
         rows["transport"] = rows["transport"].astype(object).fillna("")
         for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
             over = f" over {transport}" if transport not in ("", one) else ""
-            verdict, reason = _worst(group)
-            yield Correctness(lab.name, str(device), int(ranks), f"{one}{over}", verdict, reason)
+            checks, reasons = group["check"].dropna(), group["not_measured"].dropna()
+            # the first that is not ok, if any
+            verdict, _, reason = str(next((check for check in checks if check != "ok"), "ok")).partition(": ")
+            if checks.empty:
+                verdict, reason = "not measured", next(iter(reasons), "it has no check")
+            yield Correctness(lab.name, str(device), int(ranks), f"{one}{over}", verdict, reason or None)
     coverage, details = run.coverage(), {point: text for point, _, text in run.failures()}
     for point in coverage[coverage["status"] != "ok"].to_dict("records"):
         place = str(point.get("device") or "cpu"), int(point["world_size"])
@@ -133,50 +202,36 @@ def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
         yield Correctness(lab.name, *place, "all", verdict, point["reason"], details.get(point["point"], ""))
 
 
-def _worst(rows: pd.DataFrame) -> tuple[str, str | None]:
-    """The verdict of the first row that is not ok, if any; "not measured" with the reason if none was checked."""
-    checks = rows["check"].dropna()
-    if len(bad := checks[checks != "ok"]):
-        verdict, _, reason = str(bad.iloc[0]).partition(": ")
-        return verdict, reason or None
-    if len(checks):
-        return "ok", None
-    reasons = rows["not_measured"].dropna()
-    return "not measured", str(reasons.iloc[0]) if len(reasons) else "it has no check"
-
-
 def checks_directory() -> Path:
-    """Runs of the fixed set."""
+    """Folder of the fixed set's runs."""
     return runs_directory() / CHECK.name
 
 
 def baseline_folder(machine: Machine) -> Path:
-    """Where this host keeps its baseline. A GPU more or less is a change of the machine, and not another one."""
-    host = re.sub(r"[^\w-]+", "-", machine.host) or "host"
-    return project_root() / "data" / "baselines" / host
+    """Folder of this host's baseline; a GPU more or less is a change of the machine, not another machine."""
+    return project_root() / "data" / "baselines" / (re.sub(r"[^\w-]+", "-", machine.host) or "host")
 
 
 def load_baseline(against: str | None) -> list[Run]:
-    """The run that `--against` names, or this machine's saved ones that are comparable with the newest of them.
+    """Return the run that `--against` names, or this machine's saved runs that are comparable with the newest.
 
-    RunFileError, which names the file, if one is damaged; ParameterError if it is of a lab.
+    Raises RunFileError, which names the file, for a damaged one, and ParameterError for a lab's run.
     """
     folder = baseline_folder(describe_machine())
     paths = sorted(folder.glob("*.jsonl")) if against is None else [find_run([checks_directory(), folder], against)]
-    runs = [Run.load(path) for path in paths[-MOST_RUNS:]]
+    runs = [Run.load(path) for path in paths[-MAX_RUNS:]]
     for run in runs:
         if run.header.lab != CHECK.name:
             raise ParameterError(f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
-    return [run for run in runs if different_set(runs[-1], run) is None]
+    return [run for run in runs if incomparable_reason(runs[-1], run) is None]
 
 
 def save_baseline(run: Run) -> Path:
-    """Add a run to this machine's baseline. ParameterError if it was disturbed."""
-    points = run.coverage()
-    points = points[points["status"] != "skipped"]
+    """Add a run to this machine's baseline. Raises ParameterError if it was disturbed."""
+    points = run.coverage().query("status != 'skipped'")
     is_good = (points["status"] == "ok") & ~points["point"].isin(list(run.busy))
     counts = is_good.groupby([points["device"], points["world_size"]]).sum()
-    if counts.empty or counts.min() < LEAST_SESSIONS:
+    if counts.empty or counts.min() < MIN_SESSIONS:
         reason = next(iter(run.busy.values()), None) or "some points failed"
         raise ParameterError(f"no baseline was saved: {reason}; save it while the machine is quiet")
     path = baseline_folder(run.header.machine) / run.path.name

@@ -1,5 +1,6 @@
 """`labkit check`, `notebook` and `hand-in`: arguments, lines in the terminal, exit status."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,17 @@ from labkit.lab.units import counted
 
 if TYPE_CHECKING:
     from labkit.check.checking import CheckResult
+
+CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
+SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
+YOUR_ANSWER = "*Your answer, with the numbers it rests on:*"
+MINE = """def mine(*arguments):
+    raise NotImplementedError("write your own here")
+
+
+# right, wrong (and where), fails or hangs, within seconds
+lab.check(mine)
+"""
 
 
 def check(
@@ -31,8 +43,7 @@ def check(
 
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or cores are gone.
     """
-    from labkit.check.checking import check_machine, load_baseline, save_baseline
-    from labkit.check.comparison import FEW_RUNS
+    from labkit.check.checking import check_machine, load_baseline
     from labkit.lab.project import check_writable, path_from_here
     from labkit.lab.runs.progress import terminal_line
 
@@ -56,30 +67,37 @@ def check(
     else:
         _print(result)
     if bundle is not None:
-        from labkit.check.bundle import write_bundle
+        from labkit.check.archives import write_bundle
         from labkit.lab.commands.console import document
 
         write_bundle(bundle, result, document("check", **facts))
         err.print(f"bundle: {plain(path_from_here(bundle))}", soft_wrap=True)
-    if not save:
-        raise typer.Exit(result.status)
+    raise typer.Exit(_save(result) if save else result.status)
+
+
+def _save(result: "CheckResult") -> int:
+    """Add the run to the baseline, and return the exit status: 1 if it must not be a baseline."""
+    from labkit.check.checking import load_baseline, save_baseline
+    from labkit.check.comparison import FEW_RUNS
+    from labkit.lab.project import path_from_here
+
     try:
         if result.status:
             raise ParameterError("no baseline was saved: something is wrong or failed")
         path = save_baseline(result.run)
     except ParameterError as error:
         err.print(plain(error), soft_wrap=True)
-        raise typer.Exit(1) from None
+        return 1
     n_runs = len(load_baseline(None))
     advice = "" if n_runs >= FEW_RUNS else "; three, at different hours, say how much this machine varies"
     err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
+    return 0
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
-    """The numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
+    """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
     from labkit.lab.commands.console import number
 
-    at = result.run.header.started
     numbers = [
         number(
             f"{one.quantity}, {one.place}",
@@ -88,7 +106,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
             low=one.low,
             high=one.high,
             validity=one.verdict if one.reason is None else f"{one.verdict}: {one.reason}",
-            measured=at,
+            measured=result.run.header.started,
             seconds=one.seconds,
             smallest_change=one.smallest_change,
         )
@@ -103,98 +121,50 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     }
 
 
-def notebook(
-    lab: Annotated[str, typer.Argument(help="The lab.", show_default=False)],
-    student: Annotated[bool, typer.Option("--student", help="Leave out implementations, answers, solutions.")] = False,
-    output: Annotated[Path | None, typer.Option(help="The copy.", show_default="LAB.ipynb")] = None,
-) -> None:
-    """Write a copy of a lab's notebook to work in: reports go on running the project's own."""
-    import nbformat
-
-    from labkit.check.student import student_notebook
-    from labkit.lab.project import check_writable, notebook_path, path_from_here, write_file
-    from labkit.studies import load_lab
-
-    declaration = load_lab(lab)
-    path = output or Path(f"{lab}.ipynb")
-    if path.exists():
-        raise ParameterError(f"{path}: is there already; --output names another file")
-    content = student_notebook(declaration) if student else nbformat.read(notebook_path(lab), as_version=4)
-    check_writable(path.parent)
-    write_file(path, nbformat.writes(content) + "\n")
-    out.print(plain(path_from_here(path)), soft_wrap=True)
-
-
-def hand_in(
-    name: Annotated[str, typer.Argument(help="Your name.", show_default=False)],
-    labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all that were measured")] = None,
-    notebooks: Annotated[
-        list[Path] | None, typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated.")
-    ] = None,
-) -> None:
-    """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
-    from labkit.check.hand_in import write_hand_in
-    from labkit.lab.project import path_from_here
-    from labkit.studies import LABS, load_lab
-
-    wanted = [load_lab(lab).name for lab in labs or LABS]
-    path = write_hand_in(name, wanted, Path.cwd(), notebooks or ())
-    out.print(plain(path_from_here(path)), soft_wrap=True)
-
-
-def _print(result: Any) -> None:
-    _print_correctness(result.correctness)
-    for _, reason, _ in result.failures:
-        out.print(plain(f"not timed: {reason}"), soft_wrap=True)
-    if result.baseline:
-        header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
-        text = f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC"
-        out.print(plain(text), soft_wrap=True)
-    for note in result.circumstances:
-        out.print(plain(note), soft_wrap=True)
-    reasons = {one.reason for one in result.changes}
-    shared = reasons.pop() if len(reasons) == 1 else None
-    if shared is not None:
-        out.print(plain(f"nothing is comparable: {shared}"), soft_wrap=True)
-    table = Table("quantity", "where", "now", "now / baseline", "verdict", box=None, pad_edge=False)
-    for one in result.changes:
-        *cells, verdict = map(plain, _row(one, result.run.header.machine))
-        table.add_row(*cells, verdict if shared is None else "")
-    out.print(table)
-    if slower := [f"{one.quantity} ({one.place})" for one in result.slower]:
-        out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {', '.join(slower)}"), soft_wrap=True)
-
-
-def _print_correctness(rows: list[Any]) -> None:
-    """One line per lab and place if all is well; what is not, by name."""
-    groups: dict[tuple[str, str, int], list[Any]] = {}
-    for row in rows:
-        groups.setdefault((row.lab, row.device, row.ranks), []).append(row)
-    for (lab, device, ranks), group in groups.items():
-        right = [row.name for row in group if row.verdict == "ok"]
-        out.print(plain(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {', '.join(right) or 'none'}"))
+def _print(result: "CheckResult") -> None:
+    groups: dict[str, list[Any]] = {}
+    for row in result.correctness:
+        groups.setdefault(f"{row.lab}, {row.device}, {counted(row.ranks, 'rank')}", []).append(row)
+    for place, group in groups.items():
+        right = ", ".join(row.name for row in group if row.verdict == "ok")
+        out.print(plain(f"{place}: right: {right or 'none'}"))
         for row in group:
             if row.verdict != "ok":
                 color = "[bold red]" if row.is_bad else ""
                 out.print(f"  {color}{plain(f'{row.name}: {row.verdict}: {row.reason}')}", soft_wrap=True)
+    lines = [f"not timed: {reason}" for _, reason, _ in result.failures]
+    if result.baseline:
+        header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
+        lines += [f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC"]
+    lines += result.circumstances
+    reasons = {one.reason for one in result.changes}
+    shared = reasons.pop() if len(reasons) == 1 else None
+    lines += [f"nothing is comparable: {shared}"] if shared else []
+    for line in lines:
+        out.print(plain(line), soft_wrap=True)
+    table = Table("quantity", "where", "now", "now / baseline", "verdict", box=None, pad_edge=False)
+    for one in result.changes:
+        *cells, verdict = map(plain, _cells(one, result.run.header.machine))
+        table.add_row(*cells, "" if shared else verdict)
+    out.print(table)
+    if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
+        out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {slower}"), soft_wrap=True)
 
 
-def _row(one: Any, machine: Any) -> tuple[str, str, str, str, str]:
+def _cells(one: Any, machine: Any) -> tuple[str, str, str, str, str]:
     from labkit.lab.units import format_flops, format_rate, format_seconds
 
     forms = {"FLOP/s": format_flops, "B/s": format_rate}
     now = "" if one.seconds is None else forms[one.unit](one.rate) if one.rate else format_seconds(one.seconds)
-    if one.ratio is None:
-        return one.quantity, one.place, now + _share_of_peak(one, machine), "", f"{one.verdict}: {one.reason}"
-    verdict = one.verdict
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
+    verdict = one.verdict if one.reason is None else f"{one.verdict}: {one.reason}"
     if verdict == "no change shown":
         verdict += f" (from {100 * (one.smallest_change - 1):.0f}% on it would be)"
-    ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-    return one.quantity, one.place, now + _share_of_peak(one, machine), ratio, verdict
+    return one.quantity, one.place, now + describe_peak_share(one, machine), ratio, verdict
 
 
-def _share_of_peak(one: Any, machine: Any) -> str:
-    """Word the share of the peak, and what published products reach, for bfloat16 on a GPU whose peak is known."""
+def describe_peak_share(one: Any, machine: Any) -> str:
+    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a known peak."""
     from labkit.scaling.constants import load_constants
     from labkit.scaling.hardware import find_hardware
 
@@ -208,3 +178,68 @@ def _share_of_peak(one: Any, machine: Any) -> str:
         return share
     published = load_constants().table["matmul_ceiling"].get(architecture)
     return share + (f" (published: up to {100 * published:.0f}%)" if published else "")
+
+
+def notebook(
+    lab: Annotated[str, typer.Argument(help="The lab.", show_default=False)],
+    student: Annotated[bool, typer.Option("--student", help="Leave out implementations, answers, solutions.")] = False,
+    output: Annotated[Path | None, typer.Option(help="The copy.", show_default="LAB.ipynb")] = None,
+) -> None:
+    """Write a copy of a lab's notebook to work in: reports go on running the project's own."""
+    import nbformat
+
+    from labkit.lab.project import check_writable, notebook_path, path_from_here, write_file
+    from labkit.studies import load_lab
+
+    declaration = load_lab(lab)
+    path = output or Path(f"{lab}.ipynb")
+    if path.exists():
+        raise ParameterError(f"{path}: exists already; --output names another file")
+    content = nbformat.read(notebook_path(lab), as_version=4)
+    if student:
+        content = student_notebook(content, takes_mine=declaration.plugin_parameter is not None)
+    check_writable(path.parent)
+    write_file(path, nbformat.writes(content) + "\n")
+    out.print(plain(path_from_here(path)), soft_wrap=True)
+
+
+def student_notebook(notebook: Any, *, takes_mine: bool) -> Any:
+    """Return a notebook without implementations, answers and solutions, which the student writes.
+
+    `takes_mine`: put a function to write in place of the first implementation.
+    """
+    from nbformat.v4 import new_code_cell, new_markdown_cell
+    from nbformat.validator import normalize
+
+    cells: list[Any] = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = SOLUTION.sub(rf"**\1**\n\n{YOUR_ANSWER}", CODE_BLOCK.sub("", cell.source))
+            cells.append(cell)
+        elif re.search(r"^lab\.source\(", cell.source, re.MULTILINE):
+            cells += [new_code_cell(MINE)] if takes_mine else []
+            takes_mine = False
+        elif re.search(r"^lab\.answer\(", cell.source, re.MULTILINE):
+            figure = new_code_cell("frame = lab.run.frame()  # your figure and numbers")
+            cells += [figure, new_markdown_cell(YOUR_ANSWER)]
+        else:
+            cell.outputs = []
+            cells.append(cell)
+    notebook.cells = cells
+    return normalize(notebook)[1]
+
+
+def hand_in(
+    name: Annotated[str, typer.Argument(help="Your name.", show_default=False)],
+    labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all that were measured")] = None,
+    notebooks: Annotated[
+        list[Path] | None, typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated.")
+    ] = None,
+) -> None:
+    """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
+    from labkit.check.archives import write_hand_in
+    from labkit.lab.project import path_from_here
+    from labkit.studies import LABS, load_lab
+
+    path = write_hand_in(name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ())
+    out.print(plain(path_from_here(path)), soft_wrap=True)

@@ -1,14 +1,14 @@
-"""Which quantities of a machine have changed since its baseline, by how much, and what change would have been seen.
+"""Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) of the slowest rank; a run is the
-mean of its sessions, which are other processes. Runs of one machine differ by more than their sessions do, so a
-baseline may have several runs: how these vary is what a change has to exceed. Each quantity's variance is shrunk
-towards the typical one of all (moderated t-statistics: Smyth 2004, section 3). Bounds hold for all quantities of a
-check together (Bonferroni).
+A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) on the slowest rank. A run is the
+mean of its sessions, each in new processes. Runs of one machine differ by more than their sessions do. So a baseline
+may have several runs, and a change must exceed their variation. Each quantity's variance is shrunk towards the median
+of all (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a check together
+(Bonferroni).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,48 +17,49 @@ import pandas as pd
 from scipy.special import fdtri, stdtrit
 
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
-from labkit.check.worker import AGAIN, FIRST, THREADS
+from labkit.check.worker import THREADS
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, join_words
-from labkit.machine import Machine
 
-PLACE = ["device", "world_size"]
-QUANTITY = [*PLACE, "quantity"]
+QUANTITY = ["device", "world_size", "quantity"]
 DRIFT, DRIFT_FREEDOM = 0.05, 10
-"""Standard deviation of a run's mean, as a logarithm, where a baseline has too few runs to say it: that of eleven
-checks of a two-core virtual machine within ten minutes, median of thirteen quantities."""
+"""Standard deviation of a run's mean logarithm for a baseline of fewer than `FEW_RUNS`: the median of thirteen
+quantities over eleven checks of a two-core virtual machine within ten minutes."""
 FEW_RUNS = 3
-"""Runs of a baseline from which on they say how much this machine varies from one to the next."""
+"""Baseline runs from which a machine's variation between runs is estimated."""
 QUANTILE = 0.25
-"""Of a session's samples: other programs only add time, and the very shortest is luck."""
+"""Quantile of a session's samples: other programs only add time, and the minimum is an outlier."""
 FALSE_ALARMS = 0.01
-"""Checks of an unchanged machine in which any quantity counts as changed."""
-LEAST_SESSIONS = 3
-"""Undisturbed sessions that a quantity needs in a run."""
+"""Share of checks on an unchanged machine that report any change."""
+MIN_SESSIONS = 3
+"""Undisturbed sessions per quantity and run."""
 PRIOR_FREEDOM = 4.0
-"""How alike the variances of quantities are assumed to be, in degrees of freedom."""
+"""Degrees of freedom of the prior that quantities have one variance."""
+DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
+"""Facts of a run without which times are not comparable."""
 
+Name = tuple[Any, ...]
 Verdict = Literal["slower", "faster", "no change shown", "not comparable"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one quantity since the baseline. Ratios are of seconds, now over then: above 1 is slower."""
+    """Change of one quantity since the baseline. Ratios are seconds now over seconds then: above 1 is slower."""
 
     device: str
     ranks: int
     quantity: str
     verdict: Verdict
     seconds: float | None = None
-    """Of one sample now."""
+    """Per sample, now."""
     rate: float | None = None
-    """Work per second now, in `unit`; None where only the time counts."""
+    """Work per second now, in `unit`; None if only the time counts."""
     unit: str = "s"
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
     smallest_change: float | None = None
-    """The smallest ratio above 1 that would have counted as a change."""
+    """Smallest ratio above 1 that would have counted as a change."""
     reason: str | None = None
     """Why it is not comparable."""
 
@@ -68,176 +69,129 @@ class Change:
 
 
 def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
-    """Each quantity of `now`, and those that only the baseline has. Without a baseline none is comparable."""
-    here, then = _Quantities(now), [_Quantities(run) for run in baseline]
-    reason = different_set(baseline[-1], now) if baseline else "there is no baseline"
-    names = list(dict.fromkeys([*here.names, *(name for one in then for name in one.names)]))
-    means = {name: [mean for one in then if (mean := one.mean(name)) is not None] for name in names}
-    variances = {name: _variance(means[name]) for name in names}
+    """Return the change of each quantity of `now` or the baseline; without a baseline none is comparable."""
+    here, then = _Sessions(now), [_Sessions(run) for run in baseline]
+    blocker = incomparable_reason(baseline[-1], now) if baseline else "there is no baseline"
+    names = list(dict.fromkeys(name for each in (here, *then) for name in each.names))
+    means = {name: [each.logs[name].mean() for each in then if each.missing_reason(name) is None] for name in names}
+    variances = {name: float(np.var(values, ddof=1)) for name, values in means.items() if len(values) >= FEW_RUNS}
     changes = []
     for name in names:
-        described = dict(zip(("device", "ranks", "quantity"), name, strict=True)) | here.speed(name)
-        old = [one.too_few(name) for one in then]
-        if why := reason or here.too_few(name) or (f"{old[-1]}, in the baseline" if all(old) else ""):
-            changes.append(Change(**described, verdict="not comparable", reason=why))
-            continue
-        others = [variance for other, variance in variances.items() if other != name and variance is not None]
-        changes.append(Change(**described, **_judge(name, here, means[name], variances[name], others, len(names))))
+        device, ranks, quantity = name
+        facts: dict[str, Any] = here.speed(name)
+        reason = blocker or here.missing_reason(name)
+        if reason is None and not means[name]:
+            reason = f"{then[-1].missing_reason(name)}, in the baseline"
+        if reason is None:
+            others = [(value, len(means[other]) - 1) for other, value in variances.items() if other != name]
+            facts |= _judge(here.logs[name], here.noise[name], means[name], others, len(names))
+        changes.append(Change(device, ranks, quantity, **{"verdict": "not comparable"} | facts, reason=reason))
     return changes
 
 
-class _Quantities:
-    """The quantities of a run: logarithms of seconds by quantity, turn and undisturbed session."""
+class _Sessions:
+    """Times of a run's undisturbed sessions. `logs`: one logarithm per session; `noise`: distance of the two turns."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self.logs: dict[tuple[Any, ...], pd.Series] = {}
-        frame = timed(run)
-        self.names: list[tuple[Any, ...]] = list(frame[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
-        frame = frame[~frame["point"].isin(list(run.busy))]
-        keys = [*QUANTITY, "point", "session", "turn"]
-        self._rows = frame
-        self._slowest = frame.groupby([*keys, "repeat"], sort=False)["seconds"].max()
-        quick = np.log(self._slowest).groupby(keys, sort=False).quantile(QUANTILE)
-        self.logs = {name: group.droplevel(QUANTITY) for name, group in quick.groupby(QUANTITY, sort=False)}
+        self._run, rows = run, timed_rows(run)
+        self.names: list[Name] = list(rows[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
+        self._rows = rows = rows[~rows["point"].isin(list(run.busy))]
+        slowest = rows.groupby([*QUANTITY, "session", "turn", "repeat"], sort=False)["seconds"].max()
+        self._quick = slowest.groupby(QUANTITY, sort=False).quantile(QUANTILE)
+        turns = np.log(slowest).groupby([*QUANTITY, "session", "turn"], sort=False).quantile(QUANTILE).unstack("turn")
+        groups = dict(list(turns.groupby(QUANTITY)))
+        self.logs: dict[Name, Any] = {name: group.mean(axis=1).to_numpy() for name, group in groups.items()}
+        self.noise = {name: abs(group.mean().diff().iloc[-1]) for name, group in groups.items()}
 
-    def sessions(self, name: tuple[Any, ...]) -> np.ndarray:
-        """One logarithm per undisturbed session."""
-        if name not in self.logs:
-            return np.empty(0)
-        return self.logs[name].groupby("session").mean().to_numpy()
-
-    def mean(self, name: tuple[Any, ...]) -> float | None:
-        """The mean logarithm of the sessions; None with too few."""
-        sessions = self.sessions(name)
-        return float(sessions.mean()) if len(sessions) >= LEAST_SESSIONS else None
-
-    def noise(self, name: tuple[Any, ...]) -> float:
-        """How far apart the two turns are over all sessions: nothing smaller can be a change."""
-        turns = self.logs[name].groupby("turn").mean()
-        return abs(float(turns[FIRST] - turns[AGAIN]))
-
-    def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
-        """Seconds of a sample, and the rate of its work."""
+    def speed(self, name: Name) -> dict[str, Any]:
+        """Return the seconds per sample, and the rate of its work."""
         if name not in self.logs:
             return {}
-        seconds = float(self._slowest.xs(name, level=QUANTITY).quantile(QUANTILE))
-        first = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)].iloc[0]
+        seconds, first = float(self._quick[name]), self._rows.set_index(QUANTITY).loc[[name]].iloc[0]
         rate = float(first["work"]) / seconds if first["unit"] != "s" else None
         return {"seconds": seconds, "rate": rate, "unit": str(first["unit"])}
 
-    def too_few(self, name: tuple[Any, ...]) -> str | None:
-        """Why there are too few undisturbed sessions, or None."""
-        if len(self.sessions(name)) >= LEAST_SESSIONS:
+    def missing_reason(self, name: Name) -> str | None:
+        """Return why there are too few undisturbed sessions, or None."""
+        if len(self.logs.get(name, ())) >= MIN_SESSIONS:
             return None
         points = self._run.coverage()
         points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
-        busy = [self._run.busy[point] for point in points["point"] if point in self._run.busy]
-        reasons = points.loc[points["status"] != "ok", "reason"].dropna().tolist()
-        return f"busy: {busy[0]}" if busy else reasons[0] if reasons else "it was not measured"
+        busy = [f"busy: {self._run.busy[point]}" for point in points["point"] if point in self._run.busy]
+        failed = points.loc[points["status"] != "ok", "reason"].dropna().tolist()
+        return str([*busy, *failed, "it was not measured"][0])
 
 
-def different_set(baseline: Run, now: Run) -> str | None:
-    """Why nothing of these runs is comparable: another set, processor, number of cores or GPUs, or torch; or None."""
-    then, here = baseline.header.machine, now.header.machine
-    numbers = [{point.get("number") for point in run.header.planned.values()} for run in (baseline, now)]
-    differences = [
-        f"{name}: {old} in the baseline, {new} now"
-        for name, old, new in (
-            ("set of quantities", *(max(filter(None, each), default=0) for each in numbers)),
-            ("processor", then.cpu, here.cpu),
-            ("cores", _cores(then), _cores(here)),
-            ("GPUs", _gpus(then), _gpus(here)),
-            ("torch", then.versions.get("torch"), here.versions.get("torch")),
-        )
-        if old != new
-    ]
-    return join_words(differences) or None
+def _judge(
+    sessions: Any, noise: float, means: Sequence[float], others: Sequence[tuple[float, int]], comparisons: int
+) -> dict[str, Any]:
+    """Return verdict and interval of a quantity with these logarithms per session now, and means of baseline runs.
+
+    `others`: variance and degrees of freedom of the other quantities' baseline means.
+    """
+    within, runs = float(np.var(sessions, ddof=1)) / len(sessions), len(means)
+    if runs < FEW_RUNS:
+        variance, freedom = DRIFT**2 + within, float(DRIFT_FREEDOM)
+    else:
+        own = float(np.var(means, ddof=1))
+        typical = [value / float(fdtri(count, PRIOR_FREEDOM, 0.5)) for value, count in others or [(own, runs - 1)]]
+        freedom = PRIOR_FREEDOM + runs - 1
+        variance = (PRIOR_FREEDOM * float(np.median(typical)) + (runs - 1) * own) / freedom
+    error = math.sqrt(max(variance, within) + variance / runs)
+    reach = float(stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2)) * error
+    difference = float(np.mean(sessions)) - float(np.mean(means))
+    least = max(reach, math.log1p(MIN_RELEVANT_DIFFERENCE), noise)
+    verdict: Verdict = "slower" if difference > least else "faster" if difference < -least else "no change shown"
+    ends = (difference, difference - reach, difference + reach, least)
+    ratios = dict(zip(("ratio", "low", "high", "smallest_change"), map(math.exp, ends), strict=True))
+    return {"verdict": verdict, **ratios}
 
 
-def lost_hardware(baseline: Run, now: Run) -> bool:
-    """Whether the machine has fewer cores or GPUs than it had; another machine has lost nothing."""
-    then, here = baseline.header.machine, now.header.machine
-    if then.cpu != here.cpu:
-        return False
-    quotas = [machine.cpu_quota or machine.cores for machine in (then, here)]
-    return here.cores < then.cores or quotas[1] < quotas[0] or len(here.gpus) < len(then.gpus)
-
-
-def circumstances(baseline: Run, now: Run) -> Iterator[str]:
-    """Yield what else is not as it was, and may be the cause of a change; times are compared all the same."""
-    then, here = baseline.header.machine, now.header.machine
-    names = [*then.versions, *(name for name in here.versions if name not in then.versions)]
-    pairs: dict[str, tuple[Any, Any]] = {
-        name: (then.versions.get(name), here.versions.get(name)) for name in names if name != "torch"
-    }
-    pairs |= {
-        "host": (then.host, here.host),
-        "system": (then.system, here.system),
-        "Python": (then.python, here.python),
-        "labkit": (str(then.source), str(here.source)),
-        "links of GPUs": (then.gpu_links, here.gpu_links),
-        "threads of one rank": (_threads(baseline), _threads(now)),
-    }
-    for name, (old, new) in pairs.items():
-        if old != new:
-            note = f" ({THREADS})" if name.startswith("threads") else ""
-            yield f"{name}{note}: {old or 'none'} in the baseline, {new or 'none'} now"
-
-
-def _threads(run: Run) -> int | None:
-    frame = timed(run)
-    threads = frame.loc[frame["world_size"] == 1, "threads"]
-    return int(threads.min()) if len(threads) else None
-
-
-def _cores(machine: Machine) -> str:
-    return f"{machine.cores}" if machine.cpu_quota is None else f"{machine.cores} (quota {machine.cpu_quota:g})"
-
-
-def _gpus(machine: Machine) -> str:
-    counts = [f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts]
-    return ", ".join(counts) or machine.no_gpu_reason or "none"
-
-
-def timed(run: Run) -> pd.DataFrame:
-    """The rows that have times."""
+def timed_rows(run: Run) -> pd.DataFrame:
+    """Return the rows that have times."""
     columns = [*QUANTITY, "turn", "session", "repeat", "point", "rank", "seconds", "unit", "work", "threads"]
     return run.frame().reindex(columns=columns).dropna(subset="seconds")
 
 
-def _variance(means: Sequence[float]) -> tuple[float, int] | None:
-    """Variance of runs' means and its degrees of freedom; None with fewer than `FEW_RUNS`."""
-    return (float(np.var(means, ddof=1)), len(means) - 1) if len(means) >= FEW_RUNS else None
+def incomparable_reason(baseline: Run, now: Run) -> str | None:
+    """Return why no times of these runs are comparable: another fixed set, processor, core count, GPU or torch."""
+    return join_words([f"{name}: {text}" for name, text in _differences(baseline, now) if name in DECISIVE]) or None
 
 
-def _judge(
-    name: tuple[Any, ...],
-    here: _Quantities,
-    means: Sequence[float],
-    own: tuple[float, int] | None,
-    others: Sequence[tuple[float, int]],
-    comparisons: int,
-) -> dict[str, Any]:
-    """Verdict and interval of one quantity, whose runs in the baseline have these means and this variance.
+def circumstances(baseline: Run, now: Run) -> list[str]:
+    """Return what else differs and may have caused a change; times are compared all the same."""
+    return [f"{name}: {text}" for name, text in _differences(baseline, now) if name not in DECISIVE]
 
-    `others` are the variances of the other quantities.
-    """
-    sessions = here.sessions(name)
-    within = float(sessions.var(ddof=1)) / len(sessions)
-    if own is None:
-        variance, freedom = DRIFT**2 + within, float(DRIFT_FREEDOM)
-    else:
-        typical = [value / float(fdtri(of, PRIOR_FREEDOM, 0.5)) for value, of in (others or [own])]
-        freedom = PRIOR_FREEDOM + own[1]
-        variance = (PRIOR_FREEDOM * float(np.median(typical)) + own[1] * own[0]) / freedom
-    error = math.sqrt(max(variance, within) + variance / len(means))
-    reach = float(stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2)) * error
-    difference = float(sessions.mean()) - float(np.mean(means))
-    least = max(reach, math.log1p(MIN_RELEVANT_DIFFERENCE), here.noise(name))
-    verdict: Verdict = "no change shown"
-    if abs(difference) > least:
-        verdict = "slower" if difference > 0 else "faster"
-    ends = (difference, difference - reach, difference + reach, least)
-    ratio, low, high, smallest = (math.exp(end) for end in ends)
-    return {"verdict": verdict, "ratio": ratio, "low": low, "high": high, "smallest_change": smallest}
+
+def _differences(baseline: Run, now: Run) -> list[tuple[str, str]]:
+    then, here = _facts(baseline), _facts(now)
+    pairs = {name: (then.get(name) or "none", here.get(name) or "none") for name in then | here}
+    return [(name, f"{old} in the baseline, {new} now") for name, (old, new) in pairs.items() if old != new]
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    machine, rows = run.header.machine, timed_rows(run)
+    quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
+    gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
+    threads = rows.loc[rows["world_size"] == 1, "threads"].min()
+    return {
+        "set of quantities": max((point.get("number") or 0 for point in run.header.planned.values()), default=0),
+        "processor": machine.cpu,
+        "cores": f"{machine.cores}{quota}",
+        "GPUs": gpus or machine.no_gpu_reason,
+        **machine.versions,
+        "host": machine.host,
+        "system": machine.system,
+        "Python": machine.python,
+        "labkit": str(machine.source),
+        "links of GPUs": machine.gpu_links,
+        f"threads of one rank ({THREADS})": None if math.isnan(threads) else int(threads),
+    }
+
+
+def has_lost_hardware(baseline: Run, now: Run) -> bool:
+    """Whether the machine has fewer cores or GPUs than it had; another processor is another machine."""
+    then, here = baseline.header.machine, now.header.machine
+    cores, now_cores = ((machine.cores, machine.cpu_quota or machine.cores) for machine in (then, here))
+    is_less = now_cores[0] < cores[0] or now_cores[1] < cores[1] or len(here.gpus) < len(then.gpus)
+    return then.cpu == here.cpu and is_less

@@ -1,7 +1,7 @@
-"""The fixed small set of quantities that a check times: alone on a device, and by all ranks together.
+"""The fixed small set of quantities that a check times: on one rank, and on all ranks together.
 
-Every quantity is timed twice in every round, as "first" and "again": how far the two are apart is noise. A session is
-a group of new processes. The set never depends on a parameter, or a baseline would be of other quantities.
+Every quantity is timed twice per round; the distance of these two turns is noise. Each session is a group of new
+processes. The set depends on no parameter: a baseline would be of other quantities.
 """
 
 import os
@@ -25,8 +25,8 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 
 SET = 1
-"""Number of the set: a baseline of another one is not comparable."""
-FIRST, AGAIN = "first", "again"
+"""Number of the set; runs of different sets are not comparable."""
+TURNS = ("first", "again")
 THREADS = "OMP_NUM_THREADS"
 CALLS, SHORT_CALLS = 1000, 20  # of an operator on one element, and of a short all-reduce
 HEAD_DIM = 64
@@ -36,7 +36,7 @@ FLOPS, BYTES = "FLOP/s", "B/s"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckPoint(SessionPoint):
-    """The set of one place: a single rank, or all of them, on a device."""
+    """The fixed set on one rank or all ranks of a device."""
 
     device: str = "cpu"
     number: int = SET
@@ -46,7 +46,7 @@ class CheckPoint(SessionPoint):
 
 
 class Sizes(NamedTuple):
-    """What is large enough on a device to measure it and not its calls."""
+    """Sizes that are large enough on a device to measure more than launches."""
 
     product: int
     n_bytes: int
@@ -65,30 +65,29 @@ SIZES_ON = {
 
 
 class Quantity(NamedTuple):
-    """What is called, how often for one sample, and the work of one sample."""
+    """An action, the calls and the work of one sample, and the unit of work per second ("s": only time counts)."""
 
     action: Callable[[], Any]
     calls: int = 1
     work: float = 0.0
     unit: str = "s"
-    """Of work per second; "s": only the time counts."""
 
     def sample(self) -> None:
         for _ in range(self.calls):
             self.action()
 
 
-def measure(point: CheckPoint) -> Iterator[dict[str, Any]]:
-    """One row per quantity and turn: seconds of each sample on this rank, and its work."""
+def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
+    """Yield one row per quantity and turn: seconds of each sample on this rank, and its work."""
     device = use_device(point.device)
     # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for nested ones
     limit = os.environ.get(THREADS, "").partition(",")[0]
     if limit.isdecimal():
         torch.set_num_threads(max(1, min(torch.get_num_threads(), int(limit))))
-    quantities = _alone(device) if point.world_size == 1 else dict(_together(device))
-    turns = {(name, turn): quantity for name, quantity in quantities.items() for turn in (FIRST, AGAIN)}
+    quantities = _one_rank(device) if point.world_size == 1 else dict(_all_ranks(device))
+    turns = {(name, turn): quantity for name, quantity in quantities.items() for turn in TURNS}
     samples = time_interleaved(
-        {f"{name} {turn}": quantity.sample for (name, turn), quantity in turns.items()},
+        {" ".join(turn): quantity.sample for turn, quantity in turns.items()},
         device=device,
         before=dist.barrier if point.world_size > 1 else None,
         **point.rounds,
@@ -101,7 +100,7 @@ def measure(point: CheckPoint) -> Iterator[dict[str, Any]]:
 
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
-    """One row per Triton kernel of labkit that this process has compiled: registers, and spilled bytes per thread."""
+    """Yield registers, and spilled bytes per thread, of each Triton kernel of labkit that this process compiled."""
     from labkit.nn.flash_attention import KERNELS  # needs Triton
 
     for name, function in KERNELS.items():
@@ -110,8 +109,8 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
                 yield {"kernel": name, "registers": kernel.n_regs, "spills": kernel.n_spills}
 
 
-def _alone(device: str) -> Mapping[str, Quantity]:
-    """Quantities of one process: products by dtype, a copy, the cost of a call, attention, a training step."""
+def _one_rank(device: str) -> Mapping[str, Quantity]:
+    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, and a training step."""
     sizes = SIZES_ON[torch.device(device).type]
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
     one = torch.ones(1, device=device)
@@ -121,38 +120,33 @@ def _alone(device: str) -> Mapping[str, Quantity]:
     passes = problem.passes(attention.attend)
     can_attend = attention.unavailable_reason(torch.device(device), dtype, HEAD_DIM) is None
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
-
-    def attend() -> None:
-        passes.forward()
-        passes.backward()
-
     return {
-        **{f"matmul {dtype}": _product(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")},
+        **{f"matmul {dtype}": _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")},
         "copy": Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES),
         "call": Quantity(partial(torch.add, one, 1), CALLS),
-        **({"attention": Quantity(attend)} if can_attend else {}),
+        **({"attention": Quantity(lambda: (passes.forward(), passes.backward()))} if can_attend else {}),
         "training step": Quantity(step.run),
     }
 
 
-def _product(device: str, dtype: str, size: int) -> Quantity:
+def _matmul(device: str, dtype: str, size: int) -> Quantity:
     if device == "cpu" and dtype == "bfloat16":
         size //= 2  # many processors have no units for it
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     return Quantity(partial(torch.mm, a, b), work=2.0 * size**3, unit=FLOPS)
 
 
-def _together(device: str) -> Iterator[tuple[str, Quantity]]:
-    """Quantities of all ranks: all-reduces short and long by transport, and a training step under a wrapper."""
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {f"torch {dist.get_backend()}": dist.all_reduce}
+def _all_ranks(device: str) -> Iterator[tuple[str, Quantity]]:
+    """Yield all-reduces short and long by transport, and a training step under a wrapper."""
+    reduces: dict[str, Callable[[torch.Tensor], Any]] = {f"torch {dist.get_backend()}": dist.all_reduce}
     if device == "cpu":
-        ways["point to point"] = partial(all_reduce, op="sum", transport=POINT_TO_POINT)
+        reduces["point to point"] = partial(all_reduce, op="sum", transport=POINT_TO_POINT)
         if transport_in_use()[0] == SHARED:
-            ways["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
-    for way, reduce in ways.items():
+            reduces["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
+    for name, reduce in reduces.items():
         for kind, n_bytes, calls in (("short", SHORT_BYTES, SHORT_CALLS), ("long", LONG_BYTES, 1)):
             tensor = torch.zeros(n_bytes // 4, device=device)
-            yield f"all-reduce {kind}, {way}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
+            yield f"all-reduce {kind}, {name}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
     workload = build_workload(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
     model = BucketedDDP(workload.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

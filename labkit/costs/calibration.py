@@ -145,6 +145,13 @@ class Calibration:
         transport = self.transport(way, BURST if algorithm in AT_ONCE else MESSAGE, ranks)
         return transport.predict_s(cost) if transport else None
 
+    def messages_s(self, calls: float, n_bytes: float, ranks: int) -> float | None:
+        """Seconds of so many collectives, a message each, between CPU ranks; None if no transport was measured."""
+        transport = self.transport("shared memory", MESSAGE, ranks) or self.transport("gloo", MESSAGE, ranks)
+        if transport is None:
+            return None
+        return calls * (transport.call_s + transport.alpha_s) + n_bytes * transport.beta_s_per_byte
+
 
 def _interpolate(curve: Curve, work: float) -> float:
     """Interpolate between two points in logarithms; beyond the last one at its rate, below the first its time."""

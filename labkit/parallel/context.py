@@ -25,7 +25,7 @@ Dubey et al. 2024 (arXiv:2407.21783), section 3.3.2, for zigzag and for gatherin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from labkit.nn.attention import accumulator_dtype, check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
@@ -192,10 +191,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         dtype = accumulator_dtype(q.dtype)
-        wide, length = q.to(dtype), q.shape[-2]
+        wide = q.to(dtype)
         output = logsumexp = torch.empty(0)
-        for source, block in call.method(call, k, v).blocks():
-            if part := call.visible(source, length):
+        for source, block in call.method(call).blocks(k, v):
+            if part := call.visible(source, q.shape[-2]):
                 rows, columns, is_causal = part
                 keys, values = block[..., columns, :].to(dtype)
                 result = tiled_forward(wide[..., rows, :], keys, values, is_causal)
@@ -213,56 +212,56 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         call, dtype = ctx.call, logsumexp.dtype
-        wide, output, grad = (x.to(dtype) for x in (q, output, grad))
-        grad_q, length = torch.empty(0), q.shape[-2]
-        blocks = call.method(call, k, v)
-        for source, block in blocks.blocks():
-            if part := call.visible(source, length):
-                rows, columns, is_causal = part
-                keys, values = block[..., columns, :].to(dtype)
-                inputs = (wide[..., rows, :], keys, values, output[..., rows, :], logsumexp[..., rows])
-                change, *others = tiled_backward(*inputs, grad[..., rows, :], is_causal)
-                gradients = torch.stack(others)
-                if unseen := length - keys.shape[-2]:
-                    gradients = pad(gradients, (0, 0, 0, unseen))
-                if source == call.group.rank():
-                    grad_q = change
-                else:
-                    grad_q[..., rows, :] += change
-            else:
-                gradients = torch.zeros_like(block, dtype=dtype)
-            blocks.add(source, gradients)
+        queries = [x.to(dtype) for x in (q, output, grad)]
+        grad_q = torch.zeros_like(queries[0])
+        blocks = call.method(call)
+        for source, block in blocks.blocks(k, v):
+            blocks.add(source, _differentiate(call, source, block, queries, logsumexp, grad_q))
         grad_k, grad_v = blocks.finish().to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _differentiate(
+    call: _Call, source: int, block: Tensor, queries: Sequence[Tensor], logsumexp: Tensor, grad_q: Tensor
+) -> Tensor:
+    """Return the gradient of a block, in the accumulator's dtype, and add to that of q. `queries`: q, output, grad."""
+    gradients = torch.zeros_like(block, dtype=logsumexp.dtype)
+    if part := call.visible(source, logsumexp.shape[-1]):
+        rows, columns, is_causal = part
+        keys, values = block[..., columns, :].to(logsumexp.dtype)
+        q, output, grad = (x[..., rows, :] for x in queries)
+        changes = tiled_backward(q, keys, values, output, logsumexp[..., rows], grad, is_causal)
+        for total, change in zip((grad_q[..., rows, :], *gradients[..., columns, :]), changes, strict=True):
+            total += change
+    return gradients
 
 
 def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
     """Add the attention to further keys, in place: both outputs are weighted by their share of the softmax's sum."""
     total = torch.logaddexp(logsumexp, other_logsumexp)
-    output.mul_((logsumexp - total).exp_().unsqueeze(-1)).addcmul_(
-        other, (other_logsumexp - total).exp_().unsqueeze(-1)
-    )
+    own_share, other_share = ((each - total).exp_().unsqueeze(-1) for each in (logsumexp, other_logsumexp))
+    output.mul_(own_share).addcmul_(other, other_share)
     logsumexp.copy_(total)
 
 
 class _Gathered:
     """All ranks' keys and values at once, and the way of their gradients back. A block is (2, ..., length / p, D)."""
 
-    def __init__(self, call: _Call, k: Tensor, v: Tensor) -> None:
-        self.group, self.transport, self.own = call.group, call.transport, torch.stack([k, v])
+    def __init__(self, call: _Call) -> None:
+        self.group, self.transport = call.group, call.transport
         self.rank, self.p = call.group.rank(), call.group.size()
 
-    def blocks(self) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank and its block: this rank's first, then those of the ranks before it."""
-        blocks = self.own.new_empty(self.p, *self.own.shape)
-        blocks[self.rank] = self.own
+        blocks = k.new_empty(self.p, 2, *k.shape)
+        torch.stack([k, v], out=blocks[self.rank])
         all_gather(blocks, self.group, transport=self.transport)
         for step in range(self.p):
             source = (self.rank - step) % self.p
             yield source, blocks[source]
 
     def add(self, source: int, gradients: Tensor) -> None:
-        """Hand over what this rank adds to the gradient of a block. Called for every block, in their order."""
+        """Hand over this rank's part of a block's gradient. Called for every block, in their order."""
         if source == self.rank:
             self._gradients = gradients.new_empty(self.p, *gradients.shape)
         self._gradients[source] = gradients
@@ -275,19 +274,22 @@ class _Gathered:
 
 
 class _Ring(_Gathered):
-    """The same with one block at a time, from the left neighbor to the right one, while the caller computes."""
+    """One block at a time, from the left neighbor to the right one, while the caller computes."""
 
     _total: Tensor
     _landing: Tensor
     _wait: Callable[[], None] = staticmethod(lambda: None)
 
-    def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        present, following = self.own, torch.empty_like(self.own)
-        for step in range(self.p):
-            wait = self._pass_on(present, following) if step < self.p - 1 else lambda: None
-            yield (self.rank - step) % self.p, present
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+        block = torch.stack([k, v])
+        for step in range(self.p - 1):
+            following = torch.empty_like(block)
+            wait = self._pass_on(block, following)
+            yield (self.rank - step) % self.p, block
             wait()
-            present, following = following, present
+            block = following
+            del wait, following  # which hold both blocks
+        yield (self.rank + 1) % self.p, block
 
     def add(self, source: int, gradients: Tensor) -> None:
         if source == self.rank:  # what others add arrives at the end

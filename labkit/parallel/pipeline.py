@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.bench.clock import timed_once
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe, device_of
 from labkit.parallel.exchange import agree, describe_tensor, exchange
@@ -34,15 +36,11 @@ def measure_layers(
     layers: Sequence[nn.Module], inputs: Tensor, group: dist.ProcessGroup | None = None, *, repeats: int = 3
 ) -> list[float]:
     """Return the seconds of each layer's forward pass, best of `repeats`, the mean over ranks. A collective."""
-    seconds = torch.zeros(len(layers), dtype=torch.float64)
+    seconds = torch.zeros(len(layers), dtype=torch.float64, device=inputs.device)
     with torch.no_grad():
         for number, layer in enumerate(layers):
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                outputs = layer(inputs)
-                times.append(time.perf_counter() - start)
-            inputs, seconds[number] = outputs, min(times)
+            passes = [timed_once(partial(layer, inputs), inputs.device.type) for _ in range(repeats)]
+            inputs, seconds[number] = passes[0][0], min(layer_s for _, layer_s in passes)
     all_reduce(seconds, group)
     return seconds.tolist()
 
@@ -62,7 +60,7 @@ class Pipeline(nn.Module):
         recompute: keep the inputs of stages only, and run their forward pass again before backward.
         transport: as for `labkit.parallel.collectives.all_reduce`.
 
-    After a step, `times` has when each task ran (`time.perf_counter`) and `peak_held` what was held at most. Average
+    After a step, `times` has when each task ran, and `peak_held` the most micro-batches held. Average
     over data-parallel ranks after it: `wrapper = BucketedDDP(pipeline, group=...)`, then `wrapper.average(absent=())`.
 
     Raises ValueError, on all ranks, for fewer layers than stages, for arguments that cannot work, and if layers or
@@ -107,8 +105,17 @@ class Pipeline(nn.Module):
         self._tied = self._find_tied(layers)
         self._plan = plan_rank(self.schedule, self.rank)
         self._shapes: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
-        self.times: list[TaskTime] = []
+        self._marks: list[tuple[Task, Any, Any]] = []
         self.peak_held = 0
+
+    @property
+    def times(self) -> list[TaskTime]:
+        """When each task of the last step ran. On a GPU, from the first task's start; reading waits for the GPU."""
+        if self.device.type != "cuda":
+            return [TaskTime(*marks) for marks in self._marks]
+        torch.cuda.synchronize(self.device)
+        seconds = [[self._marks[0][1].elapsed_time(event) / 1000 for event in events] for _, *events in self._marks]
+        return [TaskTime(task, *ends) for (task, *_), ends in zip(self._marks, seconds, strict=True)]
 
     def _find_tied(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the parameters that this rank and others have, with the ranks that do."""
@@ -142,7 +149,7 @@ class Pipeline(nn.Module):
                 run.pass_on(task)
             else:
                 run.compute(task)
-        self.times, self.peak_held = run.times, run.peak_held
+        self._marks, self.peak_held = run.marks, run.peak_held
         for (parameter, owners), earlier in zip(self._tied, before, strict=True):
             self._sum_tied(parameter, owners, earlier)
         all_reduce(run.loss, self.group, "sum", transport=self._transport)
@@ -177,15 +184,23 @@ class _Run:
         self._arrived: dict[Task, Tensor] = {}
         self._outgoing: dict[Task, Tensor] = {}
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.times: list[TaskTime] = []
+        self.marks: list[tuple[Task, Any, Any]] = []
         self.peak_held = 0
         self.loss = torch.zeros(1, dtype=torch.float64, device=pipeline.device)
 
     def compute(self, task: Task) -> None:
-        start = time.perf_counter()
+        start = self._mark()
         (self._forward if task.kind == "F" else self._backward)(task)
-        self.times.append(TaskTime(task, start, time.perf_counter()))
+        self.marks.append((task, start, self._mark()))
         self.peak_held = max(self.peak_held, len(self._held))
+
+    def _mark(self) -> Any:
+        """Return this moment, or on a GPU an event in its stream."""
+        if self._pipeline.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _forward(self, task: Task) -> None:
         pipeline, (inputs, targets) = self._pipeline, self._parts[task.micro_batch]

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from labkit.check.declaration import CHECK
+from labkit.check.checking import CHECK
 from labkit.lab.runs.store import Run, RunHeader
 from labkit.machine import describe_machine
 

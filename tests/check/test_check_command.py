@@ -4,14 +4,23 @@ import errno
 import json
 import zipfile
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from labkit.__main__ import app, main
-from labkit.check import checking, declaration
-from labkit.check.bundle import write_bundle
-from labkit.check.checking import Correctness, baseline_folder, check_correctness, check_machine, save_baseline
+from labkit.check import checking
+from labkit.check.archives import write_bundle
+from labkit.check.checking import (
+    CHECK,
+    CheckConfig,
+    Correctness,
+    baseline_folder,
+    check_correctness,
+    check_machine,
+    save_baseline,
+)
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
 from labkit.lab.runs.store import Run
@@ -52,8 +61,8 @@ def _check(*baseline):
 def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
     """Truly measured, in one short session; nothing is compared without a baseline."""
     monkeypatch.setattr(checking, "check_correctness", lambda *_: [])
-    short = replace(declaration.CHECK)  # a new one has profiles of its own
-    short.profiles["quick"] = declaration.CheckConfig(repeats=2, warmup=0)
+    short = replace(CHECK)  # a new one has profiles of its own
+    short.profiles["quick"] = CheckConfig(repeats=2, warmup=0)
     monkeypatch.setattr(checking, "CHECK", short)
     result = check_machine([], lambda _: None, sessions=1)
     frame = result.run.frame()
@@ -65,7 +74,7 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
 
 
 def test_correctness_says_each_implementation_at_each_place(monkeypatch):
-    monkeypatch.setattr(declaration, "RIGHT", {"sync_batchnorm": declaration.RIGHT["sync_batchnorm"]})
+    monkeypatch.setattr(checking, "CORRECTNESS", {"sync_batchnorm": checking.CORRECTNESS["sync_batchnorm"]})
     rows = list(check_correctness(lambda _: None, None))
     assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [("labkit", 2, "ok")]
     assert not any(one.is_bad for one in rows)
@@ -108,38 +117,26 @@ def _damaged(home):
     return ()
 
 
-def _of_a_lab(home):
+def _with_header(home, **changes):
     run = made_run(1, home / "other.jsonl")
     header, *lines = run.path.read_text().splitlines()
-    run.path.write_text("\n".join([json.dumps(json.loads(header) | {"lab": "limits"}), *lines, ""]))
+    run.path.write_text("\n".join([json.dumps(json.loads(header) | changes), *lines, ""]))
     return ("--against", str(run.path))
 
 
-def _read_only(home):
-    (home / "data").write_text("a file where a folder should be")
-    return ()
-
-
-def _empty(home):
-    (home / "empty.jsonl").touch()
-    return ("--against", str(home / "empty.jsonl"))
-
-
-def _of_a_newer_labkit(home):
-    run = made_run(1, home / "newer.jsonl")
-    header, *lines = run.path.read_text().splitlines()
-    run.path.write_text("\n".join([json.dumps(json.loads(header) | {"format_version": 99}), *lines, ""]))
-    return ("--against", str(run.path))
+def _write(path, text, *arguments):
+    path.write_text(text)
+    return arguments
 
 
 @pytest.mark.parametrize(
     "prepare",
     [
         _damaged,
-        _of_a_lab,
-        _read_only,
-        _empty,
-        _of_a_newer_labkit,
+        lambda home: _with_header(home, lab="limits"),
+        lambda home: _with_header(home, format_version=99),
+        lambda home: _write(home / "data", "a file where a folder should be"),
+        lambda home: _write(home / "empty.jsonl", "", "--against", str(home / "empty.jsonl")),
         lambda home: ("--bundle", str(home)),
         lambda home: ("--against", ""),
         lambda home: ("--against", "x" * 5000),
@@ -167,11 +164,8 @@ def test_what_cannot_be_checked_is_one_line_and_status_2(prepare, home, measured
 
 def test_a_full_disk_is_one_line_and_status_1(home, measured, capsys, monkeypatch):
     measured(made_run(1, home / "check.jsonl"))
-
-    def full(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(checking, "write_file", full)
+    full = OSError(errno.ENOSPC, "No space left on device", "check.jsonl")
+    monkeypatch.setattr(checking, "write_file", Mock(side_effect=full))
     monkeypatch.setattr("sys.argv", ["labkit", "check", "--save"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -197,20 +191,13 @@ def test_without_a_baseline_and_with_another_machines_nothing_is_comparable(home
     assert (result.exit_code, "processor" in result.stdout) == (0, True)
 
 
-def test_two_at_once_are_refused(monkeypatch):
+def test_two_at_once_are_refused_and_an_interrupted_check_saves_nothing(home, monkeypatch):
+    monkeypatch.setattr(checking, "check_correctness", Mock(side_effect=KeyboardInterrupt))
+    assert _labkit("check", "--save").exit_code == 130
+    assert not baseline_folder(describe_machine()).exists()
     monkeypatch.setattr(checking, "other_measurements", lambda: 1)
     with pytest.raises(ParameterError, match="already"):
         _check()
-
-
-def test_an_interrupted_check_saves_nothing(home, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checking, "check_correctness", interrupt)
-    result = _labkit("check", "--save")
-    assert result.exit_code == 130
-    assert not baseline_folder(describe_machine()).exists()
 
 
 def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):

@@ -8,29 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.check.bundle import scrub
-from labkit.check.class_page import write_class_page
-from labkit.check.hand_in import HandIn, holds_hand_ins, read_hand_ins, write_hand_in
-from labkit.check.student import student_notebook
+from labkit.check.archives import HandIn, holds_hand_ins, read_hand_ins, scrub, write_class_page, write_hand_in
+from labkit.check.commands import student_notebook
 from labkit.lab.config import ParameterError
 from labkit.lab.own_check import check_own
-from labkit.lab.project import recorded_directory
+from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine import describe_machine
+from labkit.parallel.exchange import exchange
 from labkit.studies import LABS, load_lab
+
+STATUS = ["right", "wrong", "fails", "hangs"]
 
 
 def _sums(tensor):
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    tensor.copy_(torch.stack(parts).sum(0))
+    dist.all_reduce(tensor)
 
 
 def _adds_its_neighbor_only(tensor):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    other = torch.empty_like(tensor)
-    sent = dist.isend(tensor.clone(), (rank + 1) % ranks)
-    dist.recv(other, (rank - 1) % ranks)
-    sent.wait()
+    rank, ranks, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+    exchange(tensor, (rank + 1) % ranks, other, (rank - 1) % ranks)
     tensor.add_(other)
 
 
@@ -54,8 +50,7 @@ def _waits_for_ever(tensor):
 def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, monkeypatch):
     monkeypatch.setattr("labkit.lab.own_check.SHORTEST", {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": 15.0})
     result = check_own(load_lab("all_reduce"), own)
-    assert (result.verdict, bool(result)) == (verdict, verdict == "right")
-    assert result.status == ["right", "wrong", "fails", "hangs"].index(verdict)
+    assert (result.verdict, bool(result), result.status) == (verdict, verdict == "right", STATUS.index(verdict))
     assert where in result.details
 
 
@@ -66,15 +61,15 @@ def test_a_lab_that_compares_nothing_refuses_an_own_function():
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_students_notebook_has_no_answers_and_no_implementations(lab):
-    notebook = student_notebook(load_lab(lab))
+    takes_mine = load_lab(lab).plugin_parameter is not None
+    notebook = student_notebook(nbformat.read(notebook_path(lab), as_version=4), takes_mine=takes_mine)
     nbformat.validate(notebook)
     text = "\n".join(cell.source for cell in notebook.cells)
     assert "lab.answer(" not in text
     assert "lab.source(" not in text
     assert "<details>" not in text
     assert "lab.measure(" in text
-    if load_lab(lab).plugin_parameter:
-        assert "lab.check(mine)" in text
+    assert ("lab.check(mine)" in text) == takes_mine
 
 
 @pytest.fixture
@@ -120,23 +115,14 @@ def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
     assert "<circle" in html
 
 
-def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row(home, monkeypatch):
+def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_are_told_apart(home, monkeypatch):
     _record(home)
     write_hand_in("Ann", ["all_reduce"], home / "class")
     (one,) = read_hand_ins(home / "class")
-    broken = HandIn("Eve", {"all_reduce": one.runs["all_reduce"]}, {})
-    monkeypatch.setattr(type(broken.runs["all_reduce"]), "busy", property(lambda run: 1 / 0))
-    lines = write_class_page([broken], home / "class.html")
-    assert len(lines) == 1
-    assert "cannot be read" in lines[0]
-
-
-def test_two_of_one_name_are_told_apart(home):
-    _record(home)
-    write_hand_in("Ann", ["all_reduce"], home / "class")
-    (one,) = read_hand_ins(home / "class")
+    monkeypatch.setattr(type(one.runs["all_reduce"]), "busy", property(lambda run: 1 / 0))
     lines = write_class_page([one, one], home / "class.html")
     assert [line.partition(":")[0] for line in lines] == ["Ann", "Ann (2)"]
+    assert all("cannot be read" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +141,21 @@ def test_a_hand_in_names_neither_host_nor_folders(home):
     page.parent.mkdir()
     page.write_text(f"<p>{describe_machine().host}</p><img src='data:image/png;base64,ab+/cd/ef'>")
     with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
-        text = archive.read("all_reduce/run.jsonl").decode()
-        assert (
-            archive.read("all_reduce/all_reduce.html").decode()
-            == "<p>host</p><img src='data:image/png;base64,ab+/cd/ef'>"
-        )
+        text, html = (archive.read(f"all_reduce/{name}").decode() for name in ("run.jsonl", "all_reduce.html"))
+    assert html == "<p>host</p><img src='data:image/png;base64,ab+/cd/ef'>"
     assert str(home) not in text
     assert describe_machine().host not in text
 
 
-def test_scrubbed_text_keeps_names_of_files_only():
-    text = scrub(f"{describe_machine().host} /home/someone/project/file.py 4/5 https://example.org/a/b x/y")
-    assert text == "host ELSEWHERE/file.py 4/5 https://example.org/a/b x/y"
+def test_scrubbed_text_keeps_names_of_files_and_keys_only(monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "zoé")
+    host = describe_machine().host
+    text = scrub(f"{host} zoé /home/someone/project/file.py 4/5 https://example.org/a/b x/y")
+    assert text == "host user ELSEWHERE/file.py 4/5 https://example.org/a/b x/y"
+    lines = [{host: [0, 1], "zoé": "zoé", "trace": "at\n/home/zoé/file.py, zoé"}, {"host": "node7", "on": "node7"}]
+    first, second = (json.loads(scrub(json.dumps(line))) for line in lines)
+    assert first == {"host": [0, 1], "zoé": "user", "trace": "at\nELSEWHERE/user/file.py, user"}
+    assert second == {"host": "host", "on": "host"}
 
 
 def test_a_class_without_hand_ins_is_refused(tmp_path):

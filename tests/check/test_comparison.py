@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.check.comparison import circumstances, compare, lost_hardware
+from labkit.check.comparison import circumstances, compare, has_lost_hardware
 from labkit.machine import Gpu
 from tests.check.made_up import made_run
 
@@ -76,10 +76,10 @@ def test_what_cannot_be_compared_says_why(baseline, now, reason):
 
 def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
     less, more = made_run(1, machine=_machine(cores=1)), made_run(1)
-    assert lost_hardware(more, less)
-    assert not lost_hardware(less, more)
-    assert not lost_hardware(more, more)
-    assert lost_hardware(made_run(1, machine=_machine(gpus=[GPU])), more)
+    assert has_lost_hardware(more, less)
+    assert not has_lost_hardware(less, more)
+    assert not has_lost_hardware(more, more)
+    assert has_lost_hardware(made_run(1, machine=_machine(gpus=[GPU])), more)
 
 
 def test_what_else_differs_is_named_beside_the_comparison():

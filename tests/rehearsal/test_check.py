@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from labkit.check import worker
-from labkit.check.bundle import write_bundle
-from labkit.check.checking import CheckResult
-from labkit.check.commands import _share_of_peak, describe
+from labkit.check.archives import write_bundle
+from labkit.check.checking import CHECK, CheckResult
+from labkit.check.commands import describe, describe_peak_share
 from labkit.check.comparison import Change, compare
-from labkit.check.declaration import CHECK
 from labkit.check.worker import CheckPoint, Sizes
 from tests.check.made_up import made_run
 from tests.rehearsal.machines import MACHINES
@@ -49,9 +48,9 @@ def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_pat
 
 def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
     change = Change("cuda", 1, "matmul bfloat16", "no change shown", 0.001, 7e14, "FLOP/s")
-    assert _share_of_peak(change, MACHINES["one H100"]) == ", 71% of the peak (published: up to 83%)"
-    assert _share_of_peak(change, MACHINES["laptop"]) == ""
-    assert _share_of_peak(change, MACHINES["V100"]) == ""
+    assert describe_peak_share(change, MACHINES["one H100"]) == ", 71% of the peak (published: up to 83%)"
+    assert describe_peak_share(change, MACHINES["laptop"]) == ""
+    assert describe_peak_share(change, MACHINES["V100"]) == ""
 
 
 def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
@@ -60,7 +59,7 @@ def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
     monkeypatch.setattr(worker, "kernel_rows", lambda: iter([{"kernel": "forward", "registers": 200, "spills": 0}]))
     point = CheckPoint(device="cuda", repeats=1, warmup=0)
     with pretended_gpu():
-        rows = list(worker.measure(point))
+        rows = list(worker.measure_quantities(point))
     assert {row.get("quantity") for row in rows} >= {"matmul float32", "matmul bfloat16", "attention", "training step"}
     assert rows[-1]["kernel"] == "forward"
     assert not torch.cuda.is_available()
@@ -71,5 +70,5 @@ def test_without_triton_the_set_of_a_gpu_lacks_attention_and_kernels_only(monkey
     for module in ("labkit.check.worker", "labkit.nn.attention_implementations"):
         monkeypatch.setattr(f"{module}.has_triton", lambda: False)
     with pretended_gpu():
-        rows = list(worker.measure(CheckPoint(device="cuda", repeats=1, warmup=0)))
+        rows = list(worker.measure_quantities(CheckPoint(device="cuda", repeats=1, warmup=0)))
     assert {row["quantity"] for row in rows} == {"matmul float32", "matmul bfloat16", "copy", "call", "training step"}

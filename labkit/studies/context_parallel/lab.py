@@ -23,6 +23,7 @@ from labkit.studies.context_parallel.worker import (
     ContextParallelPoint,
     measure,
 )
+from labkit.studies.shared.tables import predict_messages_s
 
 
 class ContextParallelConfig(TimedConfig):
@@ -62,20 +63,23 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
 
 
 def efficiency(results: Results) -> pd.DataFrame:
-    """Time on one rank over p times that on p ranks, beside the share of work in the layout's slowest rank."""
+    """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and cost of messages."""
     table = TIME.medians(results.frame)
     whole = table.loc[table["way"] == WHOLE, [*CONFIGURATION, "seconds"]]
     table = table[table["way"] != WHOLE].merge(whole, on=list(CONFIGURATION), suffixes=("", "_whole"))
+    table = table.merge(sent(results), on=[*CONFIGURATION, "way"], how="left")
     p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
+    share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
     return table.assign(
-        efficiency=table["seconds_whole"].astype(float) / (p * table["seconds"].astype(float)),
-        formula_efficiency=((p + 1) / (2 * p)).mask(is_zigzag, 1.0),
-    ).drop(columns=["low", "high", "n"])
+        efficiency=whole_s / (p * table["seconds"].astype(float)),
+        formula_efficiency=share,
+        predicted_efficiency=whole_s / (whole_s / share + p * predict_messages_s(table, results)),
+    ).drop(columns=["low", "high", "n", "calls", "sent_bytes", "formula_sent_bytes"])
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which sends most sends in both passes, beside the formula."""
-    keys, values = [*CONFIGURATION, "way"], ["sent_bytes", "formula_sent_bytes"]
+    """Collectives and bytes in both passes of the rank that sends most, with the formula."""
+    keys, values = [*CONFIGURATION, "way"], ["calls", "sent_bytes", "formula_sent_bytes"]
     rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(keys, sort=False)[values].max().reset_index()
 

@@ -103,8 +103,8 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
         checked = check(problem, passes.joined())
         if checked.is_right:
             right[way] = passes
-        verdict = "ok" if checked.is_right else f"wrong: {checked.where}"
-        return {"error": checked.error, "check": verdict} | (_count_traffic(point, passes) if passes.layout else {})
+        row = {"error": checked.error, "check": "ok" if checked.is_right else f"wrong: {checked.where}"}
+        return row | (_count_traffic(point, passes) if passes.layout else {})
 
     rows = {way: {"way": way} | row_of(way, partial(examine, way), device=device) for way in point.ways}
     turns = {way: passes.run for way, passes in right.items()}
@@ -115,14 +115,15 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
 
 
 def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:
-    """Bytes that this rank sends, beside the formula; notes by which ranks agree on shapes are left out."""
+    """Count collectives and the bytes that this rank sends, without the notes by which ranks agree on shapes."""
     with recorded_traffic() as traffic:
         passes.run()
+    calls = [call for call in traffic if call.dtype.startswith(("float", "bfloat"))]
     p = dist.get_world_size()
-    block_bytes, accumulated = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
-    formula = sent_bytes(context_parallel_calls(block_bytes, accumulated * block_bytes, p, is_ring=passes.is_ring), p)
-    actual = sum(call.sent_bytes for call in traffic if call.dtype.startswith(("float", "bfloat")))
-    return {"sent_bytes": actual, "formula_sent_bytes": formula}
+    block_bytes, widening = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
+    formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)
+    row = {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}
+    return row | {"formula_sent_bytes": sent_bytes(formula, p)}
 
 
 def _measure_peak(problem: AttentionProblem, way: str, device: str) -> dict[str, Any]:

@@ -18,26 +18,15 @@ from labkit.machine import Machine
 from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
-from labkit.studies.model_parallel.worker import (
-    AXES,
-    AXIS,
-    DATA,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    TORCH,
-    WAYS,
-    WHOLE,
-    ModelParallelPoint,
-    measure,
-)
+from labkit.studies.model_parallel.worker import AXES, DATA, SEQUENCE, TORCH, WAYS, WHOLE, ModelParallelPoint, measure
+from labkit.studies.shared.tables import predict_messages_s
 
 
 class ModelParallelConfig(TimedConfig):
     """The parameters of this lab."""
 
     world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
-    widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512, 768]
+    widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
     layers: Count = 2
     batch: Count = 2
@@ -46,7 +35,7 @@ class ModelParallelConfig(TimedConfig):
     """In a step of a pipeline, one sequence each."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model that is trained along each axis."""
-    model_batch: Count = 2
+    model_batch: Count = 1
     """Its sequences per rank; each is a micro-batch of the pipeline."""
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
     device: Device = "auto"
@@ -55,10 +44,10 @@ class ModelParallelConfig(TimedConfig):
 
 
 TENSOR_KEYS = ("world_size", "device", "width")
-TENSOR_TIME = Metric("seconds", "way", TENSOR_KEYS, where={"sweep": TENSOR})
+TENSOR_TIME = Metric("seconds", "way", TENSOR_KEYS, where={"sweep": "tensor"})
 AXIS_KEYS = ("model", "world_size", "device", "batch", "context_length")
-AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": AXIS})
-AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": AXIS}, exact=True)
+AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": "axes"})
+AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": "axes"}, exact=True)
 PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "micro_batches", "rank")
 NAMES = {
     WHOLE: "the whole model on one rank's cores",
@@ -76,35 +65,41 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
         point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
         for width in widths:
-            yield point(sweep=TENSOR, alternatives=ways, widths=(width,), model="", micro_batches=())
+            yield point(sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=())
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
-        yield point(sweep=PIPELINE, alternatives=SCHEDULES, widths=widths, model="", layers=layers)
-        yield point(sweep=AXIS, alternatives=tuple(config.axes), widths=(), batch=world_size * config.model_batch)
+        yield point(sweep="pipeline", alternatives=SCHEDULES, widths=widths, model="", layers=layers)
+        yield point(sweep="axes", alternatives=tuple(config.axes), widths=(), batch=world_size * config.model_batch)
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which sends most sends per step with tensor parallelism, beside the formula."""
-    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_sent_bytes"]
-    rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
-    return rows.groupby(keys, sort=False)[values].max().reset_index()
+    """Collectives and bytes per step of the rank that sends most; seconds, and those of compute and messages."""
+    keys, values = [*TENSOR_KEYS, "way"], ["calls", "sent_bytes", "formula_sent_bytes"]
+    rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
+    table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
+    medians = TENSOR_TIME.medians(results.frame).set_index(keys)["seconds"]
+    table = table.join(medians, on=keys)
+    whole_s = table.assign(way=WHOLE).join(medians.rename("whole_s"), on=keys)["whole_s"]
+    return table.assign(predicted_s=whole_s / table["world_size"] + predict_messages_s(table, results))
 
 
 def pipelines(results: Results) -> pd.DataFrame:
-    """By rank, the share of a step that it works, the micro-batches it holds at most, and both by the formulas."""
-    values = ["seconds", "idle_s", "held", "formula_busy", "formula_held"]
+    """By rank: share of a step that it works, by schedule, and with its messages; micro-batches that it holds."""
+    values = ["seconds", "idle_s", "held", "formula_busy", "formula_held", "calls", "sent_bytes"]
     rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
     rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"])
     table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
-    return table.assign(kind=labels(table.astype({"micro_batches": int}), ["schedule", "micro_batches"]))
+    work_s = table["seconds"] - table["idle_s"]
+    step_s = work_s / table["formula_busy"] + predict_messages_s(table, results)
+    kinds = labels(table.astype({"micro_batches": int}), ["schedule", "micro_batches"])
+    return table.drop(columns=["calls", "sent_bytes"]).assign(kind=kinds, predicted_busy=work_s / step_s)
 
 
 def tasks(results: Results) -> pd.DataFrame:
     """Tasks of the schedules that run, with two ranks and four micro-batches, if backward takes twice as long."""
-    chunks = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
     rows = [
         (f"{name}, rank {rank}", task.kind, start_s, end_s - start_s)
         for name in SCHEDULES
-        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks[name])))
+        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=1 + (name == "interleaved"))))
         for task, start_s, end_s in times
     ]
     return pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
@@ -112,13 +107,14 @@ def tasks(results: Results) -> pd.DataFrame:
 
 def axes(results: Results) -> pd.DataFrame:
     """Time and peak memory of a rank by axis, in one table."""
-    tables = AXIS_TIME.medians(results.frame), AXIS_PEAK.largest(results.frame)
-    return pd.concat([table.set_index(AXIS_TIME.columns) for table in tables], axis=1).reset_index()
+    return AXIS_TIME.medians(results.frame).merge(AXIS_PEAK.largest(results.frame), how="outer")
 
 
+WIDTH = "From which width on is a model faster cut over ranks than whole on one?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
+BY_AXIS = partial(Bars, source=axes, x="axis", panel="world_size")
 GANTT = Timeline(source=tasks, start="start_s", duration="duration_s", lane="lane", hue="task")
 HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
@@ -139,19 +135,18 @@ LAB = Lab(
     worker=measure,
     points=points,
     questions=[
-        Compare(
-            id="width",
-            text="From which width on is a model faster cut over ranks than whole on one?",
-            metric=TENSOR_TIME,
-            baseline=WHOLE,
-            names=NAMES,
-            figure=Lines(source=TENSOR_TIME, x="width", panel="world_size"),
-        ),
         *(
-            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=(way,), names=NAMES)
-            for name, text, baseline, way in (
-                ("transport", "Is it faster through shared memory than by torch's collectives?", TORCH, SHARED),
-                ("sequence", "Is it as fast with sequence parallelism?", SHARED, SHARED + SEQUENCE),
+            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=among, names=NAMES, figure=figure)
+            for name, text, baseline, among, figure in (
+                ("width", WIDTH, WHOLE, None, Lines(source=TENSOR_TIME, x="width", panel="world_size")),
+                (
+                    "transport",
+                    "Is it faster through shared memory than by torch's collectives?",
+                    TORCH,
+                    (SHARED,),
+                    None,
+                ),
+                ("sequence", "Is it as fast with sequence parallelism?", SHARED, (SHARED + SEQUENCE,), None),
             )
         ),
         *(
@@ -174,13 +169,7 @@ LAB = Lab(
             )
         ),
         *(
-            Compare(
-                id=name,
-                text=text,
-                metric=metric,
-                baseline=DATA,
-                figure=Bars(source=axes, x="axis", y=metric.value, panel="world_size"),
-            )
+            Compare(id=name, text=text, metric=metric, baseline=DATA, figure=BY_AXIS(y=metric.value))
             for name, text, metric in (
                 ("axis", "Which axis trains a model fastest on these ranks?", AXIS_TIME),
                 ("axis_memory", "Which axis needs the least memory on a rank?", AXIS_PEAK),

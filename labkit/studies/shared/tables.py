@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from labkit.lab.metric import Results
 from labkit.lab.project import reference_directory
 
 FIT_SHARE = 0.9
@@ -13,6 +14,14 @@ FIT_SHARE = 0.9
 def read_published(name: str) -> pd.DataFrame:
     """The table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
     return pd.read_csv(reference_directory() / f"{name}.csv")
+
+
+def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
+    """Predict the seconds of each row's `calls` that send `sent_bytes`; NaN on GPUs and without a calibration."""
+    calibration = results.calibration
+    rows = table[["device", "calls", "sent_bytes", "world_size"]].itertuples(index=False)
+    seconds = [calibration.messages_s(*row) if calibration and device == "cpu" else None for device, *row in rows]
+    return pd.Series(seconds, index=table.index, dtype=float)
 
 
 def in_order(table: pd.DataFrame, column: str, names: Iterable[str]) -> pd.DataFrame:
