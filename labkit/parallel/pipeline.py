@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.bench.clock import timed_once
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe, device_of
 from labkit.parallel.exchange import agree, describe_tensor, exchange
@@ -39,8 +37,14 @@ def measure_layers(
     seconds = torch.zeros(len(layers), dtype=torch.float64, device=inputs.device)
     with torch.no_grad():
         for number, layer in enumerate(layers):
-            passes = [timed_once(partial(layer, inputs), inputs.device.type) for _ in range(repeats)]
-            inputs, seconds[number] = passes[0][0], min(layer_s for _, layer_s in passes)
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                outputs = layer(inputs)
+                if inputs.is_cuda:
+                    torch.cuda.synchronize(inputs.device)
+                times.append(time.perf_counter() - start)
+            inputs, seconds[number] = outputs, min(times)
     all_reduce(seconds, group)
     return seconds.tolist()
 

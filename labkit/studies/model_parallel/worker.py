@@ -86,10 +86,7 @@ class ModelParallelPoint(TimedPoint):
 
 @dataclass
 class Trainer:
-    """A training along one axis. `passes`: forward and backward; `gather`: whole parameters by name.
-
-    `idle_s`: seconds of each step in which a pipeline runs no task.
-    """
+    """A training along one axis. `gather` returns whole parameters; `idle_s`: seconds per step that a pipeline idles."""
 
     optimizer: Optimizer
     passes: Callable[[], Any]
@@ -121,7 +118,7 @@ class Problem:
     def loss(self, model: nn.Module) -> Tensor:
         return language_model_loss(model(self.inputs), self.targets)
 
-    def check(self, make: "Make", trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
+    def check(self, make: Callable[..., Trainer], trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
         """Train for some steps, compare with one process, and add the trainer to the others if it is right."""
         trainer = make(self)
         for _ in range(STEPS):
@@ -131,9 +128,6 @@ class Problem:
             return {"error": error, "check": verdict}
         trainers[name] = trainer
         return {"error": error, "check": verdict, **_describe(self.point, name, trainer)}
-
-
-Make = Callable[[Problem], Trainer]
 
 
 def gather_parts(model: nn.Module, parts: Iterable[tuple[nn.Module, int]]) -> dict[str, Tensor]:
@@ -164,9 +158,11 @@ def train_replicas(problem: Problem, implementation: str = "ddp", *, is_context:
     model, optimizer = shard(implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS)
     split = partial(split_sequence, dim=1) if is_context else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
     inputs, targets = split(problem.inputs), split(problem.targets)
-    return Trainer(
-        optimizer, lambda: language_model_loss(model(inputs), targets).backward(), lambda: whole_parameters(model)
-    )
+
+    def passes() -> None:
+        language_model_loss(model(inputs), targets).backward()
+
+    return Trainer(optimizer, passes, lambda: whole_parameters(model))
 
 
 def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
@@ -188,7 +184,7 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
     return Trainer(optimizer, passes, partial(gather_parts, model, owners), pipeline, idle_s)
 
 
-AXES: dict[str, Make] = {
+AXES: dict[str, Callable[[Problem], Trainer]] = {
     DATA: train_replicas,
     "sharded": partial(train_replicas, implementation="zero3"),
     "tensor parallel": train_cut,
@@ -217,7 +213,9 @@ def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
         yield {"axis": axis} | row_of(axis, partial(_measure_peak, AXES[axis], problem), device=device)
 
 
-def _alternatives(point: ModelParallelPoint, device: str) -> Iterator[tuple[str, dict[str, Any], Problem, Make]]:
+def _alternatives(
+    point: ModelParallelPoint, device: str
+) -> Iterator[tuple[str, dict[str, Any], Problem, Callable[..., Trainer]]]:
     """Yield name, columns, problem and maker of each alternative. A micro-batch of a pipeline is one sequence."""
     if point.sweep == "pipeline":
         width = _choose_width(point, device)
@@ -266,7 +264,7 @@ def _choose_width(point: ModelParallelPoint, device: str) -> int:
     return width
 
 
-def _measure_peak(make: Make, problem: Problem) -> dict[str, Any]:
+def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
     """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's layers."""
     peak = peak_of_second(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
     return {"check": "ok", "peak_bytes": peak}
