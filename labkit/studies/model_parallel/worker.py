@@ -86,7 +86,7 @@ class ModelParallelPoint(TimedPoint):
 
 @dataclass
 class Trainer:
-    """A training along one axis. `gather` returns whole parameters; `idle_s`: seconds per step that a pipeline idles."""
+    """A training along one axis. `gather` returns whole parameters; `idle_s`: a pipeline's idle seconds per step."""
 
     optimizer: Optimizer
     passes: Callable[[], Any]
