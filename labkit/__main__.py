@@ -21,10 +21,10 @@ from labkit.lab.commands.console import (
     out,
     plain,
     print_json,
+    print_load,
     print_output,
     progress,
     require_device,
-    tell_of_load,
 )
 from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
@@ -151,7 +151,7 @@ def measure(
     with progress("measure", lab) as show:
         if resume is None:
             run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=tell_of_load, on_output=print_output
+                study, config, profile=profile, on_progress=show, on_start=print_load, on_output=print_output
             )
         else:
             path = find_run([project.runs_directory() / lab], resume)
@@ -206,12 +206,12 @@ def report(
             err.print(f"{edited}: edited; the report runs the committed notebook", soft_wrap=True)
     if run is None:
         require_device(parameters.get("device"))
-        tell_of_load()
+        print_load()
     if run is None and resume is None:
         calibrate_first(studies, profile or "quick")
     results = []
     say = err if as_json else out
-    with Kernel() as kernel:
+    with Kernel(studies) as kernel:
         for study in studies:
             with progress("report", study.name) as show:
                 if resume is not None:

@@ -196,16 +196,10 @@ def test_each_try_works_where_it_stands(lab, server, opened):
     assert server.ranks() == []
 
 
-@pytest.mark.parametrize(
-    ("lab", "config", "figure"),
-    [
-        ("memory", {"precisions": ["float32"]}, 'lab.answer("where_it_goes"'),
-    ],
-)
-def test_a_module_of_ones_own_is_measured_and_drawn(lab, config, figure, server, opened):
-    notebook = opened(lab)
-    notebook.begin(f'profile = "smoke"\nconfig = {config}')
-    (source,) = [source for _, text in cells_of(lab) for source in tries_in(text) if "models=" in source]
+def test_a_module_of_ones_own_is_measured_and_drawn(server, opened):
+    notebook, figure = opened("memory"), 'lab.answer("where_it_goes"'
+    notebook.begin('profile = "smoke"\nconfig = {"precisions": ["float32"]}')
+    (source,) = [source for _, text in cells_of("memory") for source in tries_in(text) if "models=" in source]
     assert "nn.Linear" in source
     said = notebook.run_new(source, below="lab.measure(")
     assert re.search(r"(\d+) points planned, \1 measured", said)

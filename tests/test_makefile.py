@@ -59,15 +59,6 @@ def test_all_has_what_the_quick_tests_leave_out_and_help_lists_both(checkout):
     assert {"test", "test-all"} < {line.split()[0] for line in listed.splitlines()}
 
 
-@pytest.mark.parametrize("version", ["oldest", "newest"])
-def test_each_version_has_an_environment_of_its_own(checkout, version):
-    planned = _planned(checkout, f"versions-{version}")
-    assert f"python3 -m venv .venv-{version}" in planned
-    assert f".venv-{version}/bin/python -m pytest" in planned
-    assert ("--constraint .ci/oldest.txt" in planned) == (version == "oldest")
-    assert " .venv/" not in planned
-
-
 def test_the_oldest_versions_are_the_least_that_are_allowed():
     required = tomllib.loads((project.checkout() / "pyproject.toml").read_text())["project"]["dependencies"]
     least = {name: least for line in required for name, _, least in [line.partition(";")[0].partition(">=")]}

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import err, out, plain, print_json, print_output, tell_of_load
+from labkit.lab.commands.console import err, out, plain, print_json, print_load, print_output
 from labkit.lab.config import ParameterError
 from labkit.lab.units import counted
 
@@ -54,7 +54,7 @@ def check(
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         check_writable(bundle.parent)
     baseline = [] if save else load_baseline(against)
-    tell_of_load()
+    print_load()
     try:
         with terminal_line(err, "check") as show:
             result = check_machine(baseline, show, print_output, tolerance=tolerance)

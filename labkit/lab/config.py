@@ -26,7 +26,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 AUTO = "auto"
 Device = Literal["auto", "cpu", "cuda"]
-""" "auto": CUDA where there is a GPU."""
+""" "auto": CUDA if there is a GPU."""
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:

@@ -20,7 +20,6 @@ from labkit.lab.answers import Answer, Check, Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Figure, Plot
-from labkit.lab.own_check import NAME, OwnCheck, check_guesses, check_own, with_guesses
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import record_card, run_record
 from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
@@ -28,7 +27,8 @@ from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
 from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import Plugins, check_plugins
+from labkit.lab.user_checks import NAME, AlternativeCheck, check_alternative, check_guesses, with_guesses
+from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins
 from labkit.machine import Machine, describe_machine
 
 
@@ -48,7 +48,7 @@ class OpenLab:
         self.study = study
         self.parameters = parameters
         self._run: Run | None = None
-        self._plugins: dict[str, Mapping[str, Any] | None] = {}
+        self._plugins = NO_PLUGINS
         self._interrupted: Path | None = None
         self._answers: dict[str, Answer] = {}
         self._guess: dict[str, float] = {}
@@ -105,8 +105,8 @@ class OpenLab:
             self._read_run()
             display(cards.coverage(self.run))
         else:
-            check_plugins(self.study, Plugins(alternatives or {}, models or {}))
-            self._plugins = {"alternatives": alternatives, "models": models}
+            self._plugins = Plugins(alternatives or {}, models or {})
+            check_plugins(self.study, self._plugins)
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
             for note in self._plugin_failures():
@@ -114,12 +114,12 @@ class OpenLab:
         self._answers = {}
         return self.run.frame()
 
-    def check(self, own: Callable[..., Any]) -> OwnCheck:
+    def check(self, alternative: Callable[..., Any]) -> AlternativeCheck:
         """Check one alternative of yours within seconds: right, wrong (and where), fails, or hangs.
 
         Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as `measure`.
         """
-        return check_own(self.study, own)
+        return check_alternative(self.study, alternative)
 
     def resume(self) -> pd.DataFrame:
         """Measure the rest of an interrupted `measure()`, with the same alternatives; return the whole frame.
@@ -177,7 +177,7 @@ class OpenLab:
 
     def _plugin_failures(self) -> dict[str, None]:
         """Which of the reader's alternatives are wrong or failed, and where, each once."""
-        names, frame = list(self._plugins["alternatives"] or ()), self.run.frame()
+        names, frame = list(self._plugins.alternatives), self.run.frame()
         metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
         return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))
 
@@ -201,7 +201,7 @@ class OpenLab:
                     calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
                 if self._interrupted is None:
                     self._refuse_hanging()
-                run = measure_all(**self._plugins, on_progress=show, on_output=print)
+                run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
             raise MeasuringInterrupted(f"interrupted{self._resume_hint()}") from None
         self._interrupted = None
@@ -213,8 +213,8 @@ class OpenLab:
 
     def _refuse_hanging(self) -> None:
         """ParameterError for an alternative that hangs, within seconds: every point of the lab would wait for it."""
-        for name, alternative in (self._plugins["alternatives"] or {}).items():
-            result = check_own(self.study, alternative)
+        for name, alternative in self._plugins.alternatives.items():
+            result = check_alternative(self.study, alternative)
             if result.verdict == "hangs" and f"in {NAME}" in result.details:  # not a baseline that is slow today
                 raise ParameterError(f"{self.study.name}: nothing was measured: {name} hangs: {result.details}")
 
@@ -223,7 +223,7 @@ class OpenLab:
         if self._interrupted is None:
             return ""
         hint = "; what was measured is kept: lab.resume() goes on"
-        if any(self._plugins.values()):
+        if self._plugins.alternatives or self._plugins.models:
             return hint
         return f"{hint}, or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
 

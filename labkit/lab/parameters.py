@@ -63,20 +63,20 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     cells, and in a script, only names of parameters count. ParameterError if nothing sets `profile`, or if the
     parameters cell came after papermill's and has set its values back.
     """
-    known = (*COMMON_PARAMETERS, *study.config.model_fields)
+    valid = (*COMMON_PARAMETERS, *study.config.model_fields)
     cells = [(_is_papermills(source), _assigned_names(source)) for source in namespace.get("In", [])]
     injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
     setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]
-    own = [place for place in setting if place not in injected] or setting
+    readers = [place for place in setting if place not in injected] or setting
     if not setting and "profile" not in namespace:
         raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    if own and injected and injected[0] < own[0]:
+    if readers and injected and injected[0] < readers[0]:
         raise ParameterError(
             f"{study.name}: this cell sets back what papermill has passed: tag it `parameters`, and start again"
         )
-    names = dict.fromkeys(known if not own else cells[own[-1]][1])
-    for is_papermills, assigned in cells[own[-1] + 1 :] if own else ():
-        names |= dict.fromkeys(name for name in assigned if is_papermills or name in known)
+    names = dict.fromkeys(cells[readers[-1]][1] if readers else valid)
+    for is_papermills, assigned in cells[readers[-1] + 1 :] if readers else ():
+        names |= dict.fromkeys(name for name in assigned if is_papermills or name in valid)
     return {name: namespace[name] for name in names if name in namespace}
 
 

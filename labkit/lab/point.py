@@ -65,7 +65,7 @@ class Point:
         return description
 
     @property
-    def of_ranks(self) -> tuple[Any, ...]:
+    def ranks_key(self) -> tuple[Any, ...]:
         """Key of the group of ranks: neighbors with equal keys share one."""
         shared = (self.world_size, self.backend, self.scheduling, self.timeout_s)
         return (*shared, self.id) if self.fresh_ranks else shared
@@ -136,7 +136,7 @@ class TimedPoint(Point):
         ends = {"ratio_within": self.ratio_within, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
-    def seed_of(self, rank: int) -> int:
+    def batch_seed(self, rank: int) -> int:
         """Seed of a rank's batch."""
         return (1000 * self.seed + rank) % 2**63
 
@@ -148,8 +148,8 @@ class SessionPoint(TimedPoint):
     session: int = 1
 
     @property
-    def of_ranks(self) -> tuple[Any, ...]:
-        return (*super().of_ranks, self.session)
+    def ranks_key(self) -> tuple[Any, ...]:
+        return (*super().ranks_key, self.session)
 
     def next_session(self) -> Self:
         return replace(self, session=self.session + 1)
@@ -175,7 +175,7 @@ def planned_s(points: Iterable[Point]) -> float:
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
     """Group neighbors that can share ranks."""
-    return [list(group) for _, group in groupby(points, key=lambda point: point.of_ranks)]
+    return [list(group) for _, group in groupby(points, key=lambda point: point.ranks_key)]
 
 
 def skip_reason(

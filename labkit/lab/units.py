@@ -128,10 +128,8 @@ _ENDINGS: tuple[tuple[str, str, Form], ...] = (
 _COLUMNS = {
     "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
     "bytes": Column("bytes", "memory", format_bytes, "{value}"),
-    "bucket_bytes": Column("bucket", "bucket size", format_bytes, "buckets of {value}"),
     "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
     "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
-    "gpu_hours": Column("GPU-hours per 1B tokens", "GPU-hours per billion tokens", format_number),
     "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
     "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
     "seconds": Column("time", "time", format_seconds),
@@ -148,20 +146,15 @@ _COLUMNS = {
     "ratio": Column("ratio", "ratio of times", format_number),
     "warmup": Column("warm-up steps", "warm-up steps", format_number),
     "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
-    "keep_trace": Column("with a trace", "with a trace", format_number),
-    "detail": Column("in detail", "in detail", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
-    "tflop_per_s": Column("TFLOP/s", "TFLOP/s", format_number),
-    "gflop": Column("GFLOP", "GFLOP", format_number),
     "sweep": Column("sweep", "sweep", format_number, is_internal=True),
     "panel": Column("panel", "panel", format_number, is_internal=True),
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
-    "of_bucket_mb": Column("of bucket", "of bucket", format_number, is_internal=True),
 }
 
 _BETTER = {
     "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
-    "lower is better": ("bytes", "loss", "waiting_percent", "error", "gpu_hours"),
+    "lower is better": ("bytes", "loss", "waiting_percent", "error"),
     "lower is faster": ("seconds", "_s", "ratio"),
 }
 """Endings of column names by the direction that is better."""

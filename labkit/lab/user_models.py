@@ -67,22 +67,22 @@ def user_model_names() -> tuple[str, ...]:
     return tuple(_models)
 
 
-def shape_of(name: str) -> TransformerShape | None:
+def find_shape(name: str) -> TransformerShape | None:
     """Shape of a named size or of a user's `TransformerShape`; None for other models."""
     model = {**SIZES, **_models}.get(name)
     return model if isinstance(model, TransformerShape) else None
 
 
-def source_of(name: str) -> TransformerShape | Callable[[], Trained]:
+def model_source(name: str) -> TransformerShape | Callable[[], Trained]:
     """Shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
-    return shape_of(name) or partial(_call, _models[name])
+    return find_shape(name) or partial(_call, _models[name])
 
 
-def parameters_of(name: str) -> int | None:
+def count_parameters(name: str) -> int | None:
     """Number of parameters of a model; None if it cannot be built on the meta device."""
-    if (shape := shape_of(name)) is not None:
+    if (shape := find_shape(name)) is not None:
         return n_parameters(shape)
     try:
         with torch.device("meta"):
@@ -96,19 +96,19 @@ def describe_model(name: str) -> dict[str, Any]:
     """Columns for the rows of a user's model, by which a run can be read without the model."""
     if name not in _models:
         return {}
-    shape = shape_of(name)
+    shape = find_shape(name)
     written = ", ".join(f"{field}={value}" for field, value in asdict(shape).items()) if shape else None
     return {"is_own_model": True, "model_shape": written}
 
 
 def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
     """Register, within the block, the shapes of the user's Transformers that are recorded in the rows of a run."""
-    own: dict[str, Model] = {}
+    shapes: dict[str, Model] = {}
     for column in {*MODEL_FIELDS} & {*frame.columns} if "model_shape" in frame else ():
         for name, written in frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False):
             fields = (field.split("=") for field in written.split(", "))
-            own[name] = TransformerShape(**{field: int(value) for field, value in fields})
-    return registered_models(own)
+            shapes[name] = TransformerShape(**{field: int(value) for field, value in fields})
+    return registered_models(shapes)
 
 
 @contextmanager

@@ -24,6 +24,9 @@ class Plugins:
     models: Mapping[str, Any] = field(default_factory=dict)
 
 
+NO_PLUGINS = Plugins()
+
+
 @contextmanager
 def registered(register: Register, plugins: Plugins) -> Iterator[None]:
     """Register plugins in this process within the block. ParameterError for a name that is taken."""

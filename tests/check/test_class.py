@@ -11,8 +11,8 @@ import torch.distributed as dist
 from labkit.check.archives import HandIn, holds_hand_ins, read_hand_ins, scrub, write_class_page, write_hand_in
 from labkit.check.commands import student_notebook
 from labkit.lab.config import ParameterError
-from labkit.lab.own_check import check_own
 from labkit.lab.project import notebook_path, recorded_directory
+from labkit.lab.user_checks import check_alternative
 from labkit.machine import describe_machine
 from labkit.parallel.exchange import exchange
 from labkit.studies import LABS, load_lab
@@ -48,15 +48,16 @@ def _waits_for_ever(tensor):
     ],
 )
 def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, monkeypatch):
-    monkeypatch.setattr("labkit.lab.own_check.SHORTEST", {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": 15.0})
-    result = check_own(load_lab("all_reduce"), own)
+    shortest = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": 15.0}
+    monkeypatch.setattr("labkit.lab.user_checks.SHORTEST", shortest)
+    result = check_alternative(load_lab("all_reduce"), own)
     assert (result.verdict, bool(result), result.status) == (verdict, verdict == "right", STATUS.index(verdict))
     assert where in result.details
 
 
 def test_a_lab_that_compares_nothing_refuses_an_own_function():
     with pytest.raises(ParameterError, match="limits"):
-        check_own(load_lab("limits"), _sums)
+        check_alternative(load_lab("limits"), _sums)
 
 
 @pytest.mark.parametrize("lab", LABS)

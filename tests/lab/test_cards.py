@@ -1,13 +1,11 @@
 """Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
 
-import json
 import re
 from datetime import UTC, datetime
 from functools import partial
 
 import pandas as pd
 import pytest
-from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.answers import Answer, Question
 from labkit.lab.figures import Lines
@@ -59,6 +57,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
         writer.end_point(POINTS[0], "skipped", reason=text)
         writer.start_resumption(text, Source(commit=text))
     run = Run.load(writer.path)
+    assert provenance_rows(FAKE, run)["Resumed at"].endswith(f", by {text}")
     pieces += [cards.coverage(run).data, piece("provenance", rows=provenance_rows(FAKE, run).items())]
     for html in pieces:
         assert text not in re.sub(r"<text[^>]*>[^<]*</text>", "", html)  # in an element's text a quote is a quote
@@ -80,22 +79,6 @@ def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     assert command.endswith("labkit report fake --profile smoke --set world_size=1")
     changed = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
     assert "labkit report" not in provenance_rows(FAKE, changed)["Measure again"]
-
-
-def test_the_provenance_of_a_resumed_run_says_when_and_at_which_commit(tmp_path):
-    old = {"kind": "resumed", "command": "labkit measure fake --resume a", "at": "2030-01-02T03:04:05+00:00"}
-    at_commit = old | {"at": "2030-01-03T03:04:05+00:00", "git": {"commit": "abc1234def", "dirty": True}}
-    outside = {"kind": "resumed", "git": None}
-    with RunWriter.create(tmp_path, header()) as writer:
-        assert "Resumed at" not in provenance_rows(FAKE, Run.load(writer.path))
-    with writer.path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in (old, at_commit, outside))
-    rows = provenance_rows(FAKE, Run.load(writer.path))
-    assert rows["Resumed at"].split("; ") == [
-        "2030-01-02 03:04:05 UTC, commit not recorded, by labkit measure fake --resume a",
-        "2030-01-03 03:04:05 UTC, commit abc1234def with local changes, by labkit measure fake --resume a",
-        "a time that was not recorded, commit not recorded, by an unknown command",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -154,18 +137,6 @@ def test_a_console_that_shows_no_html_gets_text():
     text = repr(cards.machine_card(machine, elsewhere=False))
     assert "Memory" in text
     assert text.count(machine.cpu) == 1  # of a CPU the label says its name
-
-
-def test_records_travel_with_a_piece_unseen():
-    data, _ = DisplayFormatter().format(cards.Piece("<b>yes</b>", records={"application/vnd.labkit.page+json": {}}))
-    assert data == {"application/vnd.labkit.page+json": {}, "text/html": "<b>yes</b>", "text/plain": "yes"}
-
-
-def test_progress_says_how_far_it_is_and_how_long_it_has_taken():
-    begun = Progress(3, 9, "ring", elapsed_s=61.4, run="a")
-    assert begun.line() == "3 of 9 points   61 s so far   ring"
-    assert begun.line(100) == "3 of 9 points   2 min 41 s so far   ring"
-    assert Progress(0, 9, "fetching").line() == "0 of 9 points   fetching"
 
 
 def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():

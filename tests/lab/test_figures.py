@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from IPython.core.formatters import DisplayFormatter
 
 from labkit.lab.figures import Areas, Bars, Lines, Timeline
 from labkit.lab.figures.style import log_ticks
@@ -143,19 +142,6 @@ def test_bars_stand_side_by_side_around_their_tick_or_on_one_another():
     assert [text.get_text() for text in stacked.figure.legends[0].get_texts()] == ["backward", "forward"]
 
 
-def test_names_that_would_touch_their_neighbors_are_slanted():
-    table = pd.DataFrame({"mode": ["inference", "full step"] * 4, "seconds": 1.0, "model": [*"aabbccdd"]})
-    for rotation, names in ((25, ["inference", "full step"]), (0, ["fwd", "step"])):
-        plot = Bars(x="mode", y="seconds", panel="model").plot(table.assign(mode=names * 4))
-        assert {label.get_rotation() for axis in plot.figure.axes for label in axis.get_xticklabels()} == {rotation}
-
-
-def test_long_titles_of_panels_side_by_side_are_broken():
-    panels = pd.concat([STEPS.assign(panel=f"AdamW, point to point, {number} ranks") for number in range(4)])
-    for axis in Bars(**BY_MODEL, panel="panel").plot(panels).figure.axes:
-        assert max(map(len, axis.get_title(loc="left").splitlines())) < 25
-
-
 def test_bars_that_would_hide_one_another_are_refused():
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
     with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
@@ -208,22 +194,6 @@ def test_every_figure_says_that_nothing_was_measured_and_draws_the_same_twice(ki
         figure.plot(STEPS.drop(columns="phase"))
 
 
-ONE_COLOR = {
-    "lines": Lines(x="n_bytes", y="seconds"),
-    "bars": Bars(x="model", y="seconds"),
-    "areas": Areas(x="n_bytes", y="seconds"),
-    "timeline": Timeline(start="low", duration="seconds", lane="model"),
-}
-
-
-@pytest.mark.parametrize("kind", ONE_COLOR)
-def test_without_a_hue_all_is_of_one_color_and_needs_no_legend(kind):
-    figure = ONE_COLOR[kind]
-    plot = figure.plot(FRAME.iloc[:2].assign(model=["nano", "mini"]))
-    assert plot.figure.legends == []
-    assert set(plot.data) - {"low", "high"} <= {value for value in vars(figure).values() if value}
-
-
 @pytest.mark.parametrize("kind", [Lines, Bars])
 def test_an_interval_is_drawn_around_its_own_column_alone(kind):
     rates = FRAME.drop(columns="world_size").assign(busbw_gb_per_s=[1.0, 2.0, 3.0, 4.0])
@@ -249,9 +219,3 @@ def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
         points = sorted(tuple(line.get_xydata()[0]) for line in axis.get_lines() if line.get_marker() in "os")
         assert [(round(x), y) for x, y in points] == [(0, 2e-4), (1, 1e-4)]
         assert (points[0][0] == 0) == (hue == "algorithm")
-
-
-def test_a_plot_is_a_picture_for_a_notebook_and_a_line_for_a_console():
-    plot = draw()
-    assert list(DisplayFormatter().format(plot)[0]) == ["text/plain", "image/svg+xml"]
-    assert repr(plot) == "figure of 4 rows: n_bytes, seconds, low, high, algorithm"

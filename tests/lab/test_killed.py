@@ -86,45 +86,6 @@ def test_kill_9_of_the_measuring_process_loses_nothing_and_resume_does_the_rest(
     ][: len(ended)]
 
 
-@pytest.mark.slow  # of a launch, tests/parallel/test_launch.py shows it
-def test_kill_9_of_a_rank_costs_its_point_and_the_sweep_goes_on(measurement):
-    """And nothing listens beyond loopback while it does."""
-    measurement.wait_for_points(1)
-    ranks = _until(lambda: _ranks(measurement))
-    listening = _listening(measurement)
-    ranks[-1].kill()
-    output, _ = measurement.process.communicate(timeout=120)
-    coverage = Run.load(measurement.path).coverage()
-    counts = coverage["status"].value_counts().to_dict()
-    assert counts.pop("failed") == 1, output
-    assert set(counts) == {"ok"}
-    assert measurement.process.returncode == 1
-    (reason,) = coverage.loc[coverage["status"] == "failed", "reason"]
-    assert "was killed by SIGKILL" in reason
-    _until(lambda: not measurement.family())
-    assert listening
-    assert listening <= {"127.0.0.1", "::1"}
-
-
-def _listening(measurement):
-    """The addresses at which its processes listen."""
-    addresses = set()
-    for process in measurement.family():
-        with suppress(psutil.Error):
-            addresses |= {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
-    return addresses
-
-
-def _ranks(measurement):
-    """The processes with a pair of gloo's sockets: ranks that have made their process group."""
-    busy = []
-    for process in measurement.family():
-        with suppress(psutil.Error):
-            connections = [c for c in process.net_connections() if c.status == psutil.CONN_ESTABLISHED]
-            busy += [process] if connections else []
-    return busy if len(busy) >= 2 else None
-
-
 def _pending(measurement):
     return Run.load(measurement.path).pending
 

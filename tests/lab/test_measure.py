@@ -10,14 +10,14 @@ import pytest
 from labkit.lab import notebook
 from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError
-from labkit.lab.notebook import OpenLab, Parameters
-from labkit.lab.own_check import OwnCheck
+from labkit.lab.notebook import OpenLab, Parameters, open_lab
 from labkit.lab.runs import executor
 from labkit.lab.runs import measure as measuring
 from labkit.lab.runs.measure import measure, needs_calibration, resume
 from labkit.lab.runs.progress import NotebookLine
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.user_checks import AlternativeCheck
 from labkit.machine import describe_machine
 from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakeConfig
@@ -51,27 +51,13 @@ def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp
     assert "fake_lab.py" in again["details"]  # where the rank was
 
 
-def test_the_frame_has_every_rank_and_repeat_of_the_points_that_worked(tmp_path):
-    frame = _measure(tmp_path, "fine", "raise", "fine").frame()
-    assert sorted(zip(frame["size"], frame["rank"], frame["repeat"], strict=True)) == [
-        (size, rank, repeat) for size in (1, 3) for rank in (0, 1) for repeat in (0, 1)
-    ]
-
-
-def test_larger_points_are_skipped_once_memory_ran_out(tmp_path):
-    run = _measure(tmp_path, "fine", "oom", "fine", "fine")
-    assert run.coverage()["status"].tolist() == ["ok", "oom", "skipped", "skipped"]
-    assert "no room for 2" in run.coverage()["reason"].tolist()[1]
-
-
-def test_larger_points_of_a_series_are_skipped_after_one_that_took_many_times_what_its_rounds_should(tmp_path):
-    run = _measure(tmp_path, "fine", "slow", "fine", "fine")
-    assert run.coverage()["status"].tolist() == ["ok", "ok", "skipped", "skipped"]
-    assert "took" in run.coverage()["reason"].tolist()[2]
-
-
-def test_one_rank_without_a_process_group(tmp_path):
-    assert _measure(tmp_path, "fine", world_size=1).coverage()["status"].tolist() == ["ok"]
+@pytest.mark.parametrize(("action", "status", "reason"), [("oom", "oom", "ran out of memory"), ("slow", "ok", "took")])
+def test_larger_points_of_a_series_are_skipped_once_memory_ran_out_or_rounds_took_far_too_long(
+    action, status, reason, tmp_path
+):
+    coverage = _measure(tmp_path, "fine", action, "fine", "fine").coverage()
+    assert coverage["status"].tolist() == ["ok", status, "skipped", "skipped"]
+    assert reason in coverage["reason"].tolist()[2]
 
 
 def test_points_share_their_ranks_unless_one_asks_for_new_ones(tmp_path):
@@ -81,9 +67,11 @@ def test_points_share_their_ranks_unless_one_asks_for_new_ones(tmp_path):
     assert len(set(pids)) == 4
 
 
-def test_progress_counts_every_point_once_and_names_the_run(tmp_path):
+def test_progress_counts_every_point_once_and_names_the_run(tmp_path, monkeypatch):
     seen = []
+    monkeypatch.setitem(vars(FAKE), "progress", lambda point, values: f"half is {values['half']}")
     run = _measure(tmp_path, "fine", "skip", "raise", "fine", on_progress=seen.append)
+    assert sum(now.text == "2 ranks: half is 1" for now in seen) == 3  # from rank 0 alone
     assert (seen[-1].done, seen[-1].total) == (4, 4)
     assert [now.done for now in seen] == sorted(now.done for now in seen)
     assert {now.run for now in seen} == {run.name}
@@ -107,13 +95,6 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     (again,) = run.resumptions
     assert again.source == describe_machine().source
     assert again.at > run.header.started
-
-
-def test_a_complete_run_is_not_taken_up(tmp_path):
-    path = _measure(tmp_path, "fine").path
-    before = path.read_bytes()
-    assert resume(FAKE, path).resumptions == []
-    assert path.read_bytes() == before
 
 
 def _begun(tmp_path, *actions):
@@ -230,13 +211,6 @@ def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_row_of_rank_0_may_say_how_far_it_is(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setitem(vars(FAKE), "progress", lambda point, values: f"half is {values['half']}")
-    _measure(tmp_path, "fine", "fine", on_progress=lambda progress: said.append(progress.text))
-    assert said.count("2 ranks: half is 1") == 2  # not from rank 1
-
-
 def _count_attempts(point, checkpoints):
     """How often the point was begun before, by what its checkpoint says."""
     file = checkpoints / point.id / "attempts"
@@ -312,18 +286,6 @@ def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, tm
         lab.resume()
 
 
-def test_what_was_interrupted_with_alternatives_of_ones_own_goes_on_in_its_notebook_alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
-    lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"]})))
-    interrupt_after_a_point(monkeypatch)
-    with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on$"):
-        lab.measure({"mine": print})
-    monkeypatch.undo()
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    assert set(lab.resume()["action"]) == {"fine", "mine"}
-
-
 def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
@@ -368,8 +330,21 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
 def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
-    monkeypatch.setattr(notebook, "check_own", lambda *_: OwnCheck("hangs", "rank 1 still running after 20 s, in mine"))
+    monkeypatch.setattr(
+        notebook, "check_alternative", lambda *_: AlternativeCheck("hangs", "rank 1 still running after 20 s, in mine")
+    )
     lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"]))
     with pytest.raises(ParameterError, match="mine hangs: rank 1 still"):
         lab.measure({"mine": print})
     assert list(tmp_path.glob("data/runs/*/*")) == []
+
+
+def test_a_lab_in_a_console_is_text(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    lab = open_lab(FAKE, {"profile": "smoke", "world_size": 1, "actions": ["fine", "skip"], "mine": 1})
+    lab.table(lab.measure()[["size", "rank"]], "Rows.")
+    lab.answer("how_many")
+    said = capsys.readouterr().out
+    assert "<" not in said
+    for text in ("2 points planned, 1 measured, 1 skipped", "Rows.\nsize  rank\n", "2 rows."):
+        assert text in said

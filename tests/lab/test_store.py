@@ -102,14 +102,6 @@ def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
     assert run.sources == [*sources]
 
 
-def test_a_run_that_was_resumed_before_the_source_was_recorded_can_be_read(writer):
-    with writer.path.open("a") as file:
-        file.write('{"kind":"resumed","command":"labkit","at":"2030-01-02T03:04:05.678+00:00"}\n')
-    run = Run.load(writer.path)
-    assert [(again.command, again.source) for again in run.resumptions] == [("labkit", None)]
-    assert run.sources[-1] is None
-
-
 END = {"kind": "end", "point": POINTS[0].id, "status": "ok", "elapsed_s": 1.0}
 ROW = {"kind": "row", "point": POINTS[0].id, "rank": 0, "values": {}}
 
@@ -138,17 +130,6 @@ def test_two_writers_of_one_run_are_refused(writer):
         RunWriter.reopen(writer.path)
 
 
-def test_a_reopened_run_is_as_it_was_until_it_begins_again(writer):
-    with writer.path.open("a") as file:
-        file.write('{"kind": "row", "po')
-    before = writer.path.read_bytes()
-    writer.close()
-    with RunWriter.reopen(writer.path) as again:
-        assert writer.path.read_bytes() == before
-        again.start_resumption("again", None)
-    assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "resumed"]
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -166,14 +147,6 @@ def test_a_foreign_or_damaged_file_is_refused_by_name(tmp_path, content, words):
     with pytest.raises(RunFileError, match=words) as caught:
         Run.load(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_damaged_line_in_the_middle_is_named(writer):
-    with writer.path.open("a") as file:
-        file.write("garbage\n")
-    writer.end_point(POINTS[0], "ok")
-    with pytest.raises(RunFileError, match="line 2"):
-        Run.load(writer.path)
 
 
 def test_an_end_needs_a_reason_unless_it_is_ok(writer):
@@ -194,11 +167,6 @@ def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_pat
         RunFileError, match=r"begins the names of 2 runs: \S+/20300102T-other, \S+/20300102.*; give more"
     ):
         find_run([tmp_path], "20300102")
-
-
-def test_every_line_of_a_run_is_json(writer):
-    writer.end_point(POINTS[0], "ok")
-    assert [json.loads(line)["kind"] for line in writer.path.read_text().splitlines()] == ["header", "end"]
 
 
 def test_ids_do_not_depend_on_the_process_and_tell_points_apart():

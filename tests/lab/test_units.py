@@ -12,25 +12,18 @@ from labkit.lab.units import (
     join_words,
 )
 
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1.5, "1.5 s"), (0.00123, "1.23 ms"), (4.56e-6, "4.56 µs"), (0, "0 s"), (125, "2 min 5 s"), (0.999, "999 ms")],
-)
-def test_seconds(value, text):
-    assert format_seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (1023, "1023 B"), (65536, "64 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**20, "1 MiB")]
-)
-def test_bytes(value, text):
-    assert format_bytes(value) == text
+NUMBERS = {
+    format_seconds: {1.5: "1.5 s", 0.00123: "1.23 ms", 4.56e-6: "4.56 µs", 0: "0 s", 125: "2 min 5 s", 0.999: "999 ms"},
+    format_bytes: {0: "0 B", 1023: "1023 B", 65536: "64 KiB", 1.5 * 2**30: "1.5 GiB", 2**20: "1 MiB"},
+    format_rate: {1.5e9: "1.5 GB/s", 200e6: "200 MB/s", 12: "12 B/s"},
+    format_flops: {2.5e9: "2.5 GFLOP", 1.2e15: "1.2 PFLOP", 999: "999 FLOP"},
+    format_number: {0.78412: "0.784", 1822.4: "1,822", -12.34: "-12.3", 2e12: "2e+12"},
+}
 
 
-@pytest.mark.parametrize(("value", "text"), [(1.5e9, "1.5 GB/s"), (200e6, "200 MB/s"), (12, "12 B/s")])
-def test_rates(value, text):
-    assert format_rate(value) == text
+@pytest.mark.parametrize("form", NUMBERS, ids=lambda form: form.__name__)
+def test_numbers_have_units_and_three_digits(form):
+    assert [form(value) for value in NUMBERS[form]] == list(NUMBERS[form].values())
 
 
 def test_a_missing_value_has_no_number():
@@ -51,16 +44,6 @@ def test_a_missing_value_has_no_number():
 )
 def test_the_name_of_a_column_decides_the_unit(name, text):
     assert column(name).form(2.0) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(2.5e9, "2.5 GFLOP"), (1.2e15, "1.2 PFLOP"), (999, "999 FLOP")])
-def test_flops(value, text):
-    assert format_flops(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.78412, "0.784"), (1822.4, "1,822"), (-12.34, "-12.3"), (2e12, "2e+12")])
-def test_numbers(value, text):
-    assert format_number(value) == text
 
 
 def test_words_are_joined_as_in_a_sentence():

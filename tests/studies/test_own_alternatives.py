@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.lab.runs.measure import measure
+from labkit.lab.user_plugins import Plugins
 from labkit.parallel.data_parallel import NaiveDDP
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies import load_lab
@@ -110,7 +111,7 @@ def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     declared = load_lab(lab)
     smoke = declared.profiles["smoke"].model_dump() | {"rounds_s": 0.2, declared.plugin_parameter: BASELINES[lab]}
     config = declared.config.model_validate(smoke | {name: value for name, value in changed.items() if name in smoke})
-    run = measure(declared, config, profile="smoke", alternatives=alternatives, directory=tmp_path)
+    run = measure(declared, config, profile="smoke", plugins=Plugins(alternatives), directory=tmp_path)
     frame = run.frame()
     rows = frame.groupby(column or "implementation", sort=False)
     verdicts = {name: set(group["check"].dropna()) for name, group in rows}

@@ -62,7 +62,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
             calibrate(on_progress=show, on_output=print_output)
 
 
-def tell_of_load(run: Path | None = None) -> None:
+def print_load(run: Path | None = None) -> None:
     """Say why GPUs or shared memory are not used, and what else keeps the machine busy."""
     from labkit.machine import describe_machine
     from labkit.machine.load import busy_reason, load_before_measuring

@@ -1,26 +1,24 @@
 """Executes notebooks strictly: parameters checked first, failures kept, progress passed on.
 
-papermill only warns of an unknown parameter and does not mark every failure in the notebook it saves. Here parameters
-are checked against the lab before a kernel starts, and success is judged by the exception.
+papermill inserts the parameters. Its own command only warns of an unknown one; here all are checked against the lab
+before a kernel starts.
 """
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import nbformat
-import papermill
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
+from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import Engine, papermill_engines
-from papermill.exceptions import PapermillExecutionError
-from papermill.log import logger
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from traitlets import default
 
 from labkit.lab.config import ParameterError
@@ -29,10 +27,12 @@ from labkit.lab.parameters import check_parameters, literal_assignments
 from labkit.lab.project import write_file
 from labkit.lab.runs.progress import PROGRESS_MIME, MeasuringInterrupted, Progress
 
-ENGINE = "labkit"
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
 # them a dozen times while it imports, and once more at its end.
-KERNEL_START = "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze)"
+KERNEL_START = (
+    "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze); "
+    "__import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
+)
 RESET = "get_ipython().reset(new_session=True)"
 
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
@@ -59,11 +59,13 @@ class _KernelManager(AsyncKernelManager):
 class Kernel:
     """A kernel for several notebooks: each starts with an empty namespace and has the imports of those before it.
 
-    Imports and the start of a fork server would take several seconds per notebook. Ends with its `with` block.
+    Imports and the start of a fork server would take several seconds per notebook. The server has what the ranks of
+    all `studies` need. Ends with its `with` block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, studies: Iterable[Lab] = ()) -> None:
         self.manager = _KernelManager(kernel_name="python3")  # this interpreter, whatever kernels are registered
+        self.start_line = KERNEL_START.format(sorted({module for study in studies for module in study.preload}))
 
     def __enter__(self) -> Self:
         return self
@@ -77,24 +79,39 @@ class Kernel:
             run_sync(self.manager.shutdown_kernel)()
 
 
-class _Client(PapermillNotebookClient):
-    """papermill's client, which passes a lab's progress on to the caller."""
+class _Client(NotebookClient):
+    """nbclient's client in a shared kernel; passes a lab's progress on to the caller."""
 
-    def __init__(self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None], **options: Any):
-        super().__init__(notebook_manager, km=kernel.manager, **options)
-        self._is_used, self._on_progress = kernel.manager.has_kernel, on_progress
+    def __init__(self, notebook: Any, kernel: Kernel, on_progress: Callable[[Progress], None]):
+        super().__init__(
+            notebook,
+            km=kernel.manager,
+            timeout=None,  # a lab has deadlines of its own, one per point
+            startup_timeout=60,
+            # a reader's `random.py` in the working directory must not stand in for Python's
+            extra_arguments=[f"--IPKernelApp.exec_lines={kernel.start_line}", "--IPKernelApp.ignore_cwd=True"],
+        )
+        self._on_progress = on_progress
 
-    def papermill_execute_cells(self) -> None:
-        if self._is_used:
-            self.wait_for_reply(self.kc.execute(RESET, silent=True))
-        with _handing_on_interrupts(self.km.provisioner.pid):
-            super().papermill_execute_cells()
+    def run(self) -> None:
+        """Execute every cell, in an empty namespace."""
+        manager: Any = self.km
+        is_used = manager.has_kernel
+        with self.setup_kernel():
+            client: Any = self.kc
+            try:
+                if is_used:
+                    self.wait_for_reply(client.execute(RESET, silent=True))
+                with _handing_on_interrupts(manager.provisioner.pid):
+                    for index, cell in enumerate(self.nb.cells):
+                        self.execute_cell(cell, index)
+            finally:
+                client.stop_channels()
 
-    def process_message(self, message: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        record = message["content"].get("data", {}).get(PROGRESS_MIME)
-        if record:
+    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+        if record := msg["content"].get("data", {}).get(PROGRESS_MIME):
             self._on_progress(Progress(**record))
-        return super().process_message(message, *arguments, **options)
+        return super().process_message(msg, cell, cell_index)
 
 
 @contextmanager
@@ -118,36 +135,6 @@ def _handing_on_interrupts(kernel: int) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class _LabEngine(Engine):
-    @classmethod
-    def execute_managed_notebook(
-        cls,
-        notebook_manager: Any,
-        kernel_name: str,
-        *,
-        kernel: Kernel,
-        on_progress: Callable[[Progress], None],
-        target: Path,
-        **_: Any,
-    ) -> Any:
-        client = _Client(
-            notebook_manager,
-            kernel,
-            on_progress,
-            timeout=None,  # a lab has deadlines of its own, one per point
-            startup_timeout=60,
-            # a reader's `random.py` in the working directory must not stand in for Python's
-            extra_arguments=[f"--IPKernelApp.exec_lines={KERNEL_START}", "--IPKernelApp.ignore_cwd=True"],
-            log=logger,
-        )
-        try:
-            return client.execute()
-        finally:
-            if client.kc is not None:
-                client.kc.stop_channels()
-            write_file(target, nbformat.writes(notebook_manager.nb))
-
-
 def execute_notebook(
     study: Lab,
     notebook: str,
@@ -168,19 +155,18 @@ def execute_notebook(
     values = _as_in_cell(in_cell, parameters)
     check_parameters(study, in_cell | values)
     write_file(target, notebook)
-    papermill_engines.register(ENGINE, _LabEngine)
-    options = {"engine_name": ENGINE, "kernel": kernel, "on_progress": on_progress, "target": target}
+    executed = parameterize_notebook(load_notebook_node(str(target)), values, kernel_name="python3")
     try:
-        papermill.execute_notebook(target, None, values, kernel_name="python3", progress_bar=False, **options)
-    except PapermillExecutionError as error:
+        _Client(executed, kernel, on_progress).run()
+    except CellExecutionError as error:
         if error.ename in INTERRUPTED:
             raise KeyboardInterrupt from None
         raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
-    except CellExecutionError as error:
-        raise NotebookFailed(str(error).strip().splitlines()[-1]) from error
     except RuntimeError as error:  # nbclient: the kernel died
         kernel.end()
         raise NotebookFailed(str(error) or type(error).__name__) from error
+    finally:
+        write_file(target, nbformat.writes(executed))
 
 
 def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:

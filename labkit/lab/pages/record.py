@@ -8,7 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,14 +42,16 @@ JOINED_TOPICS = ("precision", "attention", "compile", "synchronization", "bucket
 RULE = (
     f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
     f"rate {FALSE_DISCOVERY_RATE:g} per question). Intervals are 95% and cover what varied within this run. A ratio is "
-    "estimated from rounds, so it may differ from the ratio of two medians. Between sections compare ratios, not "
-    "times: other processes measured them at another moment."
+    "estimated from rounds, so it may differ from the ratio of two medians. Compare ratios, not times, between "
+    "sections: other processes measured them at other times."
 )
 
 
 class AnswerRecord(BaseModel, frozen=True):
-    """A question and its answer without the table."""
+    """A question of a lab and its answer without the table."""
 
+    lab: str
+    lab_title: str
     id: str
     text: str
     topic: str | None
@@ -67,6 +69,15 @@ class AnswerRecord(BaseModel, frozen=True):
     def size(self) -> float:
         """Size of the effect: 0 for none, the same for half and twice."""
         return abs(math.log(self.effect)) if self.effect > 0 else 0.0
+
+    @property
+    def href(self) -> str:
+        return f"{self.lab}.html#answer-{self.id}"
+
+    @property
+    def is_better(self) -> bool:
+        """Whether something beats the default, at least in some configurations."""
+        return self.verdict in ("yes", "it depends")
 
 
 class RunRecord(BaseModel, frozen=True):
@@ -102,7 +113,7 @@ class RunRecord(BaseModel, frozen=True):
 class LabRecord(BaseModel, frozen=True):
     """Record of a lab's page; `run` is None if its notebook failed, for the reason in `error`."""
 
-    format_version: Literal[6] = 6
+    format_version: Literal[7] = 7
     """Raised whenever a field that the index reads changes its name or meaning."""
     lab: str
     title: str
@@ -112,10 +123,6 @@ class LabRecord(BaseModel, frozen=True):
     @property
     def page(self) -> str:
         return f"{self.lab}.html"
-
-    @property
-    def python(self) -> str | None:
-        return self.run.python if self.run else None
 
     @property
     def is_here(self) -> bool:
@@ -147,6 +154,8 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
         python=_joined_code(run),
         answers=[
             AnswerRecord(
+                lab=lab.name,
+                lab_title=lab.title,
                 id=question.id,
                 text=question.text,
                 topic=question.topic,
@@ -240,23 +249,6 @@ def _read_record(lab: Lab, path: Path) -> LabRecord:
         return LabRecord(lab=lab.name, title=lab.title, error=OTHER_FORMAT)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An answer, and the lab that gives it."""
-
-    lab: LabRecord
-    answer: AnswerRecord
-
-    @property
-    def href(self) -> str:
-        return f"{self.lab.page}#answer-{self.answer.id}"
-
-    @property
-    def is_better(self) -> bool:
-        """Whether something beats the default, at least in some configurations."""
-        return self.answer.verdict in ("yes", "it depends")
-
-
 def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
     """Write `<output>/index.html` from the records in `output`, in the order of `labs`, and return its path.
 
@@ -266,9 +258,10 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     paths = {lab.name: (lab, output / f"{lab.name}.json") for lab in labs}
     records = [_read_record(lab, path) for lab, path in paths.values() if path.is_file()]
     usable = [record for record in records if record.is_here and not (record.run and record.run.is_busy)]
-    entries = [Entry(record, answer) for record in usable if record.run for answer in record.run.answers]
-    tuned = next((entry for entry in entries if entry.answer.id == "gain" and entry.lab.python), None)
-    topics = _recommendations(entries, tuned)
+    answers = [answer for record in usable if record.run for answer in record.run.answers]
+    python = {record.lab: record.run.python for record in usable if record.run and record.run.python}
+    tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
+    topics = _recommendations(answers, tuned)
     machine = machine_rows(describe_machine(), elsewhere=False)
     html = render(
         "index_page.html.j2",
@@ -279,9 +272,10 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         records=records,
         busy=[record.title for record in records if record.is_here and record not in usable],
         tuned=None if to_come else tuned,  # it joins the answers of all labs
+        python=python,
         topics=topics,
         unsettled=[title for title in TOPICS.values() if title not in topics],
-        largest=_largest_differences(entries),
+        largest=_largest_differences(answers),
         missing=[lab.title for lab, path in paths.values() if not path.is_file()],
     )
     page = output / "index.html"
@@ -289,16 +283,16 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     return page
 
 
-def _recommendations(entries: Iterable[Entry], tuned: Entry | None) -> dict[str, Entry]:
+def _recommendations(answers: Iterable[AnswerRecord], tuned: AnswerRecord | None) -> dict[str, AnswerRecord]:
     """The title of each topic that has advice, with its strongest answer: one that changes something comes first.
 
     If the joined configuration is not better than the default, no part of it is recommended.
     """
     is_refuted = tuned is not None and not tuned.is_better
-    best: dict[str | None, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: (entry.is_better, entry.answer.size)):
-        if entry.answer.advice:
-            best[entry.answer.topic] = entry
+    best: dict[str | None, AnswerRecord] = {}
+    for answer in sorted(answers, key=lambda answer: (answer.is_better, answer.size)):
+        if answer.advice:
+            best[answer.topic] = answer
     return {
         title: best[topic]
         for topic, title in TOPICS.items()
@@ -306,8 +300,8 @@ def _recommendations(entries: Iterable[Entry], tuned: Entry | None) -> dict[str,
     }
 
 
-def _largest_differences(entries: Iterable[Entry]) -> list[Entry]:
+def _largest_differences(answers: Iterable[AnswerRecord]) -> list[AnswerRecord]:
     """The answers with the largest effects, without those that everybody expects."""
-    differing = [entry for entry in entries if entry.answer.verdict in ("yes", "no", "it depends")]
-    surprising = [entry for entry in differing if entry.answer.change and not entry.answer.is_expected]
-    return sorted(surprising, key=lambda entry: -entry.answer.size)[:MAX_LARGEST]
+    differing = [answer for answer in answers if answer.verdict in ("yes", "no", "it depends") and answer.change]
+    surprising = [answer for answer in differing if not answer.is_expected]
+    return sorted(surprising, key=lambda answer: -answer.size)[:MAX_LARGEST]

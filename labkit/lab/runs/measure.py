@@ -6,11 +6,10 @@ Under torchrun the first rank of the job decides and writes; the others take par
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
@@ -21,7 +20,7 @@ from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names
+from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine import describe_machine
 from labkit.machine.load import announced, load_before_measuring
 from labkit.parallel.ranks.torchrun import (
@@ -42,8 +41,7 @@ def measure(
     config: LabConfig,
     *,
     profile: str,
-    alternatives: Mapping[str, Any] | None = None,
-    models: Mapping[str, Any] | None = None,
+    plugins: Plugins = NO_PLUGINS,
     only_plugins: bool = False,
     directory: Path | None = None,
     on_progress: ShowProgress = lambda progress: None,
@@ -54,10 +52,9 @@ def measure(
 
     Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the run keeps
     what was measured and can be resumed. `on_start` gets the run's path before anything is measured. The caller's
-    `alternatives` and `models`, by name, are measured with the lab's, or with baselines alone if `only_plugins`.
+    `plugins` are measured with the lab's alternatives and models, or with baselines alone if `only_plugins`.
     """
     _check_job()
-    plugins = Plugins(alternatives or {}, models or {})
     check_plugins(study, plugins)
     with registered(study.register, plugins):
         config = with_plugin_names(study, config, plugins, only=only_plugins)
@@ -85,8 +82,7 @@ def resume(
     study: Lab,
     path: Path,
     *,
-    alternatives: Mapping[str, Any] | None = None,
-    models: Mapping[str, Any] | None = None,
+    plugins: Plugins = NO_PLUGINS,
     on_progress: ShowProgress = lambda progress: None,
     on_output: OnOutput = None,
 ) -> Run:
@@ -98,7 +94,6 @@ def resume(
     _check_job()
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
-    plugins = Plugins(alternatives or {}, models or {})
     with registered(study.register, plugins):  # the run's config names them
         config = study.configure(run.header.profile, run.header.config)
         if run.pending:

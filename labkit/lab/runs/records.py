@@ -224,5 +224,5 @@ def _errors_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{path}: cannot be written ({error.strerror}); what was written before is kept"
+        message = f"{path}: cannot be written ({error.strerror}); everything written before is kept"
         raise RunFileError(message) from error

@@ -78,7 +78,7 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         context_length=point.context_length,
         image_size=point.image_size,
         device=device,
-        seed=point.seed_of(dist.get_rank()),
+        seed=point.batch_seed(dist.get_rank()),
     ).copied()
     if not point.contests:
         yield from _look_at_each(point, workload, device)

@@ -18,7 +18,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
-from labkit.lab.user_models import model_names, shape_of, user_model_names
+from labkit.lab.user_models import find_shape, model_names, user_model_names
 from labkit.machine import Machine
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
@@ -85,7 +85,7 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
 
 def _contexts(config: MemoryConfig, size: str) -> list[int]:
     """From short to long; a user's model has its batch."""
-    return sorted(config.contexts) if shape_of(size) else [MODEL_BATCH]
+    return sorted(config.contexts) if find_shape(size) else [MODEL_BATCH]
 
 
 def peaks(results: Results, method: str) -> pd.DataFrame:

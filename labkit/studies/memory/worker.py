@@ -16,7 +16,7 @@ from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import TimedPoint
-from labkit.lab.user_models import parameters_of, shape_of, source_of
+from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import row_of, timed_rows
@@ -60,8 +60,8 @@ class MemoryPoint(TimedPoint):
     def needed_bytes(self) -> float:
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
-        if (shape := shape_of(self.size)) is None:
-            return STATES_BYTES * (parameters_of(self.size) or 0)
+        if (shape := find_shape(self.size)) is None:
+            return STATES_BYTES * (count_parameters(self.size) or 0)
         phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
         extra = 2 * state_bytes(shape)["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
@@ -79,7 +79,7 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
     """`predicted_bytes`, the formulas' peak of a phase; nothing for a model without formulas."""
-    if (shape := shape_of(point.size)) is None:
+    if (shape := find_shape(point.size)) is None:
         return {}
     options: dict[str, Any] = {"precision": point.precision, "checkpoint_segment": point.checkpoint_segment}
     peak = peak_bytes(shape, point.batch, point.context_length, phase=phase, device=point.device, **options)
@@ -88,7 +88,7 @@ def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
 
 def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
     names = ("batch", "context_length", "device", "precision", "checkpoint_segment", "seed")
-    return {"source": source_of(point.size)} | {name: getattr(point, name) for name in names}
+    return {"source": model_source(point.size)} | {name: getattr(point, name) for name in names}
 
 
 def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:

@@ -88,7 +88,7 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 def make_workload(point: ShardingPoint, device: str, rank: int) -> Workload:
     """The model, and the batch of a rank."""
     sizes = {"batch": point.batch, "context_length": point.context_length}
-    return build_workload(SIZES[point.size], **sizes, device=device, seed=point.seed_of(rank))
+    return build_workload(SIZES[point.size], **sizes, device=device, seed=point.batch_seed(rank))
 
 
 def make_trainer(name: str, point: ShardingPoint, workload: Workload) -> Trainer:

@@ -17,7 +17,7 @@ from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, Timed
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import RATIO, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.user_models import model_names, recorded_shapes, shape_of
+from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step.operators import list_operators, predict_seconds
@@ -114,7 +114,7 @@ def step_times(results: Results) -> pd.DataFrame:
 
 def _flops(row: dict[str, Any]) -> int:
     """FLOPs of the matmuls of a phase; 0 for a model without a formula."""
-    shape, sizes = shape_of(row["size"]), (int(row["batch"]), int(row["context_length"]))
+    shape, sizes = find_shape(row["size"]), (int(row["batch"]), int(row["context_length"]))
     if shape is None:
         return 0
     counts = {INFERENCE: forward_flops, FORWARD: forward_flops, BACKWARD: backward_flops}
@@ -129,7 +129,7 @@ def predictions(results: Results) -> pd.DataFrame:
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
-    calibration, shape = results.calibration, shape_of(row["size"])
+    calibration, shape = results.calibration, find_shape(row["size"])
     if calibration is None or shape is None or not calibration.has_rates(row["device"]):
         return None
     sizes = int(row["batch"]), int(row["context_length"])

@@ -14,7 +14,7 @@ from labkit.bench.clock import time_interleaved, time_once, time_parts_interleav
 from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.lab.point import TimedPoint
-from labkit.lab.user_models import parameters_of, shape_of, source_of
+from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
@@ -53,7 +53,7 @@ class TrainingStepPoint(TimedPoint):
 
     @property
     def series(self) -> tuple[Hashable, float] | None:
-        n = parameters_of(self.size)
+        n = count_parameters(self.size)
         return ((self.sweep, self.device, self.precision), n) if n else None
 
     @property
@@ -62,13 +62,13 @@ class TrainingStepPoint(TimedPoint):
 
     @property
     def planned_s(self) -> float:
-        shape = shape_of(self.size) if self.sweep == "compile" else None
+        shape = find_shape(self.size) if self.sweep == "compile" else None
         return super().planned_s + COMPILE_S * (shape.n_layers if shape else 0)
 
     @property
     def needed_bytes(self) -> float:
-        if (shape := shape_of(self.size)) is None:  # a user's model: only its parameters are known
-            return STATES_BYTES * (parameters_of(self.size) or 0)
+        if (shape := find_shape(self.size)) is None:  # a user's model: only its parameters are known
+            return STATES_BYTES * (count_parameters(self.size) or 0)
         steps = 2 if self.sweep == "compile" else 1
         return steps * HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
 
@@ -89,7 +89,7 @@ def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 def _make_step(point: TrainingStepPoint, *, compiled: bool = False) -> TrainingStep:
     return TrainingStep(
-        source_of(point.size),
+        model_source(point.size),
         batch=point.batch,
         context_length=point.context_length,
         device=point.device,

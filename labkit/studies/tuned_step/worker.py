@@ -103,7 +103,7 @@ class Training:
 def _tokens(point: TunedStepPoint) -> Tensor:
     """This rank's batch, the same for both configurations."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(point.seed_of(rank))
+    generator = torch.Generator().manual_seed(point.batch_seed(rank))
     return torch.randint(
         shape_named(point.model).vocabulary, (point.batch, point.context_length + 1), generator=generator
     )

@@ -61,9 +61,9 @@ for (const stepper of document.querySelectorAll(".labkit-stepper:not([data-ready
     const pairs = now.map(([, source, target]) => `${source}→${target}`).join(", ");
     status.textContent =
       step === 0
-        ? `Before the first of ${steps} steps every rank has its own part only.`
+        ? `Before the first of ${steps} steps, every rank has its input alone.`
         : `Step ${step} of ${steps}: ${now.length} message${now.length > 1 ? "s" : ""}${now.length <= 8 ? ` (${pairs})` : ", all at once"}. ` +
-          `So far a rank has sent ${times(Math.max(...sent))} times the tensor at most; ${Math.round(100 * complete)}% of the result is there.`;
+          `So far each rank has sent at most ${times(Math.max(...sent))} times the tensor; ${Math.round(100 * complete)}% of the result is complete.`;
     picture.setAttribute("aria-label", `${algorithm.selectedOptions[0].text}, ${p} ranks. ${status.textContent}`);
     back.disabled = step === 0;
     next.disabled = step === steps;

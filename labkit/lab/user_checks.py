@@ -1,4 +1,4 @@
-"""Checks of a reader's own: an alternative, which is right or wrong within seconds, and guesses of the results."""
+"""Checks of a reader's alternative, which is right or wrong within seconds, and of guesses of the results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
 from labkit.lab.runs.measure import measure
 from labkit.lab.units import format_factor, labels
+from labkit.lab.user_plugins import Plugins
 
 NAME = "mine"
 DEADLINE_S = 20.0
@@ -28,7 +29,7 @@ STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
 
 
 @dataclass(frozen=True)
-class OwnCheck:
+class AlternativeCheck:
     """Result of checking a reader's alternative; true if it is right."""
 
     verdict: Verdict
@@ -50,7 +51,7 @@ class OwnCheck:
         return f"**{self.verdict}**" + (f": {self.details}" if self.details else "")
 
 
-def check_own(lab: Lab, own: Callable[..., Any]) -> OwnCheck:
+def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:
     """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first failure; keep nothing.
 
     ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a value that is no
@@ -61,30 +62,30 @@ def check_own(lab: Lab, own: Callable[..., Any]) -> OwnCheck:
     names = lab.config.model_fields
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
-        result = _check(lab, own, {name: value for name, value in wanted.items() if name in names})
+        result = _check(lab, alternative, {name: value for name, value in wanted.items() if name in names})
         if not result:
             where = f", on {ranks} ranks" if ranks > 1 else ""
             return replace(result, details=f"{result.details}{where}")
-    return OwnCheck("right")
+    return AlternativeCheck("right")
 
 
-def _check(lab: Lab, own: Callable[..., Any], settings: Mapping[str, Any]) -> OwnCheck:
+def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any]) -> AlternativeCheck:
     config = lab.configure("smoke", settings)
     with TemporaryDirectory(prefix="labkit-check-") as folder:
-        mine = {NAME: own}
-        run = measure(lab, config, profile="smoke", alternatives=mine, only_plugins=True, directory=Path(folder))
+        plugins = Plugins({NAME: alternative})
+        run = measure(lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder))
     ends = run.coverage()
     for status, reason in zip(ends["status"], ends["reason"], strict=True):
         if status != "ok":
-            return OwnCheck("hangs" if status == "timeout" else "fails", str(reason))
+            return AlternativeCheck("hangs" if status == "timeout" else "fails", str(reason))
     rows = run.frame()
     checks = rows[rows.eq(NAME).any(axis=1)].get("check", pd.Series(dtype=object)).dropna()
     if checks.empty:
-        return OwnCheck("fails", "it was not measured")
+        return AlternativeCheck("fails", "it was not measured")
     for check in checks[checks != "ok"]:
         kind, _, details = str(check).partition(": ")
-        return OwnCheck("wrong" if kind == "wrong" else "fails", details)
-    return OwnCheck("right")
+        return AlternativeCheck("wrong" if kind == "wrong" else "fails", details)
+    return AlternativeCheck("right")
 
 
 def check_guesses(guesses: object) -> dict[str, float]:
