@@ -176,6 +176,7 @@ KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
 
 def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """Time every contest of a kind on these ranks: a line and whether it misses its bound, per pair."""
+    torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     lines = []
     for contest in KINDS[kind](options):
@@ -245,8 +246,7 @@ def main() -> int:
     has_missed = False
     for kind, world_size in product(options.only, options.worlds):
         print(f"{kind}, {world_size} ranks", flush=True)
-        ranks = {"world_size": world_size, "threads": 1, "timeout_s": 3600}
-        lines = run_ranks(run, kind, options, **ranks)[0]
+        lines = run_ranks(run, kind, options, world_size=world_size, timeout_s=3600)[0]
         print("\n".join(line for line, _ in lines), flush=True)
         has_missed |= any(missed for _, missed in lines)
     return int(has_missed)
