@@ -63,7 +63,6 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     SOURCE: ("without the source",),
     FRAMEWORK: BY_FRAMEWORK,
     "nodes": BY_FRAMEWORK,
-    "engine": BY_FRAMEWORK,
 }
 """Distances and origins in the order in which their widths are measured, with the folds that judge them."""
 MIN_LAYOUTS = 4
@@ -251,7 +250,7 @@ def unseen_ends(errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray
     for one in range(MODEL_PARTS):
         unseen = errors.part == one
         exponents = sum_widths(errors.origins, errors.distances, fit_widths(errors, ~unseen))
-        ends = find_ends(errors.runs, rows, errors.predicted_s, errors.origins, exponents)
+        ends = find_ends(errors.runs, rows, errors.predicted_s, exponents)
         low[unseen], high[unseen] = ends[1][unseen], ends[2][unseen]
     return low, high
 

@@ -23,15 +23,12 @@ from labkit.scaling.step_time import slow_engine_s
 
 OTHERS, SOURCE, FRAMEWORK = "other tables", "another source", "unknown framework"
 """Origins besides the published tables that have widths of their own."""
-SLOWER = ("tensor_over_nodes", "unstable", "engine")
+SLOWER = ("tensor_over_nodes", "unstable")
 """Distances that only ever make a step slower, and so widen the upper end alone."""
-DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes", "engine")
+DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes")
 """In the order in which their widths are measured."""
 MAX_DISTANCE = 7.0
 """Folds judge few predictions further away, so that their error is not known."""
-HALF_SHARE = 0.78
-"""Of an end's width, if one of two engines ran: each end leaves out 10% of its half, so 1.28 / 1.64 of the width."""
-
 Widths = Mapping[str, tuple[float, float]]
 """Origin or distance -> its width at the low and at the high end, in log units."""
 
@@ -109,8 +106,7 @@ def measure_distances(runs: Runs, ground: Ground, unstable: Flags) -> dict[str, 
     """
     columns = {name: np.zeros(len(runs)) for name in DISTANCES}
     is_unknown = (find_origins(runs, ground) == FRAMEWORK).astype(float)
-    is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)  # an engine may do work per layer that none predicts
-    columns["engine"], columns["nodes"] = is_unknown * is_wide, is_unknown * np.log2(runs.nodes)
+    columns["nodes"] = is_unknown * np.log2(runs.nodes)
     columns["tensor_over_nodes"] = _doublings(runs.tp, np.maximum(runs.gpus_per_node, runs.link_gpus))
     columns["unstable"] = unstable.astype(float)
     sizes, kinds = np.log2(runs.parameters), _kinds(runs)
@@ -132,7 +128,7 @@ def _doublings(values: Numbers, limit: Numbers | float) -> Numbers:
 
 def sum_distances(origins: Texts, columns: Mapping[str, Numbers]) -> Numbers:
     """How far outside of measured ground each run lies, (n,): doublings, and 1 per kind without a measured run."""
-    counted = [columns[name] for name in ("gpus", "length", "architecture", "kind", "engine")]
+    counted = [columns[name] for name in ("gpus", "length", "architecture", "kind")]
     return np.asarray(sum(counted) + columns["size"] ** 2 + (origins == FRAMEWORK))
 
 
@@ -154,18 +150,16 @@ def load_widths() -> Widths:
 
 
 def find_ends(
-    runs: Runs, constants: Rows, seconds: Numbers, origins: Texts, exponents: tuple[Numbers, Numbers]
+    runs: Runs, constants: Rows, seconds: Numbers, exponents: tuple[Numbers, Numbers]
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Seconds and both ends of the 90% interval, none faster than the best published matmuls of the GPU.
 
     If a framework's engine may be a slow one, the upper end is that one's.
     """
     fastest = peak_s(runs) / constants["matmul_ceiling"]
-    is_open = has_open_engine(runs, constants)
-    share = np.where(is_open & (origins != FRAMEWORK), HALF_SHARE, 1.0)
-    low, high = (share * exponent for exponent in exponents)
-    slowest = seconds * np.exp(high) + np.where(is_open, slow_engine_s(runs, constants), 0.0)
-    return np.maximum(seconds, fastest), np.maximum(seconds * np.exp(-low), fastest), np.maximum(slowest, fastest)
+    slower = np.where(has_open_engine(runs, constants), slow_engine_s(runs, constants), 0.0)
+    low, high = seconds * np.exp(-exponents[0]), seconds * np.exp(exponents[1]) + slower
+    return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(high, fastest)
 
 
 def has_open_engine(runs: Runs, constants: Rows) -> Flags:

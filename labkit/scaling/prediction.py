@@ -174,7 +174,7 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
     origins, columns = find_origins(runs, ground), measure_distances(runs, ground, is_unstable)
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = find_ends(runs, rows, predicted, origins, sum_widths(origins, columns, load_widths()))
+    seconds, low, high = find_ends(runs, rows, predicted, sum_widths(origins, columns, load_widths()))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(

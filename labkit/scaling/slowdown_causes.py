@@ -58,13 +58,6 @@ class Diagnosis:
         errors = {name: abs(mfu / reported - 1) for name, mfu in self.conventions.items()} if reported else {}
         return min((name for name in errors if errors[name] <= SAME), key=errors.__getitem__, default=None)
 
-    @property
-    def implied_parameters(self) -> float | None:
-        """Size of a model for which throughput and reported MFU agree; None if they agree anyway."""
-        if not self.reported_mfu or self.convention is not None:
-            return None
-        return float(parameters(self.request.model)) * self.reported_mfu / self.mfu
-
     def share(self, cause: Cause) -> float:
         """Share of the lost seconds that this cause explains at its worst, 0 to 1."""
         if cause.mfu <= self.mfu:

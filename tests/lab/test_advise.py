@@ -248,7 +248,6 @@ def test_a_named_option_is_no_cause():
         (1.0, None, "As predicted"),
         (0.1, None, "Slower than predicted"),
         (1.0, 0.5, "Only the convention differs: over the peak with sparsity"),
-        (1.0, 0.1, "These figures disagree: they describe a model of"),
     ],
 )
 def test_the_verdict_on_a_measured_speed(speed, mfu, verdict):

@@ -88,7 +88,7 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequenc
     """Verdict, then possible causes, published runs, conventions, and the parts of the predicted step."""
     verdict, headline = _diagnosis_verdict(diagnosis)
     headings = ("cause", "MFU it leaves", "share of the gap", "check")
-    causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes if diagnosis.implied_parameters is None]
+    causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
     sections = [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)] if causes else []
     counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
     peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
@@ -162,12 +162,7 @@ def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
         f"You reach {measured} MFU ({format_seconds(diagnosis.step_s)} per step); predicted are "
         f"{100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}] ({format_seconds(expected.step_s)})."
     )
-    if diagnosis.implied_parameters is not None:
-        model = diagnosis.request.model
-        size, implied = (format_count(float(n)) for n in (parameters(model), diagnosis.implied_parameters))
-        verdict = f"These figures disagree: they describe a model of {implied}, not {size}."
-        headline = f"At this throughput {model.name} would reach {measured} MFU: check which model was built."
-    elif diagnosis.step_s > high_s:
+    if diagnosis.step_s > high_s:
         verdict = f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
     elif diagnosis.step_s < low_s:
         verdict = f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
