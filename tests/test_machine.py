@@ -27,12 +27,15 @@ def test_known_devices_have_their_peak_and_unknown_ones_none():
         assert dense_bf16_peak_tflops(near) is None
 
 
+SOURCES = ("part/module.py", "part/table.csv", "part/code.cpp")
+
+
 @pytest.fixture
 def package(tmp_path):
-    """A package of two modules in a checkout."""
+    """A package in a checkout: two modules, a table and C++ code."""
     folder = tmp_path / "checkout" / "package"
     (folder / "part").mkdir(parents=True)
-    for name in ("__init__.py", "part/module.py"):
+    for name in ("__init__.py", *SOURCES):
         (folder / name).write_text("value = 1\n")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
@@ -40,16 +43,19 @@ def package(tmp_path):
     return folder
 
 
-def test_only_modules_make_local_changes(package):
+def test_only_what_a_measurement_executes_or_reads_makes_local_changes(package):
     clean = describe_source(package)
     assert (bool(clean.commit), clean.dirty, clean.version) == (True, False, __version__)
     (package.parent / "notebook.ipynb").write_text('{"cells": []}')
     shutil.copytree(package, package.parent / "build" / "lib")
     assert describe_source(package) == clean
-    (package / "part" / "module.py").write_text("value = 2\n")
-    changed = describe_source(package)
-    assert changed.dirty
-    assert changed.digest != clean.digest
+    digests = {clean.digest}
+    for name in SOURCES:
+        (package / name).write_text("value = 2\n")
+        changed = describe_source(package)
+        assert changed.dirty
+        assert changed.digest not in digests
+        digests.add(changed.digest)
 
 
 def test_an_installed_package_is_the_same_source_and_has_no_commit(package, tmp_path):

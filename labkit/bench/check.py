@@ -108,10 +108,10 @@ def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, b
 
 
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:
-    """Relative error that rounding explains in a matmul whose elements are sums of so many terms.
+    """Relative error that rounding explains in a matmul whose elements are sums of `terms` products.
 
     Successive additions of K terms are off by about sqrt(K)/6 units: each partial sum is rounded by at most half a unit
     in either direction. Three times that is allowed, and at least eight units for libraries that add in blocks and
-    round once more. TF32 in the place of float32 is off by about 2**-12, which is wrong.
+    round once more. TF32 instead of float32 is off by about 2**-12, which is wrong.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

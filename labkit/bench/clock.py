@@ -33,7 +33,7 @@ T = TypeVar("T")
 MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
-"""Ratio of the rounds at one check to those at the last: frequent checks would catch what chance made narrow."""
+"""Ratio of the rounds at one check to those at the last; frequent checks would stop at chance agreement."""
 
 
 def time_interleaved(
@@ -69,7 +69,7 @@ def time_parts_interleaved(
     differ by a factor of two.
 
     `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
-    alternatives is known within the share `ratio_within` (0: never), or after `rounds_s`; all ranks then call together.
+    alternatives is precise to the share `ratio_within` (0: never), or after `rounds_s`; all ranks then call together.
     `prepare` makes inputs before a turn, and `before` (a barrier) precedes each part; both are untimed. A sample is the
     mean of `calls` in a row. On CUDA one more call goes first: the host queues the others while the device is busy
     with it, so a sample is the device's time. `seed` must be equal on all ranks. ValueError for impossible counts.
@@ -109,7 +109,7 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
 
 
 class Stopping:
-    """Decides after each round whether it was the last; created as the first kept round begins."""
+    """Decides after each round whether it was the last one. Create it when the first kept round begins."""
 
     def __init__(self, ratio_within: float, rounds_s: float) -> None:
         self._half_width, self._rounds_s = math.log1p(ratio_within), rounds_s

@@ -52,14 +52,14 @@ _RULES = (
 )
 """A name belongs to the first family whose pattern it contains."""
 _WORK = re.compile(r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+")
-"""What a template argument of a kernel says of its work: "MulFunctor", "exp_kernel_cuda", "GemmUniversal"."""
+"""Template arguments that name a kernel's work: "MulFunctor", "exp_kernel_cuda", "GemmUniversal"."""
 
 
 @cache
 def family_of(name: str) -> str:
     """The family of an operator ("aten::mm") or kernel, by its name; "other" for an unknown name.
 
-    "dispatch" is what the host does around the work: views, allocations, the autograd engine, Python.
+    "dispatch" is the host's work around kernels: views, allocations, the autograd engine, Python.
     """
     return next((family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other")
 

@@ -42,8 +42,8 @@ class AllocationRecord:
     peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """CPU: allocated inside and not seen to be freed. If all was dropped, another thread has freed it, which the
-    profiler does not see: from then on the record is this much too high."""
+    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has freed it, which the
+    profiler misses: from then on the record is this much too high."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -107,7 +107,7 @@ def _cuda_bytes(moment: str) -> int:
 def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int:
     """Peak bytes of the second `run` of what `make` returns, which is in them. All ranks call this together.
 
-    On a CPU a thread of gloo may be the last to free a tensor, unseen by the profiler. Then the record is repeated,
+    On a CPU a thread of gloo may be the last to free a tensor, which the profiler misses. Then the record is repeated
     until every rank has one without that; the one with the smallest excess counts.
     """
     excess, peak = math.inf, 0

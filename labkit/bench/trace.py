@@ -82,6 +82,8 @@ def profile_call(
     with profiled(activities) as profiler:
         if before is not None:
             before()
+        if is_cuda:  # earlier kernels have ended
+            torch.cuda.synchronize()
         action()
         if is_cuda:
             torch.cuda.synchronize()

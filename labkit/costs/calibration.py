@@ -1,8 +1,8 @@
-"""What one machine can do, measured once by the lab `limits`, and the times that follow for operators and messages.
+"""Rates of one machine, measured once by the lab `limits`, and the times that follow for operators and messages.
 
 Every prediction of every lab uses these numbers and no others. An operator takes
 
-    max(what a square matmul of its FLOPs takes, what an addition that moves its bytes takes)
+    max(time of a square matmul of its FLOPs, time of an addition that moves its bytes)
 
 read off measured curves, which include the call itself. An algorithm of messages takes messages * alpha + bytes * beta
 of its transport; beyond the measured number of ranks, costs grow in proportion to the ranks.
@@ -57,7 +57,7 @@ class Rates:
         return max(_interpolate(self.products[dtype], flops), moving_s) if dtype in self.products else float("nan")
 
     def autograd_s(self, operators: float, *, begin: bool = True) -> float:
-        """Seconds that autograd adds to `operator_s` of so many operators; 0 if unknown.
+        """Seconds that autograd adds to `operator_s` of this number of operators; 0 if unknown.
 
         `begin`: include the start of both passes.
         """
@@ -120,7 +120,7 @@ class Calibration:
         return any((one.device, one.ranks) == (device, 1) for one in self.rates)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
-        """Costs of a transport between so many ranks; None if it was not measured.
+        """Costs of a transport between this number of ranks; None if it was not measured.
 
         Beyond the measured number, all costs grow as ranks per core do. What sends to or through every other rank (a
         burst, gloo's all-reduce) has more messages in proportion.

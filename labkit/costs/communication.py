@@ -151,7 +151,7 @@ def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> f
 
 
 def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
-    """busbw in bytes/s, n/t * 2(p-1)/p: what a link carries, comparable across world sizes (nccl-tests)."""
+    """busbw in bytes/s, n/t * 2(p-1)/p: the load of a link, comparable across world sizes (nccl-tests)."""
     return n_bytes / seconds * 2 * (world_size - 1) / world_size
 
 

@@ -94,7 +94,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[_Cgroup]:
         version, mount = (1, f"sys/fs/cgroup/{controller}") if controllers else (2, "sys/fs/cgroup")
         inside = Path(path.lstrip("/"))
         for folder in (inside, *inside.parents):
-            # A container may know the path that its host gives it, and see its own cgroup as the topmost.
+            # A container may have its host's path, and see its own cgroup at the top.
             if any((root / mount / folder).glob(f"{controller}.*")):
                 yield _Cgroup(root / mount / folder, version, folder in (inside, Path()))
 

@@ -8,7 +8,7 @@ computes the same numbers block by block in PyTorch, `flash_attention.py` in Tri
 
 Dimension letters, here and in the two other files:
 
-    ... any leading dimensions, usually (batch, heads)
+    ...  any leading dimensions, usually (batch, heads)
     Q    queries, the sequence of q
     K    keys, the sequence of k and v
     D    head dimension

@@ -40,15 +40,14 @@ NO_TRITON = "Triton is not installed"
 class Implementation:
     """A row of `IMPLEMENTATIONS`."""
 
-    name: str
     attend: Attention
     """(q, k, v, causal) -> output; differentiable."""
     unavailable_reason: Callable[[torch.device, torch.dtype, int], str | None]
-    """(device, dtype, head_dim) -> the reason why it cannot run there, or None."""
+    """(device, dtype, head_dim) -> why it cannot run there, or None."""
 
 
 def attention_named(name: str) -> Implementation:
-    """Look an implementation up; ValueError that lists the names there are."""
+    """Look an implementation up by name; a ValueError lists the names."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"no attention named {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name]
@@ -151,7 +150,7 @@ def _no_sdpa_reason(attend: Attention) -> Callable[[torch.device, torch.dtype, i
             try:
                 q, k, v = torch.zeros(3, 1, 2, 64, head_dim, device=device, dtype=dtype).requires_grad_()
                 attend(q, k, v, False).sum().backward()
-            except Exception as error:  # of any type: each library that a backend calls has its own
+            except Exception as error:  # of any type: backends call several libraries
                 message = str(error).partition("\n")[0] or type(error).__name__
                 return " ".join([message, *(str(warning.message) for warning in caught)])
         return None
@@ -167,14 +166,14 @@ SDPA_BACKENDS = {
     "sdpa": None,  # torch's choice
 }
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "explicit": Implementation("explicit", naive_attention, _dtype_reason),
-    "compiled": Implementation("compiled", _compiled, _no_compiled_reason),
-    "tiled": Implementation("tiled", _tiled, _dtype_reason),
-    "flash": Implementation("flash", _flash, _no_flash_reason),
+    "explicit": Implementation(naive_attention, _dtype_reason),
+    "compiled": Implementation(_compiled, _no_compiled_reason),
+    "tiled": Implementation(_tiled, _dtype_reason),
+    "flash": Implementation(_flash, _no_flash_reason),
 }
 """All implementations by name, with SDPA's backends below; `register` adds a user-defined one."""
 for name, backend in SDPA_BACKENDS.items():
-    IMPLEMENTATIONS[name] = Implementation(name, attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend))
+    IMPLEMENTATIONS[name] = Implementation(attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend))
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 
@@ -185,5 +184,5 @@ def register(name: str, attend: Attention) -> dict[str, Implementation]:
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    IMPLEMENTATIONS[name] = Implementation(name, attend, _dtype_reason)
+    IMPLEMENTATIONS[name] = Implementation(attend, _dtype_reason)
     return IMPLEMENTATIONS

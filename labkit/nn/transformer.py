@@ -28,7 +28,7 @@ ROPE_BASE = 10_000.0
 
 
 def shape_named(name: str) -> TransformerShape:
-    """Look a size up; ValueError that lists the names there are."""
+    """Look a size up by name; a ValueError lists the names."""
     if name not in SIZES:
         raise ValueError(f"no model size {name!r}; there are {', '.join(SIZES)}")
     return SIZES[name]
@@ -158,8 +158,8 @@ class RMSNorm(nn.Module):
 class RotaryPositions(nn.Module):
     """Rotates each pair (x_2i, x_2i+1) of a head at position s by the angle s * base^(-2i/D).
 
-    (..., S, D) to the same shape and dtype. No parameters; the tables of cosines and sines, (context, D/2), are made
-    in float64 and kept in the default dtype, and no `state_dict` holds them.
+    (..., S, D) to the same shape and dtype. No parameters. The tables of cosines and sines, (context, D/2), are
+    computed in float64, stored in the default dtype, and left out of a `state_dict`.
     """
 
     cosines: Tensor

@@ -6,10 +6,11 @@ from functools import partial
 from itertools import count, pairwise, permutations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from labkit.bench import clock
-from labkit.bench.clock import Stopwatch, time_interleaved, time_parts_interleaved, turn_order
+from labkit.bench.clock import Stopwatch, time_interleaved, time_once, time_parts_interleaved, turn_order
 from labkit.parallel.launch import run_ranks
 
 
@@ -89,6 +90,13 @@ def test_on_cuda_a_call_goes_ahead_of_several_while_the_device_is_busy(monkeypat
     samples = time_interleaved(_noting(stream, "a"), warmup=0, repeats=1, device="cuda", calls=calls)
     assert " ".join(stream) == queued
     assert samples == {"a": [pytest.approx(0.006 / calls)]}
+
+
+def test_a_single_call_waits_for_a_cuda_device_however_it_is_named(monkeypatch):
+    waits = []
+    monkeypatch.setattr(clock.torch.cuda, "synchronize", lambda: waits.append(None))
+    results = [time_once(lambda: 5, device)[0] for device in ("cpu", "cuda", "cuda:1", torch.device("cuda"))]
+    assert (results, len(waits)) == ([5] * 4, 3)
 
 
 BAD = [{"warmup": -1}, {"repeats": 0}, {"calls": 0}, {"ratio_within": -0.1}, {"rounds_s": 0.0}]

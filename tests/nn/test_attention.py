@@ -83,7 +83,6 @@ def test_a_wrong_name_lists_the_names() -> None:
 @pytest.mark.parametrize("shape", [(20, 32), (3, 20, 32), (2, 4, 20, 32), (2, 1, 4, 20, 32)], ids=str)
 def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(name: str, shape: Any) -> None:
     row = IMPLEMENTATIONS[name]
-    assert row.name == name
     assert row.unavailable_reason(CPU, torch.float32, 32) is None
     fewer = (*shape[:-3], shape[-3] // 2, *shape[-2:]) if len(shape) > 3 else shape
     q, k, v = (torch.randn(size, requires_grad=True) for size in (shape, fewer, fewer))

@@ -1,4 +1,4 @@
-"""ResNet-50 has the layout that everybody's has, and trains."""
+"""ResNet-50 has the published layout, and trains."""
 
 import torch
 from torch.nn.functional import cross_entropy
