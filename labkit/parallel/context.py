@@ -3,19 +3,19 @@
     q, k, v = (split_sequence(x, 2) for x in (q, k, v))      this rank's positions of (batch, heads, length, head dim)
     output = ring_attention(q, k, v)                         of these positions; backward gives their gradients
 
-Rank r attends with its queries to one block of keys and values after the other, its own first. It merges the results by
-their softmax statistics. The next block travels around the ring while the present one is computed with, p-1 times
-forward and backward. The blocks' gradients follow one step behind, in the accumulator's dtype.
+Rank r attends to one block of keys and values after another, its own first, and merges the results by their softmax
+statistics. Meanwhile the next block travels around the ring: p-1 messages forward, and p-1 backward. The gradients of
+the blocks follow one step behind, in the accumulator's dtype.
 
-`gather_attention` is the plain way: all K and V on every rank (all-gather), and a reduce-scatter of their gradients. It
-sends the same bytes, and holds p blocks at once instead of two.
+`gather_attention` gathers all keys and values on every rank, and reduce-scatters their gradients. It sends the same
+bytes, but holds p blocks at once instead of two.
 
 Layouts, for p ranks and causal attention in which query i sees keys up to i:
 
-    contiguous    rank r has the r-th of p parts. It needs r+1 of p blocks, so the last rank has the most work, and
-                  all ranks together take (p+1)/2p of the time well.
-    zigzag        rank r has the r-th and the r-th last of 2p parts. Of an earlier rank's block it sees the first half;
-                  of a later rank's, its second half of queries sees all. All ranks have the same work.
+    contiguous    rank r has the r-th of p parts. It needs r+1 of p blocks. All wait for the last rank, so ranks work
+                  for (p+1)/2p of the time.
+    zigzag        rank r has the r-th and the r-th last of 2p parts. Its queries see the first half of an earlier
+                  rank's block; their second half sees all of a later rank's. All ranks have equal work.
 
 `labkit.costs.communication.context_parallel_calls` lists the messages of a step.
 
@@ -55,7 +55,7 @@ def ring_attention(
     layout: str = "zigzag",
     transport: str = AUTO,
 ) -> Tensor:
-    """Attend to the whole sequence, of which each rank has (..., length / p, head dimension); return the same of it.
+    """Attend to the whole sequence from this rank's positions: q, k, v and result (..., length / p, head dimension).
 
     k and v may have fewer heads, as in `labkit.nn.attention`. float16, bfloat16, float32 or float64; sums are in
     float32, or float64.
@@ -76,7 +76,7 @@ def gather_attention(
     layout: str = "zigzag",
     transport: str = AUTO,
 ) -> Tensor:
-    """Compute what `ring_attention` does with all keys and values on every rank at once. Same arguments and errors."""
+    """Compute the same as `ring_attention` with all keys and values on every rank. Same arguments and errors."""
     return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
 
 
@@ -149,7 +149,7 @@ def _count_parts(length: int, p: int, layout: str) -> int:
 
 
 class _Call(NamedTuple):
-    """What a call computes, and how its blocks travel."""
+    """Options of one call."""
 
     method: type[_Gathered]
     is_causal: bool
@@ -245,7 +245,7 @@ def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
 
 
 class _Gathered:
-    """All ranks' keys and values at once, and the way of their gradients back. A block is (2, ..., length / p, D)."""
+    """Gathers all keys and values, and reduce-scatters their gradients. A block is (2, ..., length / p, D)."""
 
     def __init__(self, call: _Call) -> None:
         self.group, self.transport = call.group, call.transport
@@ -274,7 +274,7 @@ class _Gathered:
 
 
 class _Ring(_Gathered):
-    """One block at a time, from the left neighbor to the right one, while the caller computes."""
+    """Passes one block at a time from the left neighbor to the right one, while the caller computes."""
 
     _total: Tensor
     _landing: Tensor

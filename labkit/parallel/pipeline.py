@@ -50,18 +50,17 @@ def measure_layers(
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a list of layers. `layers`: those it keeps, by their number in the list.
+    """This rank's stages of a list of layers. `layers` has its layers, by their number in the list.
 
     Args:
-        layers: modules from one tensor to one float tensor, which change none in place; the same list on every rank,
-            with values that become those of rank 0. The gradient of a parameter that layers of several ranks share
-            (a tied embedding) is summed over these.
+        layers: modules that map one tensor to one float tensor, not in place; the same list on every rank. Rank 0's
+            values are broadcast. The gradient of a parameter that several ranks share (a tied embedding) is summed.
         schedule: "gpipe", "1f1b" or "interleaved".
-        micro_batches: equal parts that a batch is cut into, along its first dimension.
+        micro_batches: equal parts of a batch, along its first dimension.
         group: the process group, whose rank r has stage r; None: all ranks.
         chunks: stages per rank; None: 2 if interleaved, else 1.
-        costs: by layer, of any unit, by which stages are balanced (`measure_layers`); None: its parameters.
-        recompute: keep the inputs of stages only, and run their forward pass again before backward.
+        costs: cost of each layer, in any unit (`measure_layers`), to balance stages by; None: its parameters.
+        recompute: keep only the inputs of stages, and repeat their forward pass before backward.
         transport: as for `labkit.parallel.collectives.all_reduce`.
 
     After a step, `times` has when each task ran, and `peak_held` the most micro-batches held. Average
@@ -178,7 +177,7 @@ class Pipeline(nn.Module):
 
 
 class _Run:
-    """One step: what has arrived, what is to be sent, and what waits for its backward pass."""
+    """One step: messages that arrived, messages to send, and activations held for backward."""
 
     def __init__(
         self, pipeline: Pipeline, parts: list[tuple[Tensor, Tensor]], loss_function: Any, batches: str
@@ -231,7 +230,7 @@ class _Run:
             self._outgoing[task] = torch.zeros_like(x) if x.grad is None else x.grad
 
     def pass_on(self, task: Task) -> None:
-        """Carry out the message after a task, an activation or its gradient, on the rank that sends or receives it."""
+        """Send or receive the message after a task: an activation or its gradient."""
         pipeline = self._pipeline
         there = task.destination
         source, target = (each.stage % pipeline.ranks for each in (task, there))

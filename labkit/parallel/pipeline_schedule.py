@@ -1,7 +1,7 @@
 """Schedules of a pipeline as data: which rank runs which task after which, and when if messages take no time.
 
-A schedule lists for each rank its tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m micro-batches and
-stages that all take equally long:
+A schedule lists each rank's tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m micro-batches and stages
+of equal time:
 
     schedule       order on rank r                                               idle share           holds at most
     gpipe          all forward, then all backward                                (p-1) / (m+p-1)      m
@@ -99,7 +99,7 @@ def simulate(schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 
 
 
 def _needed(task: Task, last: int) -> list[Task]:
-    """Return the tasks that must end before: of the neighbor, and of this stage."""
+    """Return the tasks that must end first: the neighbor's, and this stage's forward pass."""
     if task.kind == "F":
         return [task._replace(stage=task.stage - 1)] if task.stage else []
     return [task._replace(kind="F"), *([task._replace(stage=task.stage + 1)] if task.stage < last else [])]
@@ -115,7 +115,7 @@ def peak_activations(order: Sequence[Task]) -> int:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers with these costs into consecutive stages of one layer or more so that the costliest costs least."""
+    """Cut layers with these costs into consecutive stages that minimize the largest stage's cost."""
 
     @cache
     def cut(first: int, number: int) -> tuple[float, tuple[int, ...]]:
@@ -132,7 +132,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def plan_rank(schedule: Schedule, rank: int) -> list[tuple[bool, Task]]:
-    """Return a rank's tasks, and the messages (True, task that sends) it takes part in, in the order of all ranks."""
+    """Return a rank's tasks and messages in the order of all ranks: (is a message, task that runs or sends)."""
     last, events = max(task.stage for order in schedule for task in order), []
     for task, start, end in (each for times in simulate(schedule) for each in times):
         ranks = [task.stage % len(schedule)]

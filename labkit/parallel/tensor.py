@@ -72,7 +72,7 @@ def tensor_parallel(
 
 
 class TensorParallel(nn.Module):
-    """A Transformer in parts. `module` is the model with this rank's parts; it is used through this only."""
+    """A Transformer cut over ranks. `module` has this rank's parts; call it through this wrapper only."""
 
     def __init__(
         self, model: Transformer, group: dist.ProcessGroup | None, *, sequence_parallel: bool, transport: str
@@ -92,7 +92,7 @@ class TensorParallel(nn.Module):
         self._add_communication()
 
     def _add_communication(self) -> None:
-        """Put a collective where activations enter and leave each block."""
+        """Add a collective where activations enter and leave each block."""
         model, ranks = self.module, self._ranks
         halves: tuple[Tensors, Tensors] = (ranks.gather_tokens, ranks.scatter_tokens)
         enter = halves if self.sequence_parallel else (_view, ranks.copy_sum)
@@ -171,7 +171,7 @@ def _find_refusal(model: Any, p: int, transport: str) -> ValueError | None:
 
 
 def _cut_parameters(model: Any, ranks: _Ranks) -> dict[str, tuple[int, list[int]]]:
-    """Leave this rank's part of every matrix; return by name the dimension of the cut and all ranks' lengths."""
+    """Replace every matrix by this rank's part; return the dimension of each cut and all ranks' lengths, by name."""
     rows, columns = ("queries", "keys", "values", "gate", "up"), ("attention.output", "feed_forward.down")
     names = [name for name, part in model.layers.named_modules() if isinstance(part, Matrix)]
     dims = {f"layers.{name}.weight": 0 if name.endswith(rows) else 1 for name in names if name.endswith(rows + columns)}
@@ -191,7 +191,7 @@ def _cut_parameters(model: Any, ranks: _Ranks) -> dict[str, tuple[int, list[int]
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The group's collectives, by labkit or by torch.distributed."""
+    """Collectives of the group, labkit's or torch.distributed's."""
 
     group: dist.ProcessGroup
     transport: str
@@ -243,7 +243,7 @@ def _view(x: Tensor) -> Tensor:
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function forward, another backward, neither of which autograd looks into."""
+    """Apply one function forward and another backward, both outside of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensors, back: Tensors) -> Tensor:
@@ -267,7 +267,7 @@ def _join_parts(part: Tensor, dim: int, lengths: Sequence[int], ranks: _Ranks) -
 
 
 class _VocabularyEmbedding(nn.Module):
-    """Rows `first`, ... of an embedding: tokens of other ranks' rows give zeros."""
+    """This rank's rows of an embedding, from `first` on; tokens of other rows give zeros."""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class _VocabularyEmbedding(nn.Module):
 
 
 class _TokenParallelNorm(RMSNorm):
-    """A norm of this rank's tokens: the gradient of its gain is summed over ranks."""
+    """A norm of this rank's tokens, which sums the gradient of its gain over ranks."""
 
     def __init__(self, norm: RMSNorm, ranks: _Ranks) -> None:
         super().__init__(len(norm.gain), eps=norm.eps)
@@ -313,7 +313,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _local_indices(indices: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return indices from `first`, 0 for those of other ranks, and which are this rank's."""
+    """Return indices relative to `first`, 0 for other ranks' rows, and a mask of this rank's."""
     local = indices - first
     is_here = (local >= 0) & (local < rows)
     return local.masked_fill(~is_here, 0), is_here

@@ -21,7 +21,6 @@ def made_run(
     slower=None,
     between=0.015,
     drift=0.0,
-    within=0.03,
     sessions=6,
     machine=None,
     load=None,

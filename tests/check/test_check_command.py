@@ -140,15 +140,11 @@ def _write(path, text, *arguments):
         lambda home: ("--bundle", str(home)),
         lambda home: ("--against", ""),
         lambda home: ("--against", "x" * 5000),
-        lambda home: ("--against",),
-        lambda home: ("--nonsense",),
         lambda home: ("--against", "no-such-run"),
         lambda home: ("--against", str(home)),
         lambda home: ("--save", "--against", "x"),
         lambda home: ("--tolerance", "-1"),
-        lambda home: ("--tolerance", "much"),
         lambda home: ("--bundle", str(home / "check.jsonl" / "x.zip")),
-        lambda home: ("extra",),
     ],
 )
 def test_what_cannot_be_checked_is_one_line_and_status_2(prepare, home, measured, capsys, monkeypatch):

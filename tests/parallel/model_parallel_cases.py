@@ -29,22 +29,26 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
 
 
-def assert_refused(attempts: Callable[[], Sequence[Callable[[], object]]], expected: Sequence[str], ranks: int) -> None:
-    """On every rank, each attempt raises one line with the text expected, and leaves no message behind."""
+Attempts = Callable[[], Sequence[tuple[str, Callable[[], object]]]]
+"""Calls that must be refused, each with a part of the message."""
+
+
+def assert_refused(attempts: Attempts, ranks: int) -> None:
+    """On every rank, each attempt raises one line with its text, and leaves no message behind."""
     for texts in run_ranks(_refusals, attempts, world_size=ranks):
-        for text, part in zip(texts, expected, strict=True):
-            assert part in text
+        for expected, text in texts:
+            assert expected in text
             assert "\n" not in text
 
 
-def _refusals(attempts: Callable[[], Sequence[Callable[[], object]]]) -> list[str]:
+def _refusals(attempts: Attempts) -> list[tuple[str, str]]:
     texts = []
-    for attempt in attempts():
+    for expected, attempt in attempts():
         try:
             attempt()
-            texts.append("accepted\n")
+            texts.append((expected, "accepted\n"))
         except ValueError as error:
-            texts.append(str(error))
+            texts.append((expected, str(error)))
         total = torch.ones(3)
         all_reduce(total, op="sum")
         assert total.tolist() == [dist.get_world_size()] * 3

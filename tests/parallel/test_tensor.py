@@ -116,39 +116,36 @@ def test_a_step_sends_what_the_formula_says(sequence_parallel: bool) -> None:
     assert run_ranks(count_bytes, sequence_parallel, world_size=4) == [0] * 4
 
 
-def models_that_cannot_be_cut() -> list[Callable[[], object]]:
+def models_that_cannot_be_cut() -> list[tuple[str, Callable[[], object]]]:
     rank = dist.get_rank()
     narrow, fitting = (TransformerShape(24, d_ff, n_layers=1, n_heads=3, vocabulary=14) for d_ff in (2, 30))
     return [
-        lambda: tensor_parallel(build()),
-        lambda: tensor_parallel(build(shape=narrow)),
-        lambda: tensor_parallel(nn.Linear(2, 2)),  # type: ignore[arg-type]
-        lambda: tensor_parallel(build(shape=fitting), transport="carrier pigeon"),
-        lambda: tensor_parallel(build(shape=fitting), sequence_parallel=rank == 1),
-        lambda: tensor_parallel(build(torch.float64 if rank else torch.float32, shape=fitting)),
+        ("heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
+        ("d_ff of 3", lambda: tensor_parallel(build(shape=narrow))),
+        ("not cut, got Linear", lambda: tensor_parallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
+        ("a transport among auto", lambda: tensor_parallel(build(shape=fitting), transport="carrier pigeon")),
+        ("on every rank", lambda: tensor_parallel(build(shape=fitting), sequence_parallel=rank == 1)),
+        ("on every rank", lambda: tensor_parallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
     ]
 
 
-def calls_that_cannot_run() -> list[Callable[[], object]]:
+def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
     rank, model = dist.get_rank(), tensor_parallel(build(), sequence_parallel=True)
     return [
-        lambda: model(TOKENS.roll(rank)),
-        lambda: model(TOKENS[:, : 12 - rank]),
-        lambda: model(TOKENS[:, :-1]),
-        lambda: model(TOKENS, TARGETS[:, 1:]),
-        lambda: model(TOKENS + 3),
-        lambda: model(TOKENS, TARGETS + 3),
-        lambda: model(TOKENS.float()),
-        lambda: tensor_parallel(model.module),
+        ("same tokens", lambda: model(TOKENS.roll(rank))),
+        ("same tokens", lambda: model(TOKENS[:, : 12 - rank])),
+        ("a sequence that 4 ranks divide", lambda: model(TOKENS[:, :-1])),
+        ("int64 targets", lambda: model(TOKENS, TARGETS[:, 1:])),
+        ("tokens from 0 to 13", lambda: model(TOKENS + 3)),
+        ("tokens from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
+        ("int64 tokens", lambda: model(TOKENS.float())),
+        ("that is not cut", lambda: tensor_parallel(model.module)),
     ]
 
 
 def test_what_cannot_be_cut_is_refused_on_all_ranks() -> None:
-    heads, same = "heads that 3 ranks divide, got 4", "on every rank"
-    models = [heads, "d_ff of 3", "not cut, got Linear", "a transport among auto", same, same]
-    assert_refused(models_that_cannot_be_cut, models, 3)
-    calls = ["same tokens", "same tokens", "a sequence that 4 ranks divide", "int64 targets", "tokens from 0 to 13"]
-    assert_refused(calls_that_cannot_run, [*calls, "tokens from 0 to 13", "int64 tokens", "that is not cut"], 4)
+    assert_refused(models_that_cannot_be_cut, 3)
+    assert_refused(calls_that_cannot_run, 4)
 
 
 def combine_axes() -> list[str]:
