@@ -27,21 +27,9 @@ def faster(one, **changes):
     return replace(one, hardware=replace(one.hardware, **values))
 
 
-ONES = (
-    "slowdown",
-    "attention_slowdown",
-    "matmul_ceiling",
-    "gemm_efficiency",
-    "matmul_ceiling",
-    "attention_efficiency",
-    "link_efficiency",
-    "network_efficiency",
-    "memory_efficiency",
-)
-ZEROS = (
-    *("gemm_k", "gemm_wave", "attention_head", "nccl_call_s", "network_step_s", "launch_s"),
-    "node_spread",
-)
+ONES = {"slowdown", "attention_slowdown", "matmul_ceiling", "gemm_efficiency", "attention_efficiency"}
+ONES |= {"link_efficiency", "network_efficiency", "memory_efficiency"}
+ZEROS = {"gemm_k", "gemm_wave", "attention_head", "nccl_call_s", "network_step_s", "launch_s", "node_spread"}
 
 
 def ideal_constants():

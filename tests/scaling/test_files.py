@@ -165,16 +165,20 @@ def test_labkits_sizes_are_the_ones_that_are_trained():
     assert {name: parameters(find_model(name)) for name in SIZES} == {name: n_parameters(SIZES[name]) for name in SIZES}
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        *[("meta-llama/Llama-3.1-8B", "llama-3-8b"), ("Llama 2 7B", "llama-2-7b"), ("llama3-70b", "llama-3-70b")],
-        *[("Qwen/Qwen2.5-7B-Instruct", "qwen-2.5-7b"), ("GPT-3 175B", "gpt-3-175b"), ("10b", "10B"), ("mini", "mini")],
-        *[("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"), ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b")],
-        *[("mistralai/Mistral-7B-v0.1", "mistral-7b"), ("openai-community/gpt2-xl", "gpt-2-xl")],
-        ("2.7b", "2.7B"),
-    ],
-)
+WRITTEN = {
+    **{
+        "meta-llama/Llama-3.1-8B": "llama-3-8b",
+        "Llama 2 7B": "llama-2-7b",
+        "llama3-70b": "llama-3-70b",
+        "2.7b": "2.7B",
+    },
+    **{"Qwen/Qwen2.5-7B-Instruct": "qwen-2.5-7b", "GPT-3 175B": "gpt-3-175b", "10b": "10B", "mini": "mini"},
+    **{"meta-llama/Llama-2-13b-chat-hf": "llama-2-13b", "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b"},
+    **{"mistralai/Mistral-7B-v0.1": "mistral-7b", "openai-community/gpt2-xl": "gpt-2-xl"},
+}
+
+
+@pytest.mark.parametrize(("written", "name"), WRITTEN.items())
 def test_model_names_as_people_write_them(written, name):
     assert find_model(written) is NAMED[name]
 
@@ -188,36 +192,17 @@ def test_an_unknown_model_has_the_nearest_names(name, hint):
         find_model(name)
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        *[
-            ("H100", "H100-SXM-80GB"),
-            ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
-            ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
-        ],
-        *[
-            ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
-            ("A100 80GB PCIe", "A100-PCIe-80GB"),
-            ("NVIDIA GB300", "GB300-279GB"),
-        ],
-        *[
-            ("a100-sxm-40gb", "A100-SXM-40GB"),
-            ("NVIDIA A100-SXM", "A100-SXM-80GB"),
-            ("Tesla V100-SXM2-16GB", "V100-SXM-16GB"),
-        ],
-        *[
-            ("rtx 4090", "RTX-4090-24GB"),
-            ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
-            ("NVIDIA GH200 480GB", "GH200-96GB"),
-        ],
-        *[
-            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000-Blackwell-96GB"),
-            ("H100 NVL", "H100-NVL-94GB"),
-        ],
-        *[("AMD Instinct MI355X", "MI355X-288GB"), ("b300", "B300-SXM-270GB"), ("mi325x", "MI325X-256GB")],
-    ],
-)
+GPUS = {
+    **{"H100": "H100-SXM-80GB", "NVIDIA H100 80GB HBM3": "H100-SXM-80GB", "NVIDIA H100 PCIe": "H100-PCIe-80GB"},
+    **{"NVIDIA A100-SXM4-80GB": "A100-SXM-80GB", "A100 80GB PCIe": "A100-PCIe-80GB", "NVIDIA GB300": "GB300-279GB"},
+    **{"a100-sxm-40gb": "A100-SXM-40GB", "NVIDIA A100-SXM": "A100-SXM-80GB", "Tesla V100-SXM2-16GB": "V100-SXM-16GB"},
+    **{"rtx 4090": "RTX-4090-24GB", "NVIDIA GeForce RTX 4090": "RTX-4090-24GB", "NVIDIA GH200 480GB": "GH200-96GB"},
+    **{"NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Blackwell-96GB", "H100 NVL": "H100-NVL-94GB"},
+    **{"AMD Instinct MI355X": "MI355X-288GB", "b300": "B300-SXM-270GB", "mi325x": "MI325X-256GB"},
+}
+
+
+@pytest.mark.parametrize(("written", "name"), GPUS.items())
 def test_gpus_as_people_and_nvidia_smi_write_them(written, name):
     assert find_hardware(written) is HARDWARE[name]
 

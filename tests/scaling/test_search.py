@@ -67,11 +67,6 @@ def test_impossible_requests(wrong, reason):
         rank(request(**{"gpus": 8, "global_batch": 8} | wrong))
 
 
-def test_more_gpus_are_faster():
-    times = [rank(request(gpus=gpus, global_batch=256)).first().step_s for gpus in (8, 16, 64)]
-    assert times == sorted(times, reverse=True)
-
-
 def test_the_best_of_three_is_near_the_best_measured_and_never_runs_out_of_memory():
     table = chosen_layouts().set_index("table").loc[["nanotron", "vtrain_multinode", "vtrain_singlenode"]]
     assert isinstance(table, pd.DataFrame)

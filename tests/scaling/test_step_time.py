@@ -202,13 +202,6 @@ def test_three_runs_calibrate_a_slower_site():
     assert ((mine.high_90 / mine.low_90) < (before.high_90 / before.low_90))[is_alike].all()
 
 
-def test_exact_runs_leave_the_base_as_it_is():
-    runs = _runs("mosaic")[:4]
-    profile = calibrate(runs, predict_runs(Runs(runs)).step_s.tolist(), base="mosaic")
-    assert profile.values["slowdown"] == pytest.approx(load_constants().table["slowdown"]["mosaic"], rel=1e-3)
-    assert profile.values["unfused_attention"] == 0
-
-
 @pytest.mark.parametrize("times", [[1.0, 2.0], [1.0, 2.0, -3.0], [1.0, 2.0, float("nan")], [1.0]])
 def test_calibration_refuses_too_few_runs_and_impossible_times(times):
     with pytest.raises(ValueError, match="3 runs or more"):
