@@ -1,4 +1,4 @@
-"""Running a victim, and what must hold when it is over: nothing measured is lost, nothing is left over."""
+"""Run a victim; afterwards nothing measured is lost, and nothing is left over."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from tests.parallel.waiting import Program, wait_until
 
-PATIENCE_S = 300.0  # for what takes a second on a quiet machine
+PATIENCE_S = 300.0  # a second on a quiet machine
 
 
 class Victim(Program):
@@ -24,7 +24,7 @@ class Victim(Program):
         return self
 
     def finish(self, timeout_s=PATIENCE_S):
-        """Exit status, and what it said on stdout and stderr."""
+        """Return exit status and output."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out + err
 

@@ -1,6 +1,6 @@
-"""Who is hit x at which moment: a rank costs a point, which says why; a parent costs no point that has ended.
+"""Faults of ranks and of their parent at several moments: a rank costs one point, a parent costs no finished point.
 
-What is left behind after kills is looked for at more moments in tests/parallel/test_leftovers.py.
+tests/parallel/test_leftovers.py kills processes at more moments.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.faults.check import settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
 
 LATER = (INSIDE, SHARED, WRITING, BETWEEN)  # the last may cost the next point instead
-# What a rank does: how its point may end, words of the reason, and when.
+# The fault of a rank: how its point may end, words of the reason, moments.
 RANKS = {
     "raises": ({"failed"}, "ValueError: deliberate", (BEFORE, *LATER)),
     "no JSON": ({"failed"}, "row value 'value' is not JSON-able", (WRITING,)),
@@ -31,7 +31,7 @@ RANKS = {
     "prints 10 MB": ({"ok"}, "", (BEFORE, *LATER)),
     "sizes differ": ({"failed"}, "was killed by SIGABRT: ", (INSIDE,)),
 }
-# When a parent is hit: points that have ended by then, of three.
+# Moments at which the parent is hit: finished points by then, of three.
 PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 QUICK = {("raises", BEFORE), (signal.SIGINT, BETWEEN)}
 
@@ -111,7 +111,7 @@ def resume(hit, run):
 
 
 def refused(hit, words, status=2):
-    """It ended so, with these words in one line."""
+    """Assert that it ended with this status and one line with these words."""
     ended, output = hit.finish()
     assert ended == status, output
     assert words in output
@@ -121,7 +121,7 @@ def refused(hit, words, status=2):
 
 
 def mounted(mount):
-    """A prefix of a command, with a mount in a namespace of its own."""
+    """Return a command prefix that mounts in a separate namespace."""
     if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("a separate file system needs the right to mount one")
     return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]

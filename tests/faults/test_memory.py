@@ -17,7 +17,7 @@ MOUNTS[""] = ("/sys/fs/cgroup", "memory.max", "memory.swap.max")
 
 
 def _limited(limit_bytes):
-    """A new cgroup with a limit, inside the own one or, where that may have none, at the top; or None."""
+    """Return a new cgroup with a limit, inside this process's or else at the top; None if neither is possible."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers not in MOUNTS:
@@ -40,7 +40,7 @@ def _limited(limit_bytes):
 
 @pytest.fixture
 def cgroup():
-    """What starts a command in a cgroup of its own."""
+    """A command prefix that starts in a separate cgroup."""
     folder = _limited(LIMIT_MIB * 2**20) if os.geteuid() == 0 and Path("/proc/self/cgroup").exists() else None
     if folder is None:
         pytest.skip("a memory limit needs a cgroup of its own, and none can be made here")

@@ -1,7 +1,7 @@
-"""`labkit` with one lab, whose points go wrong as asked: `python -m tests.faults.victim FOLDER measure faulty ...`.
+"""`labkit` with one lab, whose points fail as requested: `python -m tests.faults.victim FOLDER measure faulty ...`.
 
-The parent itself stops at a moment, so that it can be hit there: LABKIT_FAULT_PAUSE names it, and the file `paused`
-in FOLDER says that it is there. LABKIT_FAULT_CLOCK lets the time of day jump.
+The parent pauses at the moment that LABKIT_FAULT_PAUSE names, and creates the file `paused` in FOLDER.
+LABKIT_FAULT_CLOCK makes the time of day jump.
 """
 
 import os
@@ -33,7 +33,7 @@ class FaultyConfig(LabConfig):
 
 
 def points(config, machine):
-    """Three, of which the second goes wrong."""
+    """Three points, of which the second fails."""
     fault = {"action": config.action, "moment": config.moment}
     common = {"world_size": 2, "backend": "gloo", "timeout_s": config.timeout_s}
     return [FaultyPoint(number=number, **common, **(fault if number == 1 else {})) for number in range(3)]
@@ -57,7 +57,7 @@ studies.load_lab = lambda lab: LAB if lab == LAB.name else load_real(lab)
 
 
 def pause():
-    """Once, a minute or until the file `go on` is there."""
+    """Pause once, for a minute or until the file `go on` exists."""
     if first_time("paused"):
         end = time.monotonic() + 60
         while time.monotonic() < end and not (FOLDER / "go on").exists():
@@ -65,7 +65,7 @@ def pause():
 
 
 def pause_at(moment):
-    """Let this process wait there once."""
+    """Make this process pause once at a moment."""
     if moment == BEFORE:
         request = rank_group.RankGroup._request_ranks
         rank_group.RankGroup._request_ranks = lambda group: (request(group), pause())[0]

@@ -1,6 +1,6 @@
-"""Ranks that do, at a moment that is asked for, what ranks should not do. The last rank does it.
+"""A worker whose last rank misbehaves at a requested moment.
 
-All imports are at the top: there they are done before there is a group, and a point's few seconds do not pay for them.
+All imports are at the top, so that a point's few seconds do not include them.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class FaultyPoint(Point):
 
 
 def first_time(what):
-    """Whether nobody has said so before, in a file that all processes of a victim share."""
+    """Return whether this is the first call with `what` in any process of the victim."""
     folder = os.environ.get("LABKIT_FAULT_FOLDER")
     if folder is None:
         return False
@@ -70,10 +70,10 @@ def act(action):
 
 
 def fill_memory(parent_first):
-    """Until the kernel kills somebody, or far more is taken than the limit that it should have.
+    """Allocate until the kernel kills a process, or far beyond the limit.
 
-    It kills who has the most memory, and may be told to add to it. The parent is its choice only once: for whoever
-    resumes, there is memory enough.
+    It kills the process with the most memory, after adding its score. The parent is its choice only once, so that a
+    resumed run completes.
     """
     if parent_first and not first_time("filled"):
         return
@@ -88,7 +88,7 @@ def fill_memory(parent_first):
 
 
 def act_meanwhile(action):
-    """In 50 ms, whatever this rank is doing then. An exception cannot hit from outside: these come at once."""
+    """Act in 50 ms, in the middle of other work; an exception is raised at once."""
     if action.startswith("SIG") or action in ("exits", "aborts"):
         threading.Timer(0.05, act, [action]).start()
     else:

@@ -1,4 +1,4 @@
-"""Labs measured across hosts by torch's launcher, with the commands of the docs."""
+"""Labs measured across hosts by torchrun, with the commands of the docs."""
 
 import os
 import re
@@ -32,7 +32,7 @@ ONLY_SIZES = "--set transports=[] --set scheduling_bytes=[]"
 
 
 def measured(lab, network, commands, directory, **variables):
-    """Run a command on every host at once; the one run that it wrote, moved to `directory`."""
+    """Run a command on every host at once; return the one run that it wrote, moved to `directory`."""
     before = all_runs()
     environment = ENVIRONMENT | variables
     ended = network.run_on_all(commands, timeout_s=900, env=environment, cwd=checkout())

@@ -1,4 +1,4 @@
-"""Wait until something is so; programs that are started, with all that descends from them."""
+"""Wait for a condition; run a program and track all its descendants."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ MARK = "LABKIT_TEST_MARK"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    """Whether it comes true in time."""
+    """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
