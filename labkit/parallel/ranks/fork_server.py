@@ -144,7 +144,7 @@ def _clean_up(leader: int, leaders: dict[int, str], flags: int) -> None:
 
 
 def _lead_group(directory: str, group: int, caller: int = -1) -> NoReturn:
-    """Fork the ranks that are requested, and report their ends, until the caller ends or closes the group.
+    """Fork ranks as the caller requests them and report their ends, until the caller ends or closes the group.
 
     `caller`: a descriptor that becomes ready when the caller ends, even if its children hold the group's connection.
     """

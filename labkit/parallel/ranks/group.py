@@ -1,4 +1,4 @@
-"""A group of ranks as the process that starts them sees it: start, run points, close.
+"""The caller's view of a group of ranks: start it, run points, close it.
 
 The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe to each rank. The
 group's private directory has the rendezvous file, and each rank's output, stacks, turn and temporary files.
@@ -49,7 +49,7 @@ _Outcome = tuple[list[dict[str, Any]], RankFailure | None]
 
 @dataclass
 class _Rank:
-    """One rank: its pipe, its process as soon as it has started, and the files that it writes."""
+    """One rank: its pipe, its process once it has started, and the files that it writes."""
 
     number: int
     pipe: connection.Connection[Any, Any]
@@ -63,7 +63,7 @@ class _Rank:
             self.pipe.send_bytes(message)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message if there is one."""
+        """Return the next message if there is one."""
         try:
             return json.loads(self.pipe.recv_bytes()) if self.is_open and self.pipe.poll() else None
         except (EOFError, OSError):
@@ -74,20 +74,20 @@ class _Rank:
         return read_turn(self.directory / f"rank-{self.number}.turn")
 
     def request_stacks(self) -> None:
-        """Have it write its stacks, even inside C++."""
+        """Make the rank write its stacks, even inside C++."""
         with contextlib.suppress(psutil.Error, AttributeError):  # it has ended, or never started
             self.process.send_signal(fork_server.STACKS_SIGNAL)  # type: ignore[union-attr]
 
     def stacks(self) -> str:
-        """The stacks that it has written so far."""
+        """Return the stacks written so far."""
         with contextlib.suppress(FileNotFoundError):  # none yet
             return (self.directory / f"rank-{self.number}.stacks").read_text(errors="replace")
         return ""
 
     def output(self, start: int = 0) -> tuple[list[str], int]:
-        """Its last lines of output from byte `start` on, with a note of what is left out; and the bytes of all output.
+        """Return the last lines of output after byte `start`, with a note if lines are left out, and the size of all.
 
-        Each line is as a terminal would leave it: of a progress bar that rewrites its line, the last state.
+        Of a progress bar that rewrites its line, the last state is the line.
         """
         with contextlib.suppress(FileNotFoundError), (self.directory / f"rank-{self.number}.log").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -103,7 +103,7 @@ class _Rank:
         return "\n".join(filter(None, self.output()[0]))
 
     def kill(self) -> None:
-        """Kill it and its children, if nobody else has done so. The id is still its own while one of them is there."""
+        """Kill the rank and its children if its leader has not. While one of them lives, the id is not reused."""
         if self.process and (self.process.is_running() or not psutil.pid_exists(self.process.pid)):
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -148,9 +148,9 @@ class RankGroup:
         return failure
 
     def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
-        """Run one point on every rank, without some alternatives: rows as they come, then how it ended.
+        """Run one point on every rank without the `excluded` alternatives; yield rows as they come, return the end.
 
-        A group whose point has not ended ok is of no more use, and has been closed.
+        After an end other than ok the group is closed.
         """
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
@@ -166,7 +166,7 @@ class RankGroup:
         return PointEnd.from_failure(index, failure, ended - begun, self.facts)
 
     def close(self) -> None:
-        """End the ranks with all that they have started, and remove the directory. Safe to repeat."""
+        """End the ranks and all their children, and remove the directory. Safe to repeat."""
         self._forward_output()
         if self._connection is not None:
             with contextlib.suppress(OSError):

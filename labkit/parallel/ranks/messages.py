@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON-able `value`, by rank of the group (None: all ranks), on every rank. A collective."""
+    """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective."""
     own = _to_tensor(json.dumps(value).encode(), group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
@@ -48,7 +48,7 @@ def save_checkpoint(path: Path | None, state: Any) -> None:
 
 
 def load_checkpoint(path: Path | None) -> Any | None:
-    """The content of rank 0's checkpoint, on every rank and on the CPU; None if there is none. A collective."""
+    """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
     is_there = path is not None and dist.get_rank() == 0 and path.exists()
     content = _to_tensor(path.read_bytes() if is_there and path is not None else b"")
     length = torch.tensor([content.numel()], device=content.device)

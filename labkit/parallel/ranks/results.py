@@ -88,7 +88,7 @@ class PointEnd:
     def from_failure(
         cls, index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]
     ) -> PointEnd:
-        """The end of a point that ran: ok without a failure."""
+        """Describe the end of a point that ran: ok without a failure."""
         if failure is None:
             return cls(index, "ok", None, None, elapsed_s, dict(facts))
         return cls(index, failure.status, failure.message, failure, elapsed_s, dict(facts))
@@ -154,11 +154,11 @@ class CurrentAlternative:
         self._reason = reason
 
     def name(self) -> str | None:
-        """The current alternative."""
+        """Return the current alternative."""
         return self._name
 
     def blamed(self) -> tuple[str, str] | None:
-        """The current alternative and the text for its row; None if nothing was explained."""
+        """Return the current alternative and the text for its row; None without an explanation."""
         return (self._name, self._reason) if self._name and self._reason else None
 
     def _set(self, name: str | None) -> None:
@@ -170,7 +170,7 @@ current_alternative = CurrentAlternative()
 
 
 def read_turn(path: Path) -> tuple[int, str]:
-    """Number and alternative of the turn of the process that shares this file; no alternative between two turns."""
+    """Return number and alternative of the current turn in a rank's file; "" between two turns."""
     with contextlib.suppress(OSError, ValueError):
         number, _, name = path.read_bytes().rstrip(b"\0").decode(errors="replace").partition(" ")
         return int(number), name
@@ -178,7 +178,7 @@ def read_turn(path: Path) -> tuple[int, str]:
 
 
 def slowest_rank(turns: Iterable[tuple[int, str]]) -> str:
-    """The alternative of the earliest turn of ranks that do not end: others may wait for it. "" if there is none."""
+    """Return the alternative of the earliest turn of hanging ranks: the others may wait for it. "" if there is none."""
     turns = list(turns)
     first = min(number for number, _ in turns)
     return max(name for number, name in turns if number == first)
@@ -209,7 +209,7 @@ def _to_plain(value: Any, place: Any) -> Any:
 
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
-    """The failure of a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
+    """Describe a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
     is_oom, is_consequence = is_out_of_memory(error), _is_consequence(error)
     first_line = str(error).strip().partition("\n")[0]
     return RankFailure(
@@ -226,9 +226,9 @@ def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure
 def death_failure(
     rank: int, code: int, at: float, *, output_tail: str, stacks: str, alternative: str, is_memory_full: bool
 ) -> RankFailure:
-    """The failure of a rank that died with an exit code, negative for a signal.
+    """Describe a rank that died with an exit code, negative for a signal.
 
-    `is_memory_full`: the kernel has killed processes for lack of memory meanwhile.
+    `is_memory_full`: the kernel killed a process for lack of memory during the point.
     """
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     cpp_errors = re.findall(r"what\(\):\s*(.+)", output_tail)  # of an exception that ends the process
@@ -251,12 +251,12 @@ def death_failure(
 
 
 def failure_from_json(values: Mapping[str, Any], **changes: Any) -> RankFailure:
-    """A failure that came from another process as JSON."""
+    """Read a failure that another process sent as JSON."""
     return RankFailure(**{**values, "blamed": values["blamed"] and tuple(values["blamed"]), **changes})
 
 
 def first_failing_rank(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure to show: a death or an exception before lost connections, then the earliest.
+    """Return the failure to show: a death or an exception before lost connections, then the earliest.
 
     When a rank dies, its peers raise "Connection closed by peer" within milliseconds, often before the
     death itself is noticed, so time alone would name the wrong rank.

@@ -39,43 +39,43 @@ def is_job_rank() -> bool:
 
 
 def job_rank() -> int:
-    """This process's rank in the job; 0 if there is no job, so that "rank 0 writes" holds there, too."""
+    """Return this process's rank in the job; 0 without a job, so that "rank 0 writes" holds there, too."""
     return _read_variable("RANK") if is_job_rank() else 0
 
 
 def job_world_size() -> int:
-    """Ranks of the job."""
+    """Return the number of ranks of the job."""
     return _read_variable("WORLD_SIZE")
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of the job on this host, from 0."""
+    """Return this process's number among the job's ranks on this host, from 0."""
     return _read_variable("LOCAL_RANK")
 
 
 def ranks_here(world_size: int) -> int:
-    """How many of `world_size` ranks are or would be on this host: all, unless a job of that size spans several."""
+    """Return how many of `world_size` ranks run on this host: all, unless a job of that size spans several."""
     return _read_variable("LOCAL_WORLD_SIZE") if is_job_rank() and job_world_size() == world_size else world_size
 
 
 def describe_job() -> str:
-    """The variables that make this process a rank of a job, for messages."""
+    """Name the variables that make this process a rank of a job, for messages."""
     variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
     return f"{variables} describe a job: unset them if there is none"
 
 
 @cache
 def job_store() -> Any:
-    """The job's store, a `torch.distributed.PrefixStore`: opened once, and kept until this process ends."""
+    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this process ends."""
     store, *_ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return dist.PrefixStore("labkit", store)  # type: ignore[attr-defined]
 
 
 def broadcast_from_first_rank(value: Any) -> Any:
-    """Rank 0's JSON-able `value`, on every rank of the job; `value` itself if there is no job.
+    """Return rank 0's JSON-able `value` on every rank of the job; `value` itself without a job.
 
-    For decisions that all ranks must take alike, and that depend on what only one of them sees (free memory, a
-    file). Every rank calls this equally often, and waits for rank 0 as long as it takes; needs no process group.
+    For decisions that all ranks must take alike, and that depend on what one of them sees (free memory, a file). All
+    ranks call this, and wait for rank 0 as long as it takes. Needs no process group.
     """
     if not is_job_rank():
         return value
@@ -98,14 +98,14 @@ def stop_launch() -> None:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Every rank's JSON-able `value`, by rank, on every rank of the job."""
+    """Return every rank's JSON-able `value`, by rank, on every rank of the job."""
     key = f"step {next(_steps)} of rank"
     job_store().set(f"{key} {job_rank()}", json.dumps(value))
     return [json.loads(_wait_and_get(f"{key} {rank}")) for rank in range(job_world_size())]
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
-    """The ranks of the job that share a host, by a name of that host, on every rank of the job; None without a job.
+    """Return the job's ranks by name of their host, on every rank of the job; None without a job.
 
     A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All ranks call this.
     """
@@ -116,7 +116,7 @@ def ranks_by_host() -> dict[str, list[int]] | None:
 
 @cache
 def host_identity() -> str:
-    """16 hex digits, the same for all processes of a host, others elsewhere.
+    """Return 16 hex digits that all processes of a host share, and no others.
 
     Two processes share a host if they run under one boot of one kernel and see the same processes and the same
     network. Containers, and network namespaces, are separate hosts.
@@ -132,7 +132,7 @@ def host_identity() -> str:
 
 
 def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Ranks by host, hosts in the order of their first rank, from (host name, `host_identity`) by rank."""
+    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by rank."""
     hosts: dict[tuple[str, ...], list[int]] = {}
     for rank, host in enumerate(ranks):
         hosts.setdefault(host, []).append(rank)

@@ -97,8 +97,8 @@ def serve_points(caller: connection.Connection[Any, Any], rank: int, directory: 
 class JobGroup:
     """The ranks of a torchrun job: this process is one of them, and all of them call the same methods.
 
-    The process of rank 0 yields the rows of all ranks at the end of a point. A rank that raises closes its process
-    group, which ends the waiting of others. One that dies, or hangs beyond all deadlines, ends the job.
+    Rank 0's process yields the rows of all ranks at the end of a point. A rank that raises closes its process group,
+    so that no other rank waits for it. One that dies, or hangs beyond all deadlines, ends the job.
     """
 
     def __init__(self, plan: GroupPlan, worker: Worker, points: Sequence[Any]) -> None:
@@ -238,7 +238,7 @@ def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
 
 
 def _release_device_memory() -> None:
-    """At the end of a point, give the memory of its tensors back to the GPU, which other ranks may use.
+    """Return the memory of a point's tensors to the GPU, which other ranks may use.
 
     torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
     """

@@ -42,7 +42,7 @@ _NONE: dict[_Key, Selection] = {}
 def find_transport(
     group: dist.ProcessGroup | None, device: torch.device, preference: str | Transport = AUTO
 ) -> Transport:
-    """Return the transport that serves tensors on `device` in `group` (None: all ranks); a collective at first.
+    """Return the transport for tensors on `device` in `group` (None: all ranks). The first call is a collective.
 
     `preference` is "auto", "point_to_point" or "shared"; a transport is returned as it is. NCCL serves CUDA tensors in
     place. Everything else goes through CPU memory: gloo's send and recv know no other.
