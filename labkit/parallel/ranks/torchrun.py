@@ -68,7 +68,8 @@ def describe_job() -> str:
 def job_store() -> Any:
     """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this process ends."""
     store, *_ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    return dist.PrefixStore("labkit", store)  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may have the same store
+    return dist.PrefixStore(f"labkit/attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
 def broadcast_from_first_rank(value: Any) -> Any:
