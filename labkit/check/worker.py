@@ -42,7 +42,7 @@ class CheckPoint(SessionPoint):
     number: int = SET
 
     def title(self) -> str:
-        return f"{super().title()}, {self.device}, session {self.session}"
+        return f"{super().title()}, session {self.session}"
 
 
 class Sizes(NamedTuple):

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from labkit.lab.units import format_bytes
+from labkit.lab.units import counted, format_bytes, label
 from labkit.machine import available_memory_bytes
 from labkit.parallel.ranks.torchrun import ranks_here
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 RANK_BYTES = 200 * 2**20
 """Resident memory of a rank on a CPU, torch included."""
+MODELS = ("size", "model", "workload")
+"""Fields that name models, small and large."""
+BATCH = ("batch", "context_length")
 
 START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
 """Seconds that a plan allows for ranks to start, and for the inputs, checks and warm-up of a point."""
@@ -71,18 +74,33 @@ class Point:
         return (*shared, self.id) if self.fresh_ranks else shared
 
     @property
-    def series(self) -> tuple[Hashable, float] | None:
-        """(series, size): larger points of a series are skipped after one that ran out of memory or took too long."""
-        return None
-
-    @property
     def needed_bytes(self) -> float:
         """Memory that one rank's tensors take on its device."""
         return 0.0
 
+    @property
+    def series(self) -> tuple[Hashable, float] | None:
+        """(series, size): larger points of a series are skipped after one that ran out of memory or took too long.
+
+        By default a series is all points that need memory and differ in their models and other numbers only.
+        """
+        others = ((name, value) for name, value in self._own_fields() if name not in MODELS)
+        alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
+        group = (self.world_size, self.backend, self.scheduling, *alike)
+        return (group, self.needed_bytes) if self.needed_bytes else None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no machine can measure the point, or None."""
+        return None
+
     def skip_reason(self, machine: "Machine") -> str | None:
         """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
         device, ranks = getattr(self, "device", "cpu"), ranks_here(self.world_size)
+        if self.refusal:
+            return self.refusal
+        if self.backend == "nccl" and ranks > len(machine.gpus) > 0:
+            return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
         process_bytes = RANK_BYTES if device == "cpu" else 0
         return skip_reason(machine, device, ranks * (process_bytes + self.needed_bytes), ranks=ranks)
 
@@ -103,8 +121,15 @@ class Point:
         return any(not names.isdisjoint(value if isinstance(value, tuple) else (value,)) for value in values)
 
     def title(self) -> str:
-        """Short name for a progress line."""
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        """Short name for a progress line: "2 ranks, wrappers, mini, cpu, batch 2"."""
+        values = [(name, value) for name, value in self._own_fields() if value and type(value) in (str, int)]
+        ranks = counted(self.world_size, "rank") if self.backend is None else f"{self.world_size} ranks, {self.backend}"
+        return ", ".join([ranks, *(label(name, value) for name, value in values)])
+
+    def _own_fields(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of the fields that a lab adds."""
+        known = {field.name for field in fields(SessionPoint)}
+        return ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,12 +203,10 @@ def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
     return [list(group) for _, group in groupby(points, key=lambda point: point.ranks_key)]
 
 
-def skip_reason(
-    machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1, says: str = "needs {}"
-) -> str | None:
+def skip_reason(machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1) -> str | None:
     """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
 
-    On "cuda" each rank has a GPU, as far as there are enough, and the smallest of them decides. `says` words the bytes.
+    On "cuda" each rank has a GPU, as far as there are enough, and the smallest of them decides.
     """
     if reason := machine.no_device_reason(device):
         return reason
@@ -191,4 +214,4 @@ def skip_reason(
     available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
     if needed_bytes <= available:
         return None
-    return f"{says.format(format_bytes(needed_bytes))}, {format_bytes(available)} available"
+    return f"needs {format_bytes(needed_bytes)}, {format_bytes(available)} available"

@@ -47,17 +47,13 @@ def test_those_that_run_are_timed_whatever_the_others_raise():
     assert all(re.fullmatch(NO_PLAN, reason) for reason in failed.values())
 
 
-def test_an_error_in_the_inputs_of_an_alternative_is_its_failure():
-    def prepare(name):
-        if name == "broken":
-            _broken()
-
+def test_an_error_in_its_inputs_is_an_alternatives_failure_and_one_of_options_is_raised():
     alternatives = {name: {"call": int} for name in ("broken", "first", "second")}
-    samples, failed = time_guarded(alternatives, device="cpu", warmup=1, repeats=8, prepare=prepare)
+    prepare = {"broken": _broken, "first": int, "second": int}
+    samples, failed = time_guarded(
+        alternatives, device="cpu", warmup=1, repeats=8, prepare=lambda name: prepare[name]()
+    )
     assert (set(samples), set(failed)) == ({"first", "second"}, {"broken"})
-
-
-def test_what_no_alternative_is_to_blame_for_is_raised():
     with pytest.raises(ValueError, match="repeats"):
         time_guarded({"one": {"call": int}}, device="cpu", warmup=0, repeats=0)
 

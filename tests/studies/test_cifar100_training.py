@@ -1,58 +1,177 @@
-"""The CIFAR-100 lab's training: the weights of one process, one order for all, going on as if never stopped."""
+"""The CIFAR-100 lab's training: weights of one process, one order for all, and a resume that changes nothing."""
 
+import hashlib
 from dataclasses import replace
 from functools import cache
+from io import BytesIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit.nn.vision import SmallConvNet
 from labkit.parallel.launch import Row, launch
-from labkit.studies.cifar100.training import OWN_LOCAL, OWN_SYNC, TORCH_LOCAL, Recipe, add_to_sums, seed_of, updates_of
-from tests.studies import cifar100_ranks as ranks
+from labkit.studies.cifar100.training import (
+    OWN_LOCAL,
+    OWN_SYNC,
+    TORCH_LOCAL,
+    Recipe,
+    Trainer,
+    add_to_sums,
+    seed_of,
+    updates_of,
+)  # fmt: skip
+from tests.parallel.sync_batchnorm_cases import collectives_of
 
-RECIPE = Recipe(classes=10, batch=4, accumulation=3)
-# What one process passes through the net at a time: a micro-batch of both ranks, or that of one.
-WHOLE, EACH = 2 * ranks.RECIPE.batch, ranks.RECIPE.batch
+ORDERED = Recipe(classes=10, batch=4, accumulation=3)
+RECIPE = Recipe(classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05)
+
+
+def call(point):
+    """The worker: a function and its argument are a point."""
+    function, argument = point
+    yield {"result": function(argument)}
+
+
+def random_images(number, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (number, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(0, 10, (number,), generator=generator)
+
+
+def weights(net):
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def first_updates(number, images):
+    """(micro-batches, ranks, images) of the first so many updates of the recipe's epochs."""
+    updates, epoch = [], 0
+    while len(updates) < number:
+        epoch += 1
+        updates += updates_of(images, RECIPE, 0, epoch, dist.get_world_size())
+    return updates[:number]
+
+
+def one_process(net, images, labels, updates, batch):
+    """Plain PyTorch: each update is one step down the mean loss of its images, which pass the net `batch` at a time."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=RECIPE.learning_rate, momentum=RECIPE.momentum)
+    for update in updates:
+        everybody = update.flatten()
+        parts = ((images[everybody].double() - 127.5) / 127.5).split(batch)
+        logits = torch.cat([net(part) for part in parts])
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, labels[everybody]).backward()
+        optimizer.step()
+
+
+def deviation_from_one_process(case):
+    """After 8 updates: how far weights are from one process's, how far they went, how far statistics are."""
+    name, batch = case
+    images, labels = random_images(60)
+    updates = first_updates(8, len(images))
+    trainer, alone = Trainer(name, RECIPE, 0), SmallConvNet(RECIPE.classes, dropout=(0.0, 0.0)).double()
+    alone.load_state_dict(trainer.net.state_dict())
+    start = weights(alone)
+    for update in updates:
+        mine = update[:, dist.get_rank()].flatten()
+        trainer.update(images[mine], labels[mine])
+    one_process(alone, images, labels, updates, batch)
+    statistics = {key: value for key, value in trainer.net.state_dict().items() if "running" in key}
+    expected = alone.state_dict()
+    of_statistics = max(float((value - expected[key]).abs().max()) for key, value in statistics.items())
+    deviation, change = (float((weights(alone) - other).abs().max()) for other in (weights(trainer.net), start))
+    return deviation, change, of_statistics
+
+
+def collectives_by_micro_batches(names):
+    """Of one update, by implementation, with one, two and four micro-batches."""
+    images, labels = random_images(16)
+    counts = {}
+    for name in names:
+        trainer = Trainer(name, RECIPE, 0)
+        trainer.update(images[:8], labels[:8])  # what is done once
+        trainer.update(images[:8], labels[:8])
+        counts[name] = [
+            sorted(collectives_of(lambda n=n, t=trainer: t.update(images[:n], labels[:n]))[1]) for n in (4, 8, 16)
+        ]
+    return counts
+
+
+def digest(trainer):
+    """Of everything the next epoch depends on, bit by bit."""
+    state = trainer.state()
+    tensors = [*state["net"].values(), *(slot["momentum_buffer"] for slot in state["optimizer"]["state"].values())]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def interrupted_and_not(name):
+    """Digests after three epochs with dropout: in one go, and by a new trainer from the state after the first one."""
+    recipe = replace(RECIPE, dropout=True, dtype=torch.float32)
+    data, shard = random_images(24), random_images(6, seed=1 + dist.get_rank())
+    digests = []
+    for stops_after in (3, 1):
+        trainer, losses = Trainer(name, recipe, 7), []
+        for epoch in (1, 2, 3):
+            if epoch == stops_after + 1:
+                file = BytesIO()
+                torch.save(trainer.state(), file)
+                torch.manual_seed(epoch)  # whatever happened in between
+                trainer = Trainer(name, recipe, 7)
+                trainer.load(torch.load(BytesIO(file.getvalue()), weights_only=True))
+            total, seen = trainer.epoch(*data, 7, epoch)
+            losses.append([float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())])
+        digests.append([digest(trainer), losses])
+    return digests
+
+
+def validated(sizes):
+    """(loss, accuracy) over shards of these sizes, and those of one process over all of them."""
+    images, labels = random_images(sum(sizes), seed=3)
+    trainer = Trainer("own + SyncBatchNorm", RECIPE, 0)
+    trainer.epoch(*random_images(40), 0, 1)
+    rank = dist.get_rank()
+    own = [part.split(sizes)[rank] for part in (images, labels)]
+    result = trainer.validate(*own, sum(sizes))
+    trainer.net.eval()
+    with torch.no_grad():
+        logits = trainer.net((images.double() - 127.5) / 127.5)
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    return list(result), [float(loss), float((logits.argmax(1) == labels).double().mean())]
 
 
 TRAINED = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
+# Images that one process passes through the net at a time: a micro-batch of both ranks, or that of one.
+WHOLE, EACH = 2 * RECIPE.batch, RECIPE.batch
 DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH), (OWN_LOCAL, WHOLE)]
-ON_RANKS = {
-    ranks.deviations: DEVIATIONS,
-    ranks.collectives_by_micro_batches: TRAINED,
-    ranks.all_interrupted_and_not: TRAINED,
-    ranks.all_validated: ([5, 5], [5, 4], [3, 0]),
-}
+POINTS = [
+    *((deviation_from_one_process, case) for case in DEVIATIONS),
+    (collectives_by_micro_batches, TRAINED),
+    *((interrupted_and_not, name) for name in TRAINED),
+    *((validated, sizes) for sizes in ([5, 5], [5, 4], [3, 0])),
+]
 
 
 @cache
-def _all_told():
-    """What each function told on each of two ranks, or why not. One group calls them all; a failure costs its own."""
-    told = {function: [None, None] for function in ON_RANKS}
-    for item in launch(ranks.call, ON_RANKS.items(), world_size=2):
-        function = list(ON_RANKS)[item.index]
+def _results():
+    """By point, the result of each of two ranks, or why there is none. One group runs all."""
+    results = [[None, None] for _ in POINTS]
+    for item in launch(call, POINTS, world_size=2):
         if isinstance(item, Row):
-            told[function][item.rank] = item.values["result"]
+            results[item.index][item.rank] = item.values["result"]
         elif item.status != "ok":
-            told[function] = item.reason
-    return told
+            results[item.index] = item.reason
+    return results
 
 
-def _told(function):
-    told = _all_told()[function]
-    assert isinstance(told, list), told
-    return told
-
-
-def _deviations():
-    """By case, for each rank: (deviation from one process, change of the weights, deviation of running statistics)."""
-    return {case: of_ranks for case, *of_ranks in zip(DEVIATIONS, *_told(ranks.deviations), strict=True)}
+def _result(function, argument):
+    result = _results()[POINTS.index((function, argument))]
+    assert isinstance(result, list), result
+    return result
 
 
 def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
     """8 updates of two micro-batches, float64, no dropout."""
-    for deviation, change, of_statistics in _deviations()[OWN_SYNC, WHOLE]:
+    for deviation, change, of_statistics in _result(deviation_from_one_process, (OWN_SYNC, WHOLE)):
         assert change > 0.05
         assert deviation < 1e-9 * change
         assert of_statistics < 1e-10
@@ -60,18 +179,18 @@ def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
 
 @pytest.mark.parametrize("name", [OWN_LOCAL, TORCH_LOCAL])
 def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
-    for deviation, change, _ in _deviations()[name, EACH]:
+    for deviation, change, _ in _result(deviation_from_one_process, (name, EACH)):
         assert deviation < 1e-9 * change
 
 
 def test_the_comparison_can_fail():
     """Local batch norm is far from one process on the whole batch."""
-    for deviation, change, _ in _deviations()[OWN_LOCAL, WHOLE]:
+    for deviation, change, _ in _result(deviation_from_one_process, (OWN_LOCAL, WHOLE)):
         assert deviation > 1e-3 * change
 
 
 def test_ranks_synchronize_once_an_update_however_many_micro_batches():
-    for rank in _told(ranks.collectives_by_micro_batches):
+    for rank in _result(collectives_by_micro_batches, TRAINED):
         for name in (OWN_LOCAL, TORCH_LOCAL):
             one, two, four = rank[name]
             assert one == two == four
@@ -81,35 +200,34 @@ def test_ranks_synchronize_once_an_update_however_many_micro_batches():
         assert counts == [(2, 2), (4, 2), (8, 2)]
 
 
-def test_a_training_that_goes_on_ends_bit_by_bit_as_one_in_one_go():
-    first, second = _told(ranks.all_interrupted_and_not)
-    for rank in (first, second):
-        for name, (in_one_go, interrupted) in rank.items():
-            assert in_one_go == interrupted, name
-    for name in first:  # and ranks end alike
-        assert first[name][0][0] == second[name][0][0]
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_resumed_training_ends_bit_by_bit_as_an_uninterrupted_one(name):
+    first, second = _result(interrupted_and_not, name)
+    for in_one_go, interrupted in (first, second):
+        assert in_one_go == interrupted
+    assert first[0][0] == second[0][0]  # and ranks end alike
 
 
-def test_validation_over_shards_is_that_of_one_process():
-    for rank in _told(ranks.all_validated):
-        for found, expected in rank:
-            assert found == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("sizes", [[5, 5], [5, 4], [3, 0]])
+def test_validation_over_shards_is_that_of_one_process(sizes):
+    for result, expected in _result(validated, sizes):
+        assert result == pytest.approx(expected, rel=1e-12)
 
 
 def test_each_epoch_has_an_order_of_its_own_and_every_image_at_most_once():
-    first, again, second = (torch.cat(list(updates_of(50, RECIPE, 3, epoch, 2))) for epoch in (1, 1, 2))
+    first, again, second = (torch.cat(list(updates_of(50, ORDERED, 3, epoch, 2))) for epoch in (1, 1, 2))
     assert first.shape == (6, 2, 4)  # micro-batches, ranks, images; two images are left over
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert len(set(first.flatten().tolist())) == first.numel()
-    assert [len(update) for update in updates_of(50, replace(RECIPE, accumulation=4), 3, 1, 2)] == [4, 2]
+    assert [len(update) for update in updates_of(50, replace(ORDERED, accumulation=4), 3, 1, 2)] == [4, 2]
 
 
 def test_a_batch_is_no_larger_than_what_there_is():
-    (update,) = updates_of(7, RECIPE, 0, 1, 2)
+    (update,) = updates_of(7, ORDERED, 0, 1, 2)
     assert update.shape == (1, 2, 3)
     with pytest.raises(ValueError, match="expected at least two images per rank, got 3 for 2 ranks"):
-        list(updates_of(3, RECIPE, 0, 1, 2))
+        list(updates_of(3, ORDERED, 0, 1, 2))
 
 
 def test_seeds_of_different_things_differ():

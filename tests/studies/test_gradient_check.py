@@ -50,15 +50,15 @@ class _Ranks:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("divides_first", [False, True])
-def test_a_mean_is_right_whenever_it_is_divided(ranks, divides_first, monkeypatch):
+def test_a_mean_is_right_whenever_it_is_divided(ranks, monkeypatch):
     world = _Ranks(ranks, monkeypatch)
 
     def divided_first(gradients):
         for gradient, parts in zip(gradients, zip(*world.local, strict=True), strict=True):
             gradient.copy_(sum(part / ranks for part in parts))
 
-    assert world.verdict(divided_first if divides_first else None) == "ok"
+    assert world.verdict() == "ok"
+    assert world.verdict(divided_first) == "ok"
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [*((ranks, torch.float32) for ranks in WORLDS), (3, torch.float64)])
@@ -125,10 +125,9 @@ def test_micro_batches_are_told_apart(monkeypatch):
     assert check_completeness(world.named, first_twice).startswith("wrong")
 
 
-def test_a_gradient_on_one_side_only_and_nan_are_infinitely_wrong(monkeypatch):
+def test_a_missing_gradient_and_nan_are_infinitely_wrong(monkeypatch):
     monkeypatch.setattr(gradient_check, "max_over_ranks", lambda error: error)
     one = torch.ones(3)
-    assert largest_error([one, None], [one, None]) == 0
+    assert largest_error([one, one], [one, one]) == 0
     assert largest_error([one, None], [one, one]) == math.inf
-    assert largest_error([one, one], [one, None]) == math.inf
     assert largest_error([one * math.nan, one], [one, one]) == math.inf

@@ -22,7 +22,6 @@ from labkit.studies.sync_batchnorm.worker import LABKIT, PLAIN, SyncBatchNormPoi
 from labkit.studies.tuned_step.worker import TunedStepPoint
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
-SMALL = {"batch": 1} | TWO
 GATE, CLOCK, EPOCH = "check", "clock", "epoch"
 TRAINING = {"dataset": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
 TRAINING |= {"learning_rate": 0.01, "momentum": 0.5, "world_size": 2, "backend": "gloo"}
@@ -43,18 +42,6 @@ def _case(point, column, fails, *spared, **options):
     return Case(point, column, fails, frozenset(spared), **options)
 
 
-def _data_parallel(sweep, *alternatives, **options):
-    return DataParallelPoint(
-        sweep=sweep, alternatives=alternatives, workload="nano", context_length=8, **(SMALL | options)
-    )
-
-
-def _sharding(kind):
-    names = ("ddp", "zero1", "torch_ddp")
-    settings = {"size": "nano", "context_length": 8} | TWO
-    return ShardingPoint(kind=kind, transport="point_to_point", implementations=names, **settings)
-
-
 CASES = {
     "all_reduce": _case(
         AllReducePoint(sweep="sizes", algorithms=("torch", "ring"), n_bytes=400, **TWO),
@@ -62,21 +49,25 @@ CASES = {
         when=CLOCK,
     ),
     "data_parallel": _case(
-        _data_parallel("wrappers", LOCAL, "torch", "naive"),
+        DataParallelPoint(
+            sweep="wrappers", alternatives=(LOCAL, "torch", "naive"), workload="nano", context_length=8, batch=1, **TWO
+        ),
         *("implementation", "naive", "torch", LOCAL),
         when=CLOCK,
     ),
-    "data_parallel, timeline": _case(
-        _data_parallel("timeline", "torch", "naive"), "implementation", "naive", "torch"
-    ),
-    "data_parallel, memory": _case(_data_parallel("memory", "torch", "naive"), "implementation", "naive", "torch"),
     "sync_batchnorm": _case(
         SyncBatchNormPoint(batch=9, features=6, calls=1, alternatives=(LABKIT, PLAIN), **TWO),
         *("alternative", LABKIT, PLAIN),
         when=CLOCK,
     ),
-    "sharding": _case(_sharding("time"), "implementation", "zero1", "ddp", "torch_ddp", when=CLOCK),
-    "sharding, memory": _case(_sharding("memory"), "implementation", "zero1", "ddp", "torch_ddp"),
+    "sharding": _case(
+        ShardingPoint(
+            kind="time", transport="point_to_point", implementations=("ddp", "zero1", "torch_ddp"), size="nano",
+            context_length=8, **TWO,
+        ),
+        *("implementation", "zero1", "ddp", "torch_ddp"),
+        when=CLOCK,
+    ),
     "tuned_step": _case(
         TunedStepPoint(
             model="nano", precision="float32", attention="tiled", compiled=False, wrapper="flat", batch=1,
@@ -135,12 +126,12 @@ def _with_a_failure(case_and_how):
 
 
 @cache
-def _measured(names):
-    """By case: how its point ended, for which alternatives it began anew, and its rows. One launch for all of them."""
-    found = {name: ([], [], []) for name in names}
-    points = [(CASES[name], _how(CASES[name])) for name in names]
+def _measured():
+    """By case: how its point ended, the alternatives without which it began anew, and its rows. One launch for all."""
+    results = {name: ([], [], []) for name in CASES}
+    points = [(case, _how(case)) for case in CASES.values()]
     for item in launch(_with_a_failure, points, world_size=2, timeout_s=120):
-        ends, again, rows = found[names[item.index]]
+        ends, again, rows = list(results.values())[item.index]
         if isinstance(item, Retry):
             again.append(item.alternative)
             rows.clear()
@@ -148,36 +139,24 @@ def _measured(names):
             ends.append(item.reason)
         else:
             rows.append((item.rank, item.values))
-    return found
+    return results
 
 
 def _how(case):
     return "abort" if case.when == CLOCK else "raise"
 
 
-ONE_PER_LAB = tuple(name for name in CASES if ", " not in name)
-OTHERS = tuple(name for name in CASES if name not in ONE_PER_LAB)
-
-
-@pytest.mark.parametrize(
-    ("names", "name"),
-    [
-        *((ONE_PER_LAB, name) for name in ONE_PER_LAB),
-        *(pytest.param(OTHERS, name, marks=pytest.mark.slow) for name in OTHERS),
-    ],
-    ids=[*ONE_PER_LAB, *OTHERS],
-)
-def test_every_other_alternative_is_measured_and_the_one_says_why_not(names, name):
+@pytest.mark.parametrize("name", CASES)
+def test_every_other_alternative_is_measured_and_the_failed_one_has_its_reason(name):
     case = CASES[name]
-    ends, again, rows = _measured(names)[name]
+    ends, again, rows = _measured()[name]
     assert ends == [None]
     assert again == [case.fails]
     expected = "rank 1 was killed by SIGABRT" if _how(case) == "abort" else "on rank 1: ValueError: only here"
     for rank in range(2):
-        gates = {}
-        for of_rank, row in rows:
-            if of_rank == rank and case.column in row:
-                gates.setdefault(row[case.column], set()).add(row.get("check", "ok"))
-        reasons = gates[case.fails] - {"ok"}
+        checks = {}
+        for row in (row for row_rank, row in rows if row_rank == rank and case.column in row):
+            checks.setdefault(row[case.column], set()).add(row.get("check", "ok"))
+        reasons = checks[case.fails] - {"ok"}
         assert {re.match(rf"failed:? {expected}", reason) is not None for reason in reasons} == {True}
-        assert {gate for spared in case.spared for gate in gates[spared]} <= {"ok"}
+        assert {check for spared in case.spared for check in checks[spared]} <= {"ok"}

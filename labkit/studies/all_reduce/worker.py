@@ -7,10 +7,10 @@ missing (`bench.checksums`).
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,10 @@ import torch.distributed as dist
 from labkit.bench.check import max_over_ranks, verdict
 from labkit.bench.checksums import first_wrong
 from labkit.lab.point import SessionPoint
-from labkit.lab.units import format_bytes
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
-from labkit.studies.shared.alternatives import row_of, timed_rows
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
+from labkit.studies.shared.alternatives import check_and_time
 
 TORCH, AUTO, FLOOR = "torch", "auto", "floor"
 RESERVED = frozenset((TORCH, AUTO, FLOOR, *ALGORITHMS))
@@ -52,25 +47,12 @@ class AllReducePoint(SessionPoint):
     """Names, with the transport if that is not point to point: "auto over shared"."""
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.sweep, self.backend, self.world_size, self.scheduling), self.n_bytes
-
-    @property
     def device(self) -> str:
         return "cuda" if self.backend == "nccl" else "cpu"
 
     @property
     def needed_bytes(self) -> float:
         return N_COPIES * self.n_bytes
-
-    def skip_reason(self, machine: "Machine") -> str | None:
-        if self.device == "cuda" and ranks_here(self.world_size) > len(machine.gpus) > 0:
-            return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
-        return super().skip_reason(machine)
-
-    def title(self) -> str:
-        policy = f", scheduling {self.scheduling}" if self.sweep == "scheduling" else ""
-        return f"{super().title()}, {self.backend}, {format_bytes(self.n_bytes)}{policy}"
 
 
 def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -97,31 +79,29 @@ def _run_user_function(
 
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """One row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
-    device = use_device(point.device)
+    device, rows = use_device(point.device), dict[str, dict[str, Any]]()
     base, own = make_inputs(point, device)
     tensor = torch.empty_like(own)
-    rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Callable[[], None]] = {}
     for name in point.algorithms:
         algorithm, _, transport = name.partition(OVER)
-        row: dict[str, Any] = {"algorithm": algorithm}
+        rows[name] = {"algorithm": algorithm}
         if point.sweep == "transports":
-            row["transport"] = transport or algorithm
+            rows[name]["transport"] = transport or algorithm
         if transport == SHARED and transport_in_use()[0] != SHARED:
-            yield row | {"not_measured": transport_in_use()[1]}
-            continue
-        rows[name] = row
+            rows[name]["not_measured"] = transport_in_use()[1]
+
+    def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
+        algorithm, _, transport = name.partition(OVER)
         if algorithm == FLOOR:
-            calls[name] = partial(_add_and_copy, tensor, own, base)
-            continue
+            return {}, partial(_add_and_copy, tensor, own, base)
         reduce = find_collective(algorithm, transport or POINT_TO_POINT)
         dist.barrier()
-        rows[name] |= row_of(name, partial(_check, reduce, tensor.copy_(own), base), device=device)
-        calls[name] = partial(reduce, tensor, op="sum")
+        return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
+
     # The host's launch is most of the time of a short one over NCCL: a sample is the mean of several.
     n_calls = CALLS_ON_GPU if point.device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
     clock: dict[str, Any] = {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
-    yield from timed_rows(rows, calls, device=device, **clock, **point.rounds)
+    yield from check_and_time(rows, check, device=device, **clock, **point.rounds)
 
 
 def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ Each implementation is compared with float64 in a pass whose peak memory is reco
 here, raises, or takes longer for a single pass than all rounds may, becomes a row with the reason.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,10 +54,6 @@ class AttentionPoint(SessionPoint):
         return dtype
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.device, self.dtype, self.batch, self.head_dim), self.sequence
-
-    @property
     def planned_s(self) -> float:
         return super().planned_s + COMPILE_S * (COMPILED in self.implementations)
 
@@ -74,9 +70,6 @@ class AttentionPoint(SessionPoint):
         if implementation in WHOLE_MATRIX or implementation not in RESERVED:  # a user's may build the matrix
             return MARGIN * sum(explicit_peak(*size, causal=self.causal).values())
         return MARGIN * 2 * sum(tiled_saved(*size).values())  # as much again for gradients and tiles
-
-    def title(self) -> str:
-        return f"{self.device}, {self.dtype}, {self.sequence} tokens, head dimension {self.head_dim}"
 
 
 def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:

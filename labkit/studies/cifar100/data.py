@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,28 +52,19 @@ def distribute(
 ) -> RankData:
     """Read on rank 0, broadcast the training set (its first `max_images`), scatter the validation set.
 
-    DatasetError on every rank if rank 0 cannot read the data. Tensors travel on the device, as NCCL requires.
+    DatasetError on rank 0 if it cannot read the data. Tensors travel on the device, as NCCL requires.
     """
-    images: Images | None = None
-    about: dict[str, Any] = {}
-    if dist.get_rank() == 0:
-        try:
-            images = load_images(dataset, archive, md5)
-            count = len(images.training[1][:max_images])
-            about = {"classes": images.classes, "trained": count, "validated": len(images.validation[1])}
-        except DatasetError as error:
-            about = {"error": str(error)}
+    images = load_images(dataset, archive, md5) if dist.get_rank() == 0 else None
+    about: dict[str, int] = {}
+    if images is not None:
+        about = {"classes": images.classes, "validated": len(images.validation[1])}
+        about["trained"] = len(images.training[1][:max_images])
     about = gather_json(about)[0]
-    if "error" in about:
-        raise DatasetError(about["error"])
-    training = [
-        _broadcast(images.training[part][:max_images] if images else None, (about["trained"], *shape), dtype, device)
-        for part, (shape, dtype) in enumerate(PARTS)
-    ]
-    validation = [
-        _scatter(images.validation[part] if images else None, (about["validated"], *shape), dtype, device)
-        for part, (shape, dtype) in enumerate(PARTS)
-    ]
+    training, validation = list[Tensor](), list[Tensor]()
+    for part, (shape, dtype) in enumerate(PARTS):
+        whole, held_out = (images.training[part][:max_images], images.validation[part]) if images else (None, None)
+        training.append(_broadcast(whole, (about["trained"], *shape), dtype, device))
+        validation.append(_scatter(held_out, (about["validated"], *shape), dtype, device))
     return RankData(about["classes"], (training[0], training[1]), (validation[0], validation[1]), about["validated"])
 
 

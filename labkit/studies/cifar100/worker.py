@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from labkit.studies.cifar100.data import CIFAR100, DIGITS, RankData, distribute
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import guarded_turn, row_of
 from labkit.studies.shared.gradient_check import largest_error
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
 
 EPOCH, MEMORY = "epoch", "memory"
 N_IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
@@ -74,14 +71,11 @@ class TrainingPoint(Point):
 
     @property
     def needed_bytes(self) -> float:
-        """Of the data, in main memory."""
+        """Of the data."""
         return (1 + N_COPIES / self.world_size) * N_IMAGES[self.dataset] * RECORD_BYTES
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        return machine.no_device_reason(self.device) or Point.skip_reason(replace(self, device="cpu"), machine)
-
     def title(self) -> str:
-        return f"{super().title()}, {self.dataset}, seed {self.seed}"
+        return f"{self.world_size} ranks, {self.dataset}, seed {self.seed}"
 
 
 def describe(implementation: str) -> dict[str, str]:
@@ -94,14 +88,8 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, its results."""
     device = use_device(point.device)
     data = distribute(point.dataset, point.archive, point.train_images, device, md5=point.md5)
-    recipe = Recipe(
-        classes=data.classes,
-        batch=point.batch,
-        accumulation=point.accumulation,
-        learning_rate=point.learning_rate,
-        momentum=point.momentum,
-        device=device,
-    )
+    names = ("batch", "accumulation", "learning_rate", "momentum")
+    recipe = Recipe(classes=data.classes, device=device, **{name: getattr(point, name) for name in names})
     checks = {
         name: row_of(name, partial(_check, name, recipe, data, point.seed), device=device)
         for name in point.implementations

@@ -54,9 +54,6 @@ class ContextParallelPoint(TimedPoint):
         ranks = ranks_here(self.world_size)
         return skip_reason(machine, self.device, ranks * (RANK_BYTES + N_COPIES * self.q_bytes), ranks=ranks)
 
-    def title(self) -> str:
-        return f"{super().title()}, {self.sequence} tokens, {self.dtype}"
-
 
 class Passes:
     """Forward and backward of one way on this rank's positions; with the whole sequence, on the first rank only."""

@@ -21,7 +21,6 @@ from labkit.nn.training import RESNET50
 from labkit.nn.transformer import SIZES
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.data_parallel.timeline import ALL_REDUCE
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
 from labkit.studies.shared.trainer import BACKWARD, FORWARD, OPTIMIZER
 
@@ -63,7 +62,6 @@ ACCUMULATION = Metric(
     "seconds", "averaged_after", (*CONFIGURATION, "micro_batches", "implementation"), where={"sweep": "accumulation"}
 )
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
-LANE = ("implementation", "lane", "duration_s")
 AT = {"world_size": None, "batch": None, "context_length": None}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
@@ -156,18 +154,9 @@ def bucketed_row(table: pd.DataFrame) -> Any:
 
 def timeline(results: Results) -> pd.DataFrame:
     """Boxes of one profiled step of rank 0, by wrapper and lane."""
-    rows = results.rows([*LANE, "start_s"], sweep="timeline", rank=0).dropna(subset="start_s")
-    rows = rows[rows["implementation"].isin(PROFILED)]
+    rows = results.rows(["implementation", "lane", "start_s", "duration_s"], sweep="timeline", rank=0)
+    rows = rows[rows["implementation"].isin(PROFILED)].dropna(subset="start_s")
     return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
-
-
-def overlap(results: Results) -> pd.DataFrame:
-    """Collectives of that step, by wrapper, and the share of their time that ran during backward."""
-    rows = results.rows([*LANE, "during_s"], sweep="timeline", rank=0, lane=ALL_REDUCE)
-    table = rows.groupby("implementation", sort=False).agg(
-        collectives=("duration_s", "size"), total_s=("duration_s", "sum"), during_s=("during_s", "sum")
-    )
-    return table.assign(during_percent=100 * table["during_s"] / table["total_s"]).reset_index()
 
 
 LAB = Lab(

@@ -4,7 +4,7 @@ A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare 
 communication. Alternatives take turns, each with its model and optimizer.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import profile_step
-from labkit.studies.shared.alternatives import Failed, row_of, run_guarded, timed_rows
-from labkit.studies.shared.gradient_check import check_all_used, check_completeness, check_gradients, local_means
+from labkit.studies.shared.alternatives import Failed, check_and_time, run_guarded
+from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
 from labkit.studies.shared.trainer import BACKWARD, Trainer
 
 DEFAULT_BUCKETS = "default"
@@ -53,10 +53,6 @@ class DataParallelPoint(TimedPoint):
         return RESNET50_PARAMETERS if self.workload == RESNET50 else n_parameters(SIZES[self.workload])
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.sweep, self.world_size, self.batch, self.context_length), self.parameters
-
-    @property
     def contests(self) -> int:
         return int(self.sweep not in ("memory", "timeline"))
 
@@ -64,9 +60,6 @@ class DataParallelPoint(TimedPoint):
     def needed_bytes(self) -> float:
         models = len(self.alternatives) * (2 if self.sweep == "accumulation" else 1) if self.contests else 1
         return N_COPIES * (models + 1) * 4 * self.parameters
-
-    def title(self) -> str:
-        return f"{super().title()}, {self.workload}, {self.sweep}"
 
 
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
@@ -120,41 +113,33 @@ def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = Fa
             trainer.backward()
 
 
-def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor | None]:
+def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
     """The gradients that wrappers should compute: the mean over ranks of the bare model's."""
     local = make_trainer(LOCAL, workload, device)
-    parameters = dict(local.model.named_parameters())
-    means = local_means(parameters, partial(accumulate, local, micro_batches))
-    check_all_used(parameters, means)
-    return means
+    return local_means(dict(local.model.named_parameters()), partial(accumulate, local, micro_batches))
+
+
+def _check(trainer: Trainer, run: Callable[[], None], expected: list[Tensor]) -> dict[str, Any]:
+    error, verdict = check_gradients(dict(trainer.model.named_parameters()), run, expected)
+    return {"error": error, "check": verdict}
 
 
 def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Seconds of each phase; backward lasts until gradients are averaged, and `waiting` is its end."""
-    expected = _compute_means(workload, device)
-    trainers: dict[str, Trainer] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    expected, trainers = _compute_means(workload, device), dict[str, Trainer]()
 
-    def check(name: str) -> dict[str, Any]:
-        trainer, result = make_trainer(name, workload, device), dict[str, Any]({"check": "ok"})
+    def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
+        trainer = trainers[name] = make_trainer(name, workload, device)
         if name == LOCAL:
             trainer.step()  # a first step, as the others take in their check
-        else:
-            error, verdict = check_gradients(
-                dict(trainer.model.named_parameters()), partial(accumulate, trainer), expected
-            )
-            result = {"error": error, "check": verdict}
-        if result["check"] == "ok":
-            trainers[name] = trainer
-        return result
+            return {"check": "ok"}, trainer.phases
+        return _check(trainer, partial(accumulate, trainer), expected), trainer.phases
 
-    for name in point.alternatives:
-        if split_name(name)[0] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
-            rows[name] = _describe(name) | {"not_measured": transport_in_use()[1]}
-        else:
-            rows[name] = _describe(name) | row_of(name, partial(check, name), device=device)
-    phases = {name: trainer.phases for name, trainer in trainers.items()}
-    for row in timed_rows(rows, phases, device=device, before=dist.barrier, **point.rounds):
+    rows = {name: _describe(name) for name in point.alternatives}
+    for row in rows.values():
+        if row["implementation"] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
+            row["not_measured"] = transport_in_use()[1]
+    for row in check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds):
         yield row
         if row.get("phase") == BACKWARD and (laps := trainers[row["alternative"]].waiting.seconds):
             yield row | {"phase": WAITING, "seconds": laps[-len(row["seconds"]) :]}
@@ -163,21 +148,19 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
 def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Seconds of a step over several micro-batches, averaged after each of them or after the last one only."""
     expected = _compute_means(workload, device, point.micro_batches)
-    rows: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Callable[[], None]] = {}
 
-    def check(key: str, name: str, only_last: bool) -> dict[str, Any]:
-        trainer = make_trainer(name, workload, device)
-        run = partial(accumulate, trainer, point.micro_batches, only_last=only_last)
-        error, verdict = check_gradients(dict(trainer.model.named_parameters()), run, expected)
-        steps[key] = partial(_accumulate_and_update, trainer, run)
-        return {"error": error, "check": verdict}
+    def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
+        wrapper, _, averaged = name.partition(", ")
+        trainer = make_trainer(wrapper, workload, device)
+        run = partial(accumulate, trainer, point.micro_batches, only_last=averaged == LAST)
+        return _check(trainer, run, expected), partial(_accumulate_and_update, trainer, run)
 
-    for name in point.alternatives:
-        for averaged in (EVERY, LAST):
-            key, row = f"{name}, {averaged}", _describe(name) | {"averaged_after": averaged}
-            rows[key] = row | row_of(key, partial(check, key, name, averaged == LAST), device=device)
-    yield from timed_rows(rows, steps, device=device, before=dist.barrier, **point.rounds)
+    rows = {
+        f"{name}, {averaged}": _describe(name) | {"averaged_after": averaged}
+        for name in point.alternatives
+        for averaged in (EVERY, LAST)
+    }
+    yield from check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds)
 
 
 def _accumulate_and_update(trainer: Trainer, run: Callable[[], None]) -> None:
@@ -187,27 +170,20 @@ def _accumulate_and_update(trainer: Trainer, run: Callable[[], None]) -> None:
 
 def _look_at_each(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """The timeline or the peak memory of a step, one wrapper after the other."""
-    look = _profile if point.sweep == "timeline" else _peak
     for name in point.alternatives:
         dist.barrier()
-        rows = run_guarded(name, partial(_check_and_look, name, workload, device, look), device=device)
+        rows = run_guarded(name, partial(_look, point.sweep, name, workload, device), device=device)
         for row in [{"check": rows.reason}] if isinstance(rows, Failed) else rows:
             yield _describe(name) | row
 
 
-def _check_and_look(
-    name: str, workload: Workload, device: str, look: Callable[[Callable[[], Trainer], str], list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    trainer, make = make_trainer(name, workload, device), partial(make_trainer, name, workload, device)
+def _look(sweep: str, name: str, workload: Workload, device: str) -> list[dict[str, Any]]:
+    make = partial(make_trainer, name, workload, device)
+    trainer = make()
     verdict = check_completeness(dict(trainer.model.named_parameters()), partial(accumulate, trainer))
+    if verdict != "ok":
+        return [{"check": verdict}]
+    if sweep == "timeline":
+        return profile_step(trainer.phases, device)
     del trainer
-    return look(make, device) if verdict == "ok" else [{"check": verdict}]
-
-
-def _profile(make: Callable[[], Trainer], device: str) -> list[dict[str, Any]]:
-    return profile_step(make().phases, device)
-
-
-def _peak(make: Callable[[], Trainer], device: str) -> list[dict[str, Any]]:
-    """The allocator's peak over a step, model and optimizer included."""
     return [{"check": "ok", "peak_bytes": peak_of_second(make, Trainer.step, device=device)}]

@@ -108,24 +108,12 @@ def matmuls(results: Results) -> pd.DataFrame:
     return table.sort_values(["device", "dtype", "flops"], ignore_index=True)
 
 
-def best_matmul(table: pd.DataFrame) -> Any:
-    """The fastest matmul in float32, on the GPU if there is one."""
-    rows = table[table["dtype"] == "float32"]
-    return rows[rows["device"] == rows["device"].max()]["flops_per_s"].idxmax()
-
-
 def memory(results: Results) -> pd.DataFrame:
     """Medians of copies and additions, and bytes per second, read and written together."""
     table = MEMORY.medians(results.frame)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(
         ["device", "operation", "n_bytes"], ignore_index=True
     )
-
-
-def longest_addition(table: pd.DataFrame) -> Any:
-    """The longest addition, which is bound by memory."""
-    rows = table[(table["operation"] == "add") & (table["device"] == table["device"].max())]
-    return rows["n_bytes"].idxmax()
 
 
 def shortest_all_reduce(results: Results) -> pd.DataFrame:
@@ -200,7 +188,7 @@ LAB = Lab(
             id="matmuls",
             text="How fast are matmuls, and from which size up?",
             table=matmuls,
-            pick=best_matmul,
+            pick=lambda table: table["flops_per_s"].where(table["dtype"] == "float32").idxmax(),
             configuration=("device", "dtype"),
             says="Matmuls in {dtype} reach {flops_per_s} ({shape}).",
             figure=Lines(
@@ -215,7 +203,7 @@ LAB = Lab(
             id="memory",
             text="How fast is memory?",
             table=memory,
-            pick=longest_addition,
+            pick=lambda table: table["n_bytes"].where(table["operation"] == "add").idxmax(),
             configuration=("device",),
             says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
             figure=Lines(source=memory, x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),

@@ -62,9 +62,6 @@ class LimitPoint(TimedPoint):
         largest = max(self.sizes, default=0)
         return 3 * (8 * largest**2 if self.sweep == "products" else largest)
 
-    def title(self) -> str:
-        return f"{super().title()}, {self.device}, {self.sweep}, {self.model or self.dtype}"
-
 
 def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
     """Rows with `seconds` of one call in each repeat, and the call's `flops` and `bytes`."""

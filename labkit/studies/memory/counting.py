@@ -4,9 +4,8 @@ Nothing is allocated, so models are counted that this machine cannot hold. The t
 tensors, and compare the storages.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors or on real ones."""
     is_users = not isinstance(arguments["source"], TransformerShape)  # it may use tensors that exist already
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=is_users) if fake else nullcontext()
-    with _unlogged(), mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
+    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
         for phase in run:  # in this order: AdamW's states stay after a full step
@@ -103,18 +102,6 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
         for allocation in ledger.allocations:
             allocation.category = allocation.category or _category(allocation)
     return counted
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Silence the log of fake tensors: the exception has the same text."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _file_under_study(path: str) -> str:

@@ -4,7 +4,7 @@ A measured peak is the allocator's. Counting (`counting.py`) allocates nothing, 
 cannot hold. A checkpoint point has both peaks, and times, by segment length.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,10 +49,6 @@ class MemoryPoint(TimedPoint):
     """Whether a counted point also has the timeline and the largest allocations of its full step."""
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.kind, self.size, self.precision, self.phases), self.context_length
-
-    @property
     def contests(self) -> int:
         return int(self.kind == CHECKPOINT and self.repeats > 0)
 
@@ -65,10 +61,6 @@ class MemoryPoint(TimedPoint):
         phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
         extra = 2 * state_bytes(shape)["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
-
-    def title(self) -> str:
-        context = f", context {self.context_length}" if self.context_length != MODEL_BATCH else ""
-        return f"{self.kind} {self.size}{context}, {self.precision}"
 
 
 def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:

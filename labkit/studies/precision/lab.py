@@ -19,7 +19,6 @@ from labkit.lab.figures import RATIO, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
-from labkit.studies.shared.tables import read_published
 
 Size = Annotated[str, one_of(lambda: SIZES)]
 
@@ -74,16 +73,8 @@ def sums(results: Results) -> pd.DataFrame:
 
 
 def final_sums(results: Results) -> pd.DataFrame:
-    """The last sum of each variant, next to the published one."""
-    table = sums(results).groupby(["device", "variant"], sort=False).tail(1)
-    published = read_published("profile_kernels").set_index("quantity")["value"]
-    names = {variant: f"accumulate_{variant}" for variant in table["variant"]}
-    return table.assign(published_sum=[published.get(names[variant]) for variant in table["variant"]])
-
-
-def worst_sum(table: pd.DataFrame) -> Any:
-    """The sum with the fewest correct digits."""
-    return table["correct_digits"].idxmin()
+    """The last sum of each variant."""
+    return sums(results).groupby(["device", "variant"], sort=False).tail(1)
 
 
 def dtypes(results: Results) -> pd.DataFrame:
@@ -92,11 +83,6 @@ def dtypes(results: Results) -> pd.DataFrame:
     table = results.rows([*keys, "quantity", "observed"], part=DTYPES)
     wide = table.pivot_table(index=keys, columns="quantity", values="observed", aggfunc="first", sort=False)
     return wide.reset_index().rename(columns={"precision": "autocast"}).rename_axis(columns=None)
-
-
-def bfloat16_row(table: pd.DataFrame) -> Any:
-    """The last model under autocast to bfloat16."""
-    return table.index[table["autocast"] == "bfloat16"][-1]
 
 
 LAB = Lab(
@@ -130,7 +116,7 @@ LAB = Lab(
             id="accumulation",
             text="How far is a sum of many small numbers from the exact one, by dtype?",
             table=final_sums,
-            pick=worst_sum,
+            pick=lambda table: table["correct_digits"].idxmin(),
             configuration=("device",),
             says="In {variant} the sum of {n_added} terms ends at {sum} instead of {exact_sum}.",
             figure=Lines(source=sums, x="n_added", y="correct_digits", hue="variant", panel="device", log="x"),
@@ -139,7 +125,7 @@ LAB = Lab(
             id="dtypes",
             text="Which dtype does each part of a model have under autocast?",
             table=dtypes,
-            pick=bfloat16_row,
+            pick=lambda table: table.index[table["autocast"] == "bfloat16"][-1],
             configuration=("device", "model"),
             says="Under autocast to bfloat16 the logits are {logits}; parameters and gradients stay {parameters}.",
         ),

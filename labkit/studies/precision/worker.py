@@ -1,7 +1,7 @@
 """What a rank runs for a point of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.costs.memory import peak_bytes, state_bytes
-from labkit.costs.transformer import SIZES, n_parameters
+from labkit.costs.transformer import SIZES
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.shared.alternatives import row_of, timed_rows
@@ -50,10 +50,6 @@ class PrecisionPoint(TimedPoint):
     context_length: int = 128
 
     @property
-    def series(self) -> tuple[Hashable, float] | None:
-        return ((self.part, self.device), n_parameters(SIZES[self.model])) if self.part == SPEED else None
-
-    @property
     def needed_bytes(self) -> float:
         """Of a forward pass in the precision that needs most, and of two sets of gradients."""
         if self.part != SPEED:
@@ -61,9 +57,6 @@ class PrecisionPoint(TimedPoint):
         sizes = SIZES[self.model], self.batch, self.context_length
         peaks = [peak_bytes(*sizes, phase="forward", precision=one, device=self.device) for one in self.precisions]
         return HEADROOM * (max(peaks) + 2 * state_bytes(SIZES[self.model])["gradients"])
-
-    def title(self) -> str:
-        return ", ".join(filter(None, [self.part, self.model, self.device]))
 
 
 def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:

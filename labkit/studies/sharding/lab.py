@@ -19,7 +19,6 @@ from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, W
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
-from labkit.lab.units import labels
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
@@ -65,8 +64,8 @@ def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
 
 STEP = Metric("seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts)
 PEAK = Metric("peak_bytes", "implementation", ("size", "world_size", "device"), where={"kind": "memory"}, exact=True)
-AT = {"size": None}
-"""Figures show the largest model."""
+AT = {"size": None, "optimizer": "AdamW", "transport": SHARED}
+"""Figures show the largest model, and of several optimizers and transports these."""
 NAMES = {
     DDP: "DDP",
     ZERO1: "ZeRO-1",
@@ -101,12 +100,6 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
         is_least = world_size == min(config.memory_world_sizes)
         measured = tuple(name for name in names if is_least or name not in TORCHS) or names
         yield point("memory", world_size, size=size, transport=transport, implementations=measured)
-
-
-def parts(results: Results) -> pd.DataFrame:
-    """Medians of the parts of a step, for the figure."""
-    table = PARTS_OF_STEP.medians(results.frame).drop(columns=["low", "high"])
-    return table.assign(panel=labels(table, ["optimizer", "transport", "world_size"]))
 
 
 def held(results: Results) -> pd.DataFrame:
@@ -213,7 +206,7 @@ LAB = Lab(
                 hue="collective",
                 panel="world_size",
                 stacked=True,
-                at=AT | {"optimizer": "AdamW", "transport": SHARED},
+                at=AT,
             ),
         ),
         Compare(
@@ -226,7 +219,7 @@ LAB = Lab(
             topic="sharding",
             advice="Shard as {name} does{where}.",
             keep="Shard only to save memory.",
-            figure=Bars(source=parts, x="implementation", y="seconds", hue="part", panel="panel", stacked=True, at=AT),
+            figure=Bars(source=PARTS_OF_STEP, x="implementation", hue="part", panel="transport", stacked=True, at=AT),
         ),
         *(
             Compare(

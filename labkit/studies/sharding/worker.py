@@ -6,14 +6,13 @@
 
 import gc
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.bench.check import max_over_ranks
@@ -26,9 +25,9 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.trainer import Trainer
-from labkit.studies.shared.training_check import STEPS, train_in_one_process
+from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
 FLOAT32 = "float32"
@@ -59,10 +58,6 @@ class ShardingPoint(TimedPoint):
     """Ranks on this host, which share its memory."""
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return (self.kind, self.transport, self.optimizer, self.world_size, self.batch), n_parameters(SIZES[self.size])
-
-    @property
     def contests(self) -> int:
         return int(self.kind == "time")
 
@@ -70,9 +65,6 @@ class ShardingPoint(TimedPoint):
     def needed_bytes(self) -> float:
         models = 1 if self.kind == "memory" else len(self.implementations) + 1
         return models * COPIES * 4 * n_parameters(SIZES[self.size])
-
-    def title(self) -> str:
-        return f"{super().title()}, {self.kind}, {self.size}, {self.optimizer}, {self.transport}"
 
 
 def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
@@ -98,48 +90,44 @@ def make_trainer(name: str, point: ShardingPoint, workload: Workload) -> Trainer
     return Trainer(model, sharded, workload.loss)
 
 
-class _Checked:
-    """Implementations after a training that is compared with one process: rows by name, and trainers that pass."""
+def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, Reference]:
+    """This rank's workload, and the parameters after a training in one process."""
+    workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
+    workloads[0] = workloads[0].copied()
+    reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
+    return Workload(workloads[0].build, workloads[dist.get_rank()].loss), reference
 
-    def __init__(self, point: ShardingPoint, device: str):
-        workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
-        workloads[0] = workloads[0].copied()
-        self._point, self._reference = point, train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
-        self._workload = Workload(workloads[0].build, workloads[dist.get_rank()].loss)
-        self.trainers: dict[str, Trainer] = {}
-        self.traffic: list[dict[str, Any]] = []
-        """Rows of the bytes that labkit's implementations sent in the last step."""
-        self.rows = {
-            name: {"implementation": name} | row_of(name, partial(self._check, name), device=device)
-            for name in point.implementations
-        }
 
-    def _check(self, name: str) -> dict[str, Any]:
-        trainer = make_trainer(name, self._point, self._workload)
-        for _ in range(STEPS):
-            with recorded_traffic() as calls:
-                trainer.step()
-        error, verdict = self._reference.check(whole_parameters(trainer.model))
-        if verdict == "ok":
-            self.trainers[name] = trainer
-            if name in LABKITS:
-                self.traffic += _traffic_rows(name, calls, list(self._reference.expected.values()))
-        return {"error": error, "check": verdict}
+def _check(
+    name: str, point: ShardingPoint, workload: Workload, reference: Reference
+) -> tuple[dict[str, Any], Trainer, list[Any]]:
+    """Train as long as the reference: error and check, the trainer, and the calls of its last step."""
+    trainer = make_trainer(name, point, workload)
+    for _ in range(STEPS):
+        with recorded_traffic() as calls:
+            trainer.step()
+    error, verdict = reference.check(whole_parameters(trainer.model))
+    return {"error": error, "check": verdict}, trainer, calls
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
     """Bytes of one step by collective, then seconds by part of a step: all implementations take turns."""
-    checked = _Checked(point, device)
-    yield from checked.traffic
-    phases = {name: trainer.phases for name, trainer in checked.trainers.items()}
-    yield from timed_rows(checked.rows, phases, "part", device=device, before=dist.barrier, **point.rounds)
+    against, traffic = _train_in_one_process(point, device), list[dict[str, Any]]()
+
+    def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
+        columns, trainer, calls = _check(name, point, *against)
+        if columns["check"] == "ok" and name in LABKITS:
+            traffic.extend(_traffic_rows(name, calls, 4 * n_parameters(SIZES[point.size])))
+        return columns, trainer.phases
+
+    rows = {name: {"implementation": name} for name in point.implementations}
+    yield from check_and_time(rows, check, "part", device=device, before=dist.barrier, **point.rounds)
+    yield from traffic
 
 
-def _traffic_rows(name: str, calls: list[Any], parameters: list[Tensor]) -> Iterator[dict[str, Any]]:
+def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dict[str, Any]]:
     """Bytes that this rank sent in one step, by collective, and the formula's; the ranks' flags are left out."""
-    p, n = dist.get_world_size(), sum(value.nbytes for value in parameters)
-    scalars = sum(value.nbytes for value in parameters if value.dim() == 0)  # whole on every rank
-    expected = moved_bytes(n, name, replicated_bytes=scalars)
+    p, expected = dist.get_world_size(), moved_bytes(model_bytes, name)
     sent: Counter[str] = Counter()
     for call in calls:
         if call.dtype == FLOAT32:
@@ -147,7 +135,7 @@ def _traffic_rows(name: str, calls: list[Any], parameters: list[Tensor]) -> Iter
     for collective in dict.fromkeys([*expected, *sent]):
         formula = expected.get(collective, 0) * (2 if collective == "all_reduce" else 1) * (p - 1) / p
         if formula or sent[collective]:
-            row = {"implementation": name, "check": "ok", "collective": collective, "model_bytes": n}
+            row = {"implementation": name, "check": "ok", "collective": collective, "model_bytes": model_bytes}
             yield row | {"sent_bytes": sent[collective], "formula_bytes": formula}
 
 
@@ -155,7 +143,10 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
     """One row per implementation: bytes held by part after a step, as its tensors say, and the peak of the step."""
     return_memory_when_freed()
     # The check trains a small model. Memory that libraries allocate once then is part of no peak.
-    rows = _Checked(ShardingPoint.of(point, size="nano", batch=1), device).rows
+    small = ShardingPoint.of(point, size="nano", batch=1)
+    against = _train_in_one_process(small, device)
+    check = lambda name: _check(name, small, *against)[0]  # noqa: E731
+    rows = {name: row_of(name, partial(check, name), device=device) for name in point.implementations}
     workload = make_workload(point, device, dist.get_rank()).copied()
     gc.collect()
     gc.freeze()  # libraries' objects stay: looking at them each time would take a tenth of this point's time
@@ -163,11 +154,11 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
         gc.collect()  # the one before, which is full of cycles, would be freed within this one's peak
         dist.barrier()
         if row["check"] == "ok":
-            row |= row_of(name, partial(_memory_of, name, point, workload, device), device=device)
-        yield row
+            row |= row_of(name, partial(_measure_one, name, point, workload, device), device=device)
+        yield {"implementation": name} | row
 
 
-def _memory_of(name: str, point: ShardingPoint, workload: Workload, device: str) -> dict[str, Any]:
+def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: str) -> dict[str, Any]:
     with process_peak(device) as resting:
         trainer = make_trainer(name, point, workload)
         trainer.step()  # allocates optimizer state and buffers
@@ -177,7 +168,10 @@ def _memory_of(name: str, point: ShardingPoint, workload: Workload, device: str)
         trainer.optimizer.step()
     tensors = held_tensors(trainer.model, trainer.optimizer)
     held = {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
-    formula = _formula_bytes(name, trainer.model) if name in STAGES else {}
+    formula = {}
+    if name in STAGES:
+        states = state_bytes(n_parameters(SIZES[point.size]), name, dist.get_world_size())
+        formula = {f"formula_{part}_bytes": states[part] for part in PARTS}
     peak = None
     if resting.end_bytes is not None and step.growth_bytes is not None:
         peak = resting.end_bytes + step.growth_bytes
@@ -195,10 +189,3 @@ def _no_peak_reason(peak: int | None, held: int) -> str | None:
     if peak < MIN_PEAK_SHARE * held:
         return "the system counted less memory at the peak than the rank's tensors hold"
     return None
-
-
-def _formula_bytes(name: str, model: nn.Module) -> dict[str, float]:
-    parameters = list(model.parameters())
-    scalars = sum(one.numel() for one in parameters if one.dim() == 0)
-    states = state_bytes(sum(one.numel() for one in parameters), name, dist.get_world_size(), replicated=scalars)
-    return {f"formula_{part}_bytes": states[part] for part in PARTS}

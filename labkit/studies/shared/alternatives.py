@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -132,6 +133,30 @@ def timed_rows(
             yield row | ({"check": failed[name]} if name in failed else {})
         for phase, seconds in samples.get(name, {}).items():
             yield row | ({column: phase} if phase else {}) | {"seconds": seconds}
+
+
+def check_and_time(
+    rows: Mapping[str, dict[str, Any]],
+    check: Callable[[str], tuple[Mapping[str, Any], Action | Mapping[str, Action]]],
+    column: str = "phase",
+    *,
+    device: str,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its action.
+
+    A row that has `not_measured` is neither checked nor timed.
+    """
+    checked, actions = dict[str, dict[str, Any]](), dict[str, Action | Mapping[str, Action]]()
+
+    def check_one(name: str) -> Mapping[str, Any]:
+        columns, actions[name] = check(name)
+        return columns
+
+    for name, row in rows.items():
+        is_measured = "not_measured" not in row
+        checked[name] = row | (row_of(name, partial(check_one, name), device=device) if is_measured else {})
+    yield from timed_rows(checked, actions, column, device=device, **options)
 
 
 def describe_failure(error: Exception, device: str, where: str = "") -> str:

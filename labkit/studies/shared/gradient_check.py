@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from labkit.bench.check import deterministic_math, first_failing_rank, largest, max_over_ranks, verdict
 from labkit.bench.checksums import fill_part, first_deviation, rank_batches
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, device_of
 
 # The order of sums, and of atomic additions on a GPU, changes a gradient by some hundred units of float32, relative to
 # the largest of its tensor.
@@ -27,37 +26,30 @@ TOLERANCE = 1e-3
 HALF = 0.5
 
 RIGHT, MISSING = -1, -2
-"""In the place of an element: none is wrong; the gradient itself is missing, or should be."""
+"""In the place of an element: none is wrong; the tensor itself is missing."""
 Deviation = tuple[int, float, float]
 """The first wrong element, the expected value, and the actual one."""
 Run = Callable[[], None]
 """Forward and backward passes of one step, without the optimizer's: afterwards gradients are averaged."""
 
 
-def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor | None]:
+def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor]:
     """Expected gradients: the mean over ranks of those that `run` computes on the bare model, which loses them.
 
-    Summed in float64, returned in each one's dtype. ValueError, on all ranks, if ranks leave different parameters
-    unused.
+    Summed in float64, returned in each one's dtype. All parameters have gradients.
     """
     with deterministic_math():
         run()
-    gradients = _take_gradients(parameters.values())
-    present = [f"{name}: {'none' if one is None else 'one'}" for name, one in zip(parameters, gradients, strict=True)]
-    check_same_on_all_ranks("gradients", {}, present, device_of(None), None)
-    return [_mean_over_ranks(gradient) for gradient in gradients]
+    means = []
+    for local in _take_gradients(parameters.values()):
+        assert local is not None, "the model uses every parameter"
+        total = local.double()
+        dist.all_reduce(total)
+        means.append((total / dist.get_world_size()).to(local.dtype))
+    return means
 
 
-def check_all_used(parameters: Mapping[str, nn.Parameter], means: Sequence[Tensor | None]) -> None:
-    """ValueError if a parameter that is not frozen has no gradient: wrappers differ in how they treat it."""
-    for (name, parameter), mean in zip(parameters.items(), means, strict=True):
-        if mean is None and parameter.requires_grad:
-            raise ValueError(f"expected a gradient for every parameter that is not frozen, got none for {name}")
-
-
-def check_gradients(
-    parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor | None]
-) -> tuple[float, str]:
+def check_gradients(parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor]) -> tuple[float, str]:
     """Largest relative error of the gradients that `run` computes, and "ok" or what is wrong, on all ranks.
 
     `parameters` are all of the wrapped model, by name, `means` from `local_means`. Parameters lose their gradients.
@@ -74,27 +66,29 @@ def check_gradients(
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients, on all ranks.
 
-    Gradients are float32 or float64; parameters lose them. Frozen and unused parameters have none.
+    Gradients are float32 or float64; parameters lose them.
     """
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    for members in rank_batches(dist.get_world_size(), next(iter(trained.values())).dtype):
-        with _whole_numbers(list(trained.values()), members) as starts:
+    for members in rank_batches(dist.get_world_size(), next(iter(parameters.values())).dtype):
+        with _whole_numbers(list(parameters.values()), members) as starts:
             run()
-        gradients = _take_gradients(trained.values())
+        gradients = _take_gradients(parameters.values())
         deviations = [_deviation(*pair, members) for pair in zip(gradients, starts, strict=True)]
-        if wrong := _describe_first(list(trained), deviations):
+        if wrong := describe_first(list(parameters), deviations):
             return f"{wrong} in a mean of whole numbers, which is whole"
     return "ok"
 
 
 def _deviation(gradient: Tensor | None, starts: list[int], members: range) -> Deviation:
-    if gradient is None or not starts:
-        return (RIGHT if gradient is None and not starts else MISSING), 0.0, 0.0
+    if gradient is None:
+        return MISSING, 0.0, 0.0
     return first_deviation(gradient.contiguous(), members, starts=starts, within=HALF)
 
 
-def _describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and parameter, or None."""
+def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and tensor, or None.
+
+    A collective: every rank has a deviation for each name, and gets the same text.
+    """
     local = ((index, *one) for index, one in enumerate(deviations) if one[0] != RIGHT)
     place = first_failing_rank(next(local, (RIGHT, 0, 0, 0)))
     if place is None:
@@ -102,7 +96,7 @@ def _describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> st
     rank, (index, element, expected, got) = place
     where = f"wrong: rank {rank}, {names[int(index)].removeprefix('module.')}"
     if element == MISSING:
-        return f"{where}: expected a gradient on both sides, got one on one"
+        return f"{where}: missing, or of another shape"
     return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
 
 
@@ -131,18 +125,18 @@ def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterat
             hook.remove()
 
 
-def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor | None]) -> float:
+def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
     """Largest deviation from the mean, relative to the largest mean of the tensor, over all ranks.
 
-    Infinite for NaN, and for a gradient that only one side has.
+    Infinite for NaN and for a missing gradient.
     """
     errors = [_error(actual, mean) for actual, mean in zip(gradients, means, strict=True)]
     return max_over_ranks(max(errors, default=0.0))
 
 
-def _error(actual: Tensor | None, mean: Tensor | None) -> float:
-    if actual is None or mean is None:
-        return 0.0 if actual is mean else math.inf
+def _error(actual: Tensor | None, mean: Tensor) -> float:
+    if actual is None:
+        return math.inf
     error = largest(actual - mean) / max(largest(mean), 1e-30)
     return math.inf if math.isnan(error) else error
 
@@ -152,14 +146,6 @@ def furthest(actual: Tensor, expected: Tensor) -> Deviation:
     difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
     return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
-
-
-def _mean_over_ranks(local: Tensor | None) -> Tensor | None:
-    if local is None:
-        return None
-    total = local.double()
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).to(local.dtype)
 
 
 def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:

@@ -11,17 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.bench.check import first_failing_rank, largest, max_over_ranks
+from labkit.bench.check import largest, max_over_ranks
 from labkit.nn.training import Workload
-from labkit.studies.shared.gradient_check import furthest
+from labkit.studies.shared.gradient_check import MISSING, RIGHT, Deviation, describe_first, furthest
 
 STEPS = 2
 TOLERANCE = 1e-2
 """Error of an element, relative to the largest change of its tensor."""
 ROUNDING = 1e-6
 """Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them says nothing."""
-NO_TENSOR = -1
-"""In the place of an element: the tensor is missing or has another shape."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +36,12 @@ class Reference:
         All ranks get the same: "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25".
         """
         errors = {name: self._error(parameters.get(name), name) for name in self.expected}
-        worst = max(errors, key=errors.__getitem__)
-        error = max_over_ranks(errors[worst])
-        if error <= TOLERANCE:
-            return error, "ok"
-        actual, expected, place = parameters.get(worst), self.expected[worst], (NO_TENSOR, 0.0, 0.0)
-        if actual is not None and actual.shape == expected.shape:
-            place = furthest(actual, expected)
-        index = list(self.expected).index(worst) if errors[worst] > TOLERANCE else -1
-        failing = first_failing_rank((index, *place))
-        assert failing is not None, "the largest error is that of some rank"
-        rank, (at, element, value, got) = failing
-        name = list(self.expected)[int(at)]
-        where = f"wrong: rank {rank}, {name}"
-        if element == NO_TENSOR:
-            return error, f"{where}: expected a tensor of shape {tuple(self.expected[name].shape)}, got another or none"
-        return error, f"{where}, element {element:.0f}: expected {value:.6g}, got {got:.6g}"
+        error = max_over_ranks(max(errors.values()))
+        deviations = [
+            self._deviation(parameters.get(name), name) if one > TOLERANCE else (RIGHT, 0.0, 0.0)
+            for name, one in errors.items()
+        ]
+        return error, describe_first(list(errors), deviations) or "ok"
 
     def _error(self, actual: Tensor | None, name: str) -> float:
         if actual is None or actual.shape != self.expected[name].shape:
@@ -62,6 +50,11 @@ class Reference:
         if math.isnan(difference) or (difference and not scale):
             return math.inf
         return difference / scale if scale else 0.0
+
+    def _deviation(self, actual: Tensor | None, name: str) -> Deviation:
+        if actual is None or actual.shape != self.expected[name].shape:
+            return MISSING, 0.0, 0.0
+        return furthest(actual, self.expected[name])
 
 
 def train_in_one_process(

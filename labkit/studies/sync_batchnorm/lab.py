@@ -14,7 +14,7 @@ from pydantic import Field
 from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import Bars, Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
@@ -73,16 +73,6 @@ def split(results: Results) -> pd.DataFrame:
     return table.assign(collectives_percent=100 * table["collectives_s"] / table["added_s"])
 
 
-def split_parts(results: Results) -> pd.DataFrame:
-    """The same, one row per part, for the figure."""
-    parts = {"collectives_s": "collectives alone", "rest_s": "arithmetic and waiting"}
-    table = split(results).rename(columns=parts)
-    if table.empty:
-        return table
-    long = table.melt(["world_size", "batch", "features"], list(parts.values()), "part", "seconds")
-    return long.assign(features=long["features"].astype(int).astype(str), seconds=long["seconds"].clip(lower=0))
-
-
 LAB = Lab(
     name="sync_batchnorm",
     title="SyncBatchNorm",
@@ -117,15 +107,7 @@ LAB = Lab(
             table=split,
             configuration=CONFIGURATION,
             says="With {world_size} ranks and {features} features, collectives alone are {collectives_percent}% of it.",
-            figure=Bars(
-                source=split_parts,
-                x="features",
-                y="seconds",
-                hue="part",
-                panel="world_size",
-                stacked=True,
-                at={"batch": None},
-            ),
+            figure=Lines(source=PHASES, x="features", panel="world_size", at={"phase": BOTH, "batch": None}),
         ),
         Compare(
             id="against_torch",

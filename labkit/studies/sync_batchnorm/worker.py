@@ -6,10 +6,10 @@ published benchmark's loss does.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,8 @@ from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from labkit.studies.shared.alternatives import row_of, timed_rows
-from labkit.studies.shared.gradient_check import furthest
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
+from labkit.studies.shared.alternatives import check_and_time, row_of
+from labkit.studies.shared.gradient_check import RIGHT, describe_first, furthest
 
 LABKIT, TORCH, PLAIN, WHOLE = "labkit", "torch", "plain_local_batch", "plain_whole_batch"
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -59,20 +56,13 @@ class SyncBatchNormPoint(TimedPoint):
     """A sample is the mean of so many calls: one takes a millisecond or less."""
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return self.world_size, self.batch * self.features
-
-    def skip_reason(self, machine: "Machine") -> str | None:
-        if self.batch < 2 * self.world_size:
-            return "plain BatchNorm needs two rows per rank, and there are fewer"
-        return super().skip_reason(machine)
+    def refusal(self) -> str | None:
+        few = "plain BatchNorm needs two rows per rank, and there are fewer"
+        return few if self.batch < 2 * self.world_size else None
 
     @property
     def needed_bytes(self) -> float:
         return (N_COPIES + 2 * self.calls) * 4 * self.batch * self.features
-
-    def title(self) -> str:
-        return f"{super().title()}, {self.batch} x {self.features}"
 
 
 def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
@@ -170,43 +160,38 @@ def _with_affine(layer: nn.Module) -> nn.Module:
 
 def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Rows of one point: seconds of every alternative and phase, and memory."""
-    device = use_device(point.device)
+    device, layers = use_device(point.device), dict[str, Layer]()
     batch = Batch.make(point, device)
-    right: dict[str, Layer | Collectives] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name in point.alternatives:
-        if name == TORCH and device == "cpu":
-            yield {"alternative": name, "not_measured": "torch's SyncBatchNorm refuses CPU tensors"}
-            continue
-        rows[name] = {"alternative": name} | row_of(name, partial(_check, name, batch, right), device=device)
-    is_idle = {name: name == WHOLE and dist.get_rank() != 0 for name in right}
-    turns: dict[str, dict[str, Callable[[], None]]] = {}
-    for name, one in right.items():
+    rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
+    if TORCH in rows and device == "cpu":
+        rows[TORCH]["not_measured"] = "torch's SyncBatchNorm refuses CPU tensors"
+
+    def check_one(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
+        one = Collectives(point.features, device) if name == COLLECTIVES else Layer(name, batch)
+        if isinstance(one, Layer):
+            layers[name], columns = one, check_layer(one, batch)
+        else:
+            columns = {"check": first_wrong(partial(all_reduce, op="sum"), torch.empty_like(one.sums)) or "ok"}
         actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
-        turns[name] = dict.fromkeys(actions, lambda: None) if is_idle[name] else actions
-    for row in timed_rows(rows, turns, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
-        if not is_idle.get(row["alternative"]):
+        return columns, dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
+
+    right = set()
+    for row in check_and_time(rows, check_one, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
+        if "seconds" in row:
+            right.add(row["alternative"])
+        if not _is_idle(row["alternative"]):
             yield row
-    for name, one in right.items():
-        if isinstance(one, Layer) and not is_idle[name]:
+    for name in layers:
+        if name in right and not _is_idle(name):
             yield {"alternative": name} | row_of(name, partial(_measure_memory, name, batch, device), device=device)
 
 
-def _check(name: str, batch: Batch, right: dict[str, Layer | Collectives]) -> dict[str, Any]:
-    """Compare a layer with BatchNorm in float64, and collectives with sums of whole numbers."""
-    if name == COLLECTIVES:
-        one = Collectives(batch.whole.shape[1], str(batch.whole.device))
-        wrong = first_wrong(partial(all_reduce, op="sum"), torch.empty_like(one.sums))
-        right |= {} if wrong else {name: one}
-        return {"check": wrong or "ok"}
-    layer = Layer(name, batch)
-    error, verdict = check_layer(layer, batch)
-    right |= {name: layer} if verdict == "ok" else {}
-    return {"error": error, "check": verdict}
+def _is_idle(name: str) -> bool:
+    return name == WHOLE and dist.get_rank() != 0
 
 
-def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
-    """Largest error of any rank against BatchNorm in float64, and "ok" or what is wrong and where, on all ranks.
+def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
+    """`error`, the largest of any rank against BatchNorm in float64, and `check`, "ok" or where it is, on all ranks.
 
     Errors of `TENSORS` are per channel, relative to its largest expected value. The output's gradient is random here:
     in the timed one some ranks have zeros only, and a missing contribution of theirs would not show. A layer that
@@ -223,18 +208,11 @@ def check_layer(layer: Layer, batch: Batch) -> tuple[float, str]:
     actual = [output, dx, *affine, layer.layer.get_buffer("running_mean"), layer.layer.get_buffer("running_var")]
     exact = _exact(layer, batch, gradient)
     errors = [_relative_error(*pair) for pair in zip(actual, exact, strict=True)]
-    index = max(range(len(errors)), key=errors.__getitem__)
-    error = check.max_over_ranks(errors[index])
-    verdict = check.verdict(error, TOLERANCE)
-    if verdict == "ok":
-        return error, verdict
-    is_wrong = check.verdict(errors[index], TOLERANCE) != "ok"
-    wrong = check.first_failing_rank((index if is_wrong else -1, *furthest(actual[index], exact[index])))
-    assert wrong is not None, "the largest error is some rank's"
-    rank, (tensor, element, expected, got) = wrong
-    row, feature = divmod(int(element), batch.whole.shape[-1])
-    place = f"{TENSORS[int(tensor)]}{f', row {row}' if tensor < 2 else ''}, feature {feature}"
-    return error, f"{verdict}; rank {rank}, {place}: expected {expected:.4g}, got {got:.4g}"
+    deviations = [
+        furthest(*pair) if check.verdict(one, TOLERANCE) != "ok" else (RIGHT, 0.0, 0.0)
+        for one, pair in zip(errors, zip(actual, exact, strict=True), strict=True)
+    ]
+    return {"error": check.max_over_ranks(max(errors)), "check": describe_first(TENSORS, deviations) or "ok"}
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:

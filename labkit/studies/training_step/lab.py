@@ -20,21 +20,18 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine import Machine
 from labkit.studies.shared.tables import in_order
+from labkit.studies.training_step import worker
 from labkit.studies.training_step.operators import list_operators, predict_seconds
 from labkit.studies.training_step.worker import (
     BACKWARD,
-    COMPILED,
     EAGER,
     FIRST,
     FORWARD,
     FORWARD_BACKWARD,
     INFERENCE,
-    LATER,
     OPTIMIZER,
-    OTHERS,
     STEP,
     TrainingStepPoint,
-    measure,
 )
 
 Size = Annotated[str, one_of(model_names)]
@@ -137,18 +134,6 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
     return predict_seconds(calibration, operators, PHASES[row["phase"]], row["device"])
 
 
-def compile_pays(results: Results) -> pd.DataFrame:
-    """Time to compile, and the number of steps after which compiling has paid for itself."""
-    keys = list(CONFIGURATION)
-    medians = COMPILE.medians(results.frame).pivot_table(index=keys, columns="implementation", values="seconds")
-    if COMPILED not in medians or EAGER not in medians:
-        return pd.DataFrame()
-    compile_s = COMPILE.select(results.frame).dropna(subset="compile_s").groupby(keys)["compile_s"].first()
-    table = medians.rename(columns={EAGER: "eager_s", COMPILED: "compiled_s"}).join(compile_s).reset_index()
-    gain = table["eager_s"] - table["compiled_s"]
-    return table.assign(pays_after_steps=(table["compile_s"] / gain).where(gain > 0)).dropna(subset="pays_after_steps")
-
-
 def shares(results: Results) -> pd.DataFrame:
     """Share of each family of operators or GPU kernels in each kind of pass: the mean over passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
@@ -174,7 +159,7 @@ def matmul_shares(results: Results) -> pd.DataFrame:
 def top_operators(results: Results) -> pd.DataFrame:
     """The five operators that take most of a full step, by model."""
     rows = OPERATORS.select(results.frame)
-    rows = rows[(rows["profiled"] == STEP) & (rows["operator"] != OTHERS)]
+    rows = rows[(rows["profiled"] == STEP) & (rows["operator"] != "all others")]  # of older runs
     keys = ["device", "size", "operator"]
     if rows.empty:
         return rows[[*keys, "self_s"]]
@@ -199,7 +184,7 @@ LAB = Lab(
     },
     on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
     preload=("torch._dynamo",),
-    worker=measure,
+    worker=worker.measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
     takes_models=True,
@@ -236,23 +221,16 @@ LAB = Lab(
             text="Is a step of the compiled model faster than an eager one?",
             metric=COMPILE,
             baseline=EAGER,
-            names={EAGER: "the eager one", COMPILED: "a compiled step"},
+            names={EAGER: "the eager one", worker.COMPILED: "a compiled step"},
             topic="compile",
             advice="Compile the model for long runs{where}: compiling takes as long as many steps.",
-        ),
-        Report(
-            id="compile_pays",
-            text="After how many steps is the time to compile earned back?",
-            table=compile_pays,
-            configuration=CONFIGURATION,
-            says="With {size}, after {pays_after_steps} steps: compiling takes {compile_s}.",
         ),
         Compare(
             id="first_step",
             text="Is a later step of a process faster than its first one?",
             metric=FIRST_STEP,
             baseline=FIRST,
-            names={FIRST: "the first step of its process", LATER: "a later step"},
+            names={FIRST: "the first step of its process", worker.LATER: "a later step"},
         ),
     ],
 )

@@ -2,10 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,11 +17,8 @@ from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
-from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
+from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.compiler import prepare_compiler
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
@@ -31,7 +28,6 @@ COMPILE_S = 4.0  # planned per layer, as measured on two CPU cores
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 MAX_PROFILED_PASSES = 6
-SMALL_SHARE, OTHERS = 0.001, "all others"  # operators below this share of every pass are summed up
 
 # Relative to a tensor's largest gradient. Order of sums and fused roundings change it by some hundred units of float32
 # in 12 layers; a wrong kernel is off by the size of the gradient itself.
@@ -52,11 +48,6 @@ class TrainingStepPoint(TimedPoint):
     trial: int = 0
 
     @property
-    def series(self) -> tuple[Hashable, float] | None:
-        n = count_parameters(self.size)
-        return ((self.sweep, self.device, self.precision), n) if n else None
-
-    @property
     def contests(self) -> int:
         return int(self.sweep in ("phases", "compile"))
 
@@ -72,13 +63,9 @@ class TrainingStepPoint(TimedPoint):
         steps = 2 if self.sweep == "compile" else 1
         return steps * HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        reason = no_compiler_reason(self.device) if self.sweep == "compile" else None
-        return reason or super().skip_reason(machine)
-
-    def title(self) -> str:
-        what = f"first steps, process {self.trial + 1}" if self.sweep == "first" else self.sweep
-        return f"{what}, {self.size}, {self.precision}"
+    @property
+    def refusal(self) -> str | None:
+        return no_compiler_reason(self.device) if self.sweep == "compile" else None
 
 
 def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
@@ -130,31 +117,29 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Compile with an empty cache, compare gradients, then time both in turns; starting the compiler is not counted."""
     from torch._inductor.utils import fresh_cache  # takes seconds, which other points need not spend
 
-    steps = {EAGER: _make_step(point)}
+    eager = _make_step(point)
 
-    def compile_and_compare() -> dict[str, float]:
+    def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
+        _run_forward_backward(eager)
+        if name == EAGER:
+            return {"check": "ok"}, eager.run
         prepare_compiler(point.device)
         torch._dynamo.reset()
         with fresh_cache():
-            steps[COMPILED] = _make_step(point, compiled=True)
-            compile_s = time_once(partial(_run_forward_backward, steps[COMPILED]), point.device)[1]
-        _run_forward_backward(steps[EAGER])
-        error = largest_difference(gradients(steps[COMPILED].model), gradients(steps[EAGER].model))
-        for step in steps.values():
+            compiled = _make_step(point, compiled=True)
+            compile_s = time_once(partial(_run_forward_backward, compiled), point.device)[1]
+        error = largest_difference(gradients(compiled.model), gradients(eager.model))
+        for step in (eager, compiled):
             step.optimizer_step()
-        return {"compile_s": compile_s, "error": error}
+        columns = {"compile_s": compile_s, "error": error, "check": verdict(error, TOLERANCES[point.precision])}
+        return columns, compiled.run
 
-    result = run_guarded(COMPILED, compile_and_compare, device=point.device)
-    if isinstance(result, Failed):
-        yield {"implementation": COMPILED, "check": result.reason}
-        return
-    check = verdict(result["error"], TOLERANCES[point.precision])
-    rows: dict[str, dict[str, Any]] = {name: {"implementation": name, "check": check} for name in steps}
-    rows[COMPILED] |= result
-    yield from timed_rows(rows, {name: step.run for name, step in steps.items()}, device=point.device, **point.rounds)
+    rows = {name: {"implementation": name} for name in (EAGER, COMPILED)}
+    yield from check_and_time(rows, check, device=point.device, **point.rounds)
 
 
 def _run_forward_backward(step: TrainingStep) -> None:
+    step.drop_gradients()
     step.forward()
     step.backward()
 
@@ -180,14 +165,7 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 def _operator_rows(passes: list[dict[tuple[str, ...], list[float]]]) -> Iterator[dict[str, Any]]:
     """One row per (phase, family, operator): its time without the operators that it calls, and its calls, by pass."""
-    totals = [sum(map(sum, times.values())) for times in passes]
-    rows: dict[tuple[str, ...], tuple[list[float], list[int]]] = {}
     for key in dict.fromkeys(key for times in passes for key in times):
         samples = [times.get(key, []) for times in passes]
-        is_small = all(sum(part) < SMALL_SHARE * total for part, total in zip(samples, totals, strict=True))
-        row = rows.setdefault((*key[:2], OTHERS) if is_small else key, ([0.0] * len(passes), [0] * len(passes)))
-        for index, part in enumerate(samples):
-            row[0][index] += sum(part)
-            row[1][index] += len(part)
-    for (phase, family, operator), (seconds, calls) in rows.items():
-        yield {"phase": phase, "family": family, "operator": operator, "self_s": seconds, "calls": calls}
+        names = dict(zip(("phase", "family", "operator"), key, strict=True))
+        yield names | {"self_s": [sum(part) for part in samples], "calls": [len(part) for part in samples]}

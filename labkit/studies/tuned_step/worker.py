@@ -1,28 +1,25 @@
-"""What every rank runs to compare the joined configuration of a training step with the default."""
+"""What every rank runs for a point of the tuned-step lab: the joined configuration and the default, in turns."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.costs.memory import peak_bytes
-from labkit.costs.transformer import SIZES, n_parameters
+from labkit.costs.transformer import SIZES
 from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
-from labkit.nn.training import AUTOCAST_DTYPES, adamw, gradients
-from labkit.nn.transformer import Transformer, language_model_loss, shape_named
+from labkit.nn.training import TrainingStep, gradients, random_tokens
+from labkit.nn.transformer import shape_named
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
+from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.compiler import prepare_compiler
 from labkit.studies.shared.gradient_check import check_completeness
-
-if TYPE_CHECKING:
-    from labkit.machine import Machine
 
 DEFAULT_NAME, JOINED = "default", "joined"
 TORCH = "torch"
@@ -52,101 +49,73 @@ class TunedStepPoint(TimedPoint):
         return is_plain and (self.world_size == 1 or self.wrapper == TORCH)
 
     @property
-    def series(self) -> tuple[Hashable, float]:
-        return self.world_size, n_parameters(SIZES[self.model])
-
-    def skip_reason(self, machine: "Machine") -> str | None:
-        if self.is_default:
-            return "the newest runs of the other labs here recommend nothing but the default: measure them first"
-        return super().skip_reason(machine)
+    def refusal(self) -> str | None:
+        reason = "the newest runs of the other labs here recommend nothing but the default: measure them first"
+        return reason if self.is_default else None
 
     @property
     def needed_bytes(self) -> float:
         return 2 * peak_bytes(SIZES[self.model], self.batch, self.context_length, phase="full_step")
 
-    def title(self) -> str:
-        return f"{super().title()}, {self.model}"
 
-
-class Training:
-    """A Transformer and AdamW under one configuration; on several ranks under a data-parallel wrapper."""
-
-    def __init__(self, point: TunedStepPoint, name: str, device: str) -> None:
-        is_joined = name == JOINED
-        torch.manual_seed(point.seed)
-        with torch.device(device):
-            attend = attention_named(point.attention if is_joined else "explicit").attend
-            self.model = Transformer(shape_named(point.model), context_length=point.context_length, attention=attend)
-        self.call: Callable[[Tensor], Tensor] = self.model
-        self.device = torch.device(device)
-        self.autocast = AUTOCAST_DTYPES[point.precision] if is_joined else None
-        self.optimizer = adamw(self.model.parameters(), self.device)
-        tokens = _tokens(point).to(self.device)
-        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        if is_joined and point.compiled:
-            prepare_compiler(self.device.type)
-            self.model.compile(dynamic=False)
-        if point.world_size > 1:
-            self.call = wrap(point.wrapper if is_joined else TORCH, self.model)
-
-    def passes(self) -> None:
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            loss = language_model_loss(self.call(self.inputs), self.targets)
-        loss.backward()
-
-    def step(self) -> None:
-        self.passes()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def _tokens(point: TunedStepPoint) -> Tensor:
-    """This rank's batch, the same for both configurations."""
+def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
+    """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper, each with a batch."""
+    is_joined, shape = name == JOINED, shape_named(point.model)
+    step = TrainingStep(
+        shape,
+        batch=point.batch,
+        context_length=point.context_length,
+        device=device,
+        precision=point.precision if is_joined else "float32",
+        attention=attention_named(point.attention if is_joined else "explicit").attend,
+        seed=point.seed,
+    )
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(point.batch_seed(rank))
-    return torch.randint(
-        shape_named(point.model).vocabulary, (point.batch, point.context_length + 1), generator=generator
-    )
+    tokens = random_tokens(shape, point.batch, point.context_length, generator)
+    step.inputs, step.targets = (part.to(device) for part in tokens)
+    if is_joined and point.compiled:
+        prepare_compiler(device)
+        step.model.compile(dynamic=False)
+    if point.world_size > 1:
+        step.call = wrap(point.wrapper if is_joined else TORCH, step.model)
+    return step
 
 
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of a step by configuration, in turns; if their gradients differ, the reason instead."""
-    device = use_device(point.device)
-    trainings, row = {DEFAULT_NAME: Training(point, DEFAULT_NAME, device)}, {"implementation": JOINED}
+    """Seconds of a step by configuration, in turns; if their gradients differ, only the default's and the reason."""
+    device, steps = use_device(point.device), dict[str, TrainingStep]()
+    tolerance = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
 
-    def compare() -> tuple[float, str]:
-        trainings[JOINED] = Training(point, JOINED, device)
-        return _check(trainings, FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE)
+    def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
+        steps[name] = make_step(point, name, device)
+        return {"check": "ok"} if name == DEFAULT_NAME else _check(steps, tolerance), steps[name].run
 
-    result = run_guarded(JOINED, compare, device=device)
-    if isinstance(result, Failed):
-        yield row | {"check": result.reason}
-        return
-    error, check = result
-    if check != "ok":
-        yield row | {"check": check, "error": error}
-        return
+    rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
     before = dist.barrier if dist.is_initialized() else None
-    rows = {name: {"implementation": name, "error": error, "check": check} for name in trainings}
-    steps = {name: training.step for name, training in trainings.items()}
-    yield from timed_rows(rows, steps, device=device, before=before, **point.rounds)
+    yield from check_and_time(rows, check, device=device, before=before, **point.rounds)
 
 
-def _check(trainings: dict[str, Training], tolerance: float) -> tuple[float, str]:
+def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
     """Compare the gradients of a first step: the largest difference of any rank, and "ok" or what is wrong.
 
     In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness is checked, too.
     """
-    is_job = dist.is_initialized()
     both = []
-    for training in trainings.values():
-        training.passes()
-        both.append({name: gradient.clone() for name, gradient in gradients(training.model).items()})
-        training.optimizer.zero_grad(set_to_none=True)
+    for step in steps.values():
+        _run_passes(step)
+        both.append({name: gradient.clone() for name, gradient in gradients(step.model).items()})
+        step.drop_gradients()
     error = largest_difference(both[1], both[0])
-    error = max_over_ranks(error) if is_job else error
-    check = verdict(error, tolerance)
-    if check == "ok" and is_job and dist.get_world_size() > 1:
-        checks = [check_completeness(dict(one.model.named_parameters()), one.passes) for one in trainings.values()]
-        check = next((one for one in checks if one != "ok"), "ok")
-    return error, check
+    if not dist.is_initialized():
+        return {"error": error, "check": verdict(error, tolerance)}
+    error = max_over_ranks(error)
+    checks = [verdict(error, tolerance)]
+    for step in steps.values() if checks == ["ok"] else ():
+        checks.append(check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step)))
+    return {"error": error, "check": next((one for one in checks if one != "ok"), "ok")}
+
+
+def _run_passes(step: TrainingStep) -> None:
+    step.forward()
+    step.backward()
