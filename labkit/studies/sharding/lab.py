@@ -64,8 +64,8 @@ def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
 
 STEP = Metric("seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts)
 PEAK = Metric("peak_bytes", "implementation", ("size", "world_size", "device"), where={"kind": "memory"}, exact=True)
-AT = {"size": None, "optimizer": "AdamW", "transport": SHARED}
-"""Figures show the largest model, and of several optimizers and transports these."""
+AT = {"size": None, "world_size": None, "optimizer": "AdamW", "transport": SHARED}
+"""Figures show the largest model and the most ranks, and of several optimizers and transports these."""
 NAMES = {
     DDP: "DDP",
     ZERO1: "ZeRO-1",
