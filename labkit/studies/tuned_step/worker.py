@@ -77,6 +77,11 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     if is_joined and point.compiled:
         prepare_compiler(device)
         step.model.compile(dynamic=False)
+        if point.world_size > 1 and point.wrapper != TORCH:  # torch's DDP cuts graphs at its buckets
+            if rank == 0:
+                _run_passes(step)
+                step.drop_gradients()
+            dist.barrier()  # the other ranks find the code in the user's cache
     if point.world_size > 1:
         step.call = wrap(point.wrapper if is_joined else TORCH, step.model)
     return step
