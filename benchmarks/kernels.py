@@ -22,6 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -271,14 +272,12 @@ def main() -> int:
 
 
 def _selected(options: argparse.Namespace) -> Iterator[tuple[int, torch.dtype, int, str, Tile]]:
-    for capability in options.capability or CHIPS:
-        for name in options.dtype or ("bfloat16", "float32"):
-            dtype: torch.dtype = getattr(torch, name)
-            for kernel in options.kernel or TILED_KERNELS:
-                for head_dim in options.head_dim or (32, 64, 128, 256):
-                    shipped = tiles_for(kernel, dtype=dtype, head_dim=head_dim, capability=divmod(capability, 10))
-                    for tile in options.tile or shipped:
-                        yield capability, dtype, head_dim, kernel, tile
+    targets = product(options.capability or CHIPS, options.dtype or ("bfloat16", "float32"))
+    kernels = list(product(options.kernel or TILED_KERNELS, options.head_dim or (32, 64, 128, 256)))
+    for (capability, name), (kernel, head_dim) in product(targets, kernels):
+        dtype: torch.dtype = getattr(torch, name)
+        shipped = tiles_for(kernel, dtype=dtype, head_dim=head_dim, capability=divmod(capability, 10))
+        yield from ((capability, dtype, head_dim, kernel, tile) for tile in options.tile or shipped)
 
 
 def _options() -> argparse.Namespace:

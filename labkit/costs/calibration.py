@@ -13,7 +13,7 @@ from datetime import datetime
 
 import numpy as np
 
-from labkit.costs.communication import AT_ONCE, AlphaBeta, MessageCost
+from labkit.costs.communication import AT_ONCE, MessageCost
 
 Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
@@ -88,7 +88,7 @@ class Transport:
     """Median relative error of the fit."""
 
     def predict_s(self, cost: MessageCost) -> float:
-        return self.call_s + AlphaBeta(self.alpha_s, self.beta_s_per_byte).predict_s(cost)
+        return self.call_s + cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)

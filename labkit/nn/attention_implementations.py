@@ -69,10 +69,6 @@ def _compiled_naive() -> Attention:
     return torch.compile(naive_attention_unchecked, fullgraph=True, dynamic=False)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return TiledAttention.apply(q, k, v, causal)
-
-
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     from labkit.nn.flash_attention import flash_attention  # needs Triton, which not every machine has
 
@@ -168,7 +164,7 @@ SDPA_BACKENDS = {
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "explicit": Implementation(naive_attention, _dtype_reason),
     "compiled": Implementation(_compiled, _no_compiled_reason),
-    "tiled": Implementation(_tiled, _dtype_reason),
+    "tiled": Implementation(TiledAttention.apply, _dtype_reason),
     "flash": Implementation(_flash, _no_flash_reason),
 }
 """All implementations by name, with SDPA's backends below; `register` adds a user-defined one."""
