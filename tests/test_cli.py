@@ -21,8 +21,7 @@ from labkit.lab.project import committed_notebook, notebook_path, recorded_direc
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.studies import LABS
-from tests.cases import thinned
-from tests.commands import all_runs, labkit, runs_by
+from tests.commands import all_runs, runs_by
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 
@@ -124,8 +123,6 @@ MISTAKES = [
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
     (["predict", "nothing.csv"], ["error: nothing.csv: No such file or directory"]),
 ]
-# A program of its own says nothing else, while it imports, either; of the commands `report` imports most.
-MISTAKES_OF_A_PROGRAM = thinned([MISTAKES[0], MISTAKES[1], MISTAKES[10]], lambda command, _: command[0] == "report")
 
 
 def _assert_one_message(said, words):
@@ -136,19 +133,11 @@ def _assert_one_message(said, words):
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES)
-def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, command):
+def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, command, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
     status, _, complaint = command(*arguments)
     assert status == 2
     _assert_one_message(complaint, words)
-    assert not runs_by(arguments)
-
-
-@pytest.mark.parametrize(("arguments", "words"), MISTAKES_OF_A_PROGRAM)
-def test_a_mistake_is_one_line_of_a_program_and_its_exit_status(arguments, words, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "nonsense")
-    result = labkit(*arguments)
-    assert result.returncode == 2
-    _assert_one_message(result.stderr, words)
     assert not runs_by(arguments)
 
 

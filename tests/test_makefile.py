@@ -43,12 +43,6 @@ def test_an_environment_that_was_moved_is_made_again(checkout):
     assert (moved / ".venv" / "installed").exists()  # a dry run takes nothing away
 
 
-def test_an_environment_that_make_did_not_make_is_left_alone(checkout):
-    moved = checkout.rename(checkout.parent / "moved")
-    (moved / ".venv" / "installed").unlink()
-    assert "rm -rf .venv\n" not in _planned(moved, "report")
-
-
 def test_all_has_what_the_quick_tests_leave_out_and_help_lists_both(checkout):
     assert '-m "not slow"' in _planned(checkout, "test")
     everything = _planned(checkout, "test-all")

@@ -86,9 +86,7 @@ def _is_papermills(source: str) -> bool:
 
 def _assigned_names(source: str) -> list[str]:
     """Names that a cell sets at its top level, above the line that opens a lab; none that begin with `_`."""
-    if source.lstrip().startswith("%%"):  # the body of a cell magic such as %%time
-        source = source.lstrip().partition("\n")[2]
-    lines = takewhile(lambda line: OPENS not in line, TransformerManager().transform_cell(source).splitlines())
+    lines = takewhile(lambda line: OPENS not in line, source.splitlines())
     try:
         symbols = symtable("\n".join(lines), "cell", "exec").get_symbols()
     except SyntaxError:  # it did not run either

@@ -2,7 +2,6 @@
 
 import re
 from datetime import UTC, datetime
-from functools import partial
 
 import pandas as pd
 import pytest
@@ -150,13 +149,6 @@ def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():
     assert "<style>" not in page
     assert "prefers-color-scheme: dark" in source.data
     assert "def ring_all_reduce(" in repr(source)
-
-
-def test_what_wraps_a_function_shows_the_function_and_markup_in_it_is_text():
-    def mine(tensor):
-        return "</code><script>"
-
-    assert "&lt;script&gt;" in cards.render_source(partial(mine, 1)).data
 
 
 def test_what_has_no_source_is_refused():

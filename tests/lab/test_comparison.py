@@ -168,16 +168,6 @@ def test_nothing_to_compare_and_what_is_no_run_are_one_clear_message(first, tmp_
             load_runs(names)
 
 
-@pytest.mark.parametrize("change", [{"format_version": 2}, {"new_field": 1}])
-def test_a_run_of_a_newer_labkit_names_the_version_that_wrote_it(change, first):
-    header, *rest = first.path.read_text().splitlines()
-    header = json.loads(header) | change
-    header["machine"]["source"] = {"version": "9.1.0", "commit": "fff9999aaa"}
-    first.path.write_text("\n".join([json.dumps(header), *rest, ""]))
-    with pytest.raises(RunFileError, match=r"written by labkit 9\.1\.0 \(commit fff9999aaa\)"):
-        Run.load(first.path)
-
-
 @pytest.mark.parametrize("evil", [EVIL, QUOTED, "$x^{$", "a_b\n<b>"])
 def test_nothing_that_a_run_says_becomes_markup(evil, tmp_path):
     """Names of the lab, the machine, its host and commit, and values of parameters."""

@@ -53,8 +53,7 @@ def test_a_parameters_cell_may_hold_other_lines(beside, shell, capsys):
 
 
 def test_a_cell_magic_around_the_parameters_hides_none(shell, capsys):
-    namespace = shell('%%time\nprofile = "smoke"\nrepeats = 7')
-    assert open_lab(STUDY, namespace).config.repeats == 7
+    assert open_lab(STUDY, shell('%%time\nprofile = "smoke"\nrepeats = 7')).config.repeats == 7
 
 
 def test_what_follows_the_opening_of_a_lab_in_one_cell_is_no_parameter(shell):
