@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,7 +212,7 @@ def report(
         calibrate_first(studies, profile or "quick")
     results = []
     say = err if as_json else out
-    with Kernel(studies) as kernel:
+    with closing(Kernel(studies)) as kernel:
         for study in studies:
             with progress("report", study.name) as show:
                 if resume is not None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 
@@ -32,9 +32,8 @@ USUAL_VARIATION = 1.05
 """Factor by which ratios differ when measured twice on one quiet machine."""
 
 NO_DIFFERENCE = "none measurable"
-Outcome = Literal["agree", "differ", "lost", "gained"]
-"""Fate of a verdict; "lost": the first run has it, and the other does not."""
-OUTCOMES = get_args(Outcome)
+OUTCOMES = ("agree", "differ", "lost", "gained")
+"""Fates of a verdict; "lost": the first run has it, and the other does not."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Pair:
     ratios: pd.DataFrame
     """One row per question, configuration and alternative that both measured."""
 
-    def outcomes(self) -> dict[str, Outcome]:
-        """Fate of each verdict that one of them has."""
-        outcomes: dict[str, Outcome] = {}
+    def outcomes(self) -> dict[str, str]:
+        """Fate of each verdict that one of them has, by question."""
+        outcomes = {}
         for question, (first, other) in self.answers.items():
             is_measured = first.verdict != "not measured", other.verdict != "not measured"
             if all(is_measured):
@@ -243,7 +242,7 @@ def write_comparison(
 
 def _overview_row(comparison: LabComparison, pair: Pair) -> dict[str, Any]:
     outcomes = list(pair.outcomes().values())
-    row = {"lab": comparison.lab.name, "run": pair.name, "against": comparison.name}
+    row: dict[str, Any] = {"lab": comparison.lab.name, "run": pair.name, "against": comparison.name}
     row |= {name: outcomes.count(name) for name in OUTCOMES}
     return row | {"points shared": pair.n_shared, "different parameters": ", ".join(pair.parameters) or "none"}
 

@@ -28,7 +28,7 @@ Verdict = Literal["right", "wrong", "fails", "hangs"]
 STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AlternativeCheck:
     """Result of checking a reader's alternative; true if it is right."""
 
@@ -44,11 +44,8 @@ class AlternativeCheck:
     def __bool__(self) -> bool:
         return self.verdict == "right"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.verdict}: {self.details}" if self.details else self.verdict
-
-    def _repr_markdown_(self) -> str:  # IPython calls it
-        return f"**{self.verdict}**" + (f": {self.details}" if self.details else "")
 
 
 def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:

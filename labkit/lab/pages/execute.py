@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import nbformat
 from jupyter_client.manager import AsyncKernelManager
@@ -60,20 +60,14 @@ class Kernel:
     """A kernel for several notebooks: each starts with an empty namespace and has the imports of those before it.
 
     Imports and the start of a fork server would take several seconds per notebook. The server has what the ranks of
-    all `studies` need. Ends with its `with` block.
+    all `studies` need.
     """
 
     def __init__(self, studies: Iterable[Lab] = ()) -> None:
         self.manager = _KernelManager(kernel_name="python3")  # this interpreter, whatever kernels are registered
         self.start_line = KERNEL_START.format(sorted({module for study in studies for module in study.preload}))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process; the next notebook starts another one."""
         if self.manager.has_kernel:
             run_sync(self.manager.shutdown_kernel)()
@@ -163,7 +157,7 @@ def execute_notebook(
             raise KeyboardInterrupt from None
         raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
     except RuntimeError as error:  # nbclient: the kernel died
-        kernel.end()
+        kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
     finally:
         write_file(target, nbformat.writes(executed))
