@@ -53,6 +53,7 @@ def launch(
     world_size: int,
     backend: str | None = "gloo",
     scheduling: str = "batch",
+    threads: int | None = None,
     timeout_s: float = 120.0,
     on_output: Callable[[str], None] | None = None,
 ) -> Items:
@@ -68,6 +69,7 @@ def launch(
         world_size: ranks, at most as many as this machine can start, by cores and memory.
         backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
         scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
+        threads: of torch on each rank; available cores // ranks, at least 1, if None.
         timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
         on_output: gets the ranks' output, as "[rank r] line"; stderr if None.
 
@@ -76,7 +78,9 @@ def launch(
     """
     plan = GroupPlan(world_size, backend, scheduling, timeout_s)
     _check(plan, worker)
-    plan = replace(plan, threads=max(1, available_cores() // torchrun.ranks_here(world_size)))
+    if threads is not None and threads < 1:
+        raise ValueError(f"expected at least 1 thread, got {threads}")
+    plan = replace(plan, threads=threads or max(1, available_cores() // torchrun.ranks_here(world_size)))
     points = list(points)
     payload = _serialize((plan, worker, points))
     if torchrun.is_job_rank():

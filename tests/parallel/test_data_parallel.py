@@ -250,6 +250,15 @@ def _joined(divides_by_all):
     return situation
 
 
+def _joined_with_own_buffers(wrap):
+    """Where buffers are not broadcast, ranks keep theirs, and none waits for another's."""
+    model = wrap(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), broadcast_buffers=False)
+    with model.join():
+        for number in range(dist.get_rank() + 1):
+            model(batch(10 * number + dist.get_rank())).square().mean().backward()
+    return int(model.module[1].num_batches_tracked) == dist.get_rank() + 1
+
+
 def _copied_module(wrap):
     model = wrap(plain())
     copied = copy.deepcopy(model.module)
@@ -432,6 +441,7 @@ RIGHT = {
     "idempotent": _idempotent,
     "join": _joined(True),
     "join, divided by those with a batch": _joined(False),
+    "join, with buffers of each rank": _joined_with_own_buffers,
     "a copied module": _copied_module,
     "gradient of an input": _inputs_gradient,
     "evaluation": _evaluated,

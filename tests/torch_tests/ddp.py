@@ -31,7 +31,11 @@ from torch.testing._internal.distributed import distributed_test
 
 TORCHS = distributed_test.DistributedTest._DistTestBase
 WORDS = ("ddp", "DDP", "DistributedDataParallel", "SyncBatchNorm")
-TESTS = sorted(name for name in dir(TORCHS) if name.startswith("test_") and any(word in name for word in WORDS))
+TESTS = sorted(
+    name
+    for name in dir(TORCHS)
+    if name.startswith("test_") and any(word in name + inspect.getsource(getattr(TORCHS, name)) for word in WORDS)
+)
 TABLE = Path(__file__).parents[2] / "docs" / "torch-tests.md"
 LEFT_OUT = set(re.findall(r"`(test_\w+)`", TABLE.read_text()))
 
@@ -39,8 +43,17 @@ LEFT_OUT = set(re.findall(r"`(test_\w+)`", TABLE.read_text()))
 class Wrapper(BucketedDDP):
     """BucketedDDP, saved and loaded as torch's tests do: the module, which is then wrapped again."""
 
-    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **options: Any):
-        super().__init__(module, **options)
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        static_graph: bool = False,  # a promise, with which parameters may be unused
+        forward_sync_buffers: bool = True,  # of torch 2.13, for broadcast_buffers
+        **options: Any,
+    ):
+        super().__init__(module, find_unused=static_graph, **{"broadcast_buffers": forward_sync_buffers, **options})
+        self.forward_sync_buffers = self.broadcast_buffers
         self.process_group, self.broadcast_bucket_size = self.join_process_group, 2**28
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -132,8 +132,9 @@ class DataParallel(nn.Module, UnevenInputs):
             self._abandon_unfinished_pass()
             self._is_armed = trains
             self._versions = self._list_versions()
-        source = self.announce_forward(trains=trains, broadcasts=self._broadcasts_next_forward)
-        if self.broadcast_buffers and self._broadcasts_next_forward:
+        broadcasts = self.broadcast_buffers and self._broadcasts_next_forward
+        source = self.announce_forward(trains=trains, broadcasts=broadcasts)
+        if broadcasts:
             broadcast(self.module.buffers(), self.group, source)
         self._broadcasts_next_forward = trains  # only training changes buffers: evaluation after it needs one broadcast
 

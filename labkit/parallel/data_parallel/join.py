@@ -23,6 +23,7 @@ class UnevenInputs(Joinable, JoinHook):
 
     module: nn.Module
     group: dist.ProcessGroup | None
+    broadcast_buffers: bool
     _ready: list[bool]
     _mean_factor = 1.0
     """Turns a mean over all ranks into one over the active ranks."""
@@ -54,7 +55,8 @@ class UnevenInputs(Joinable, JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last."""
         source, _ = self._exchange(ACTIVE * is_last_joiner)
-        broadcast([*self.module.parameters(), *self.module.buffers()], self.group, source)
+        buffers = self.module.buffers() if self.broadcast_buffers else ()
+        broadcast([*self.module.parameters(), *buffers], self.group, source)
         self._mean_factor, self._join_config = 1.0, _JoinConfig.construct_disabled_join_config()
 
     def announce_forward(self, *, trains: bool, broadcasts: bool) -> int:
