@@ -55,7 +55,16 @@ def _local(tensor: Any) -> Tensor:
 
 def _zero2(model: nn.Module, **settings: Any) -> tuple[ReduceScatterDDP, ShardedOptimizer]:
     wrapper = ReduceScatterDDP(model, **settings)
-    return wrapper, ShardedOptimizer(wrapper.parameters(), optim.SGD, lr=0.1, **settings)
+    return wrapper, ShardedOptimizer(wrapper.parameters(), optim.SGD, wrapper=wrapper, lr=0.1, **settings)
+
+
+def _check_fast_path() -> list[str]:
+    """An encoder layer that is the whole model reads its children's parameters in evaluation."""
+    torch.manual_seed(0)
+    alone = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    model, x = FSDP(copy.deepcopy(alone)), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        return [] if torch.allclose(model.eval()(x), alone(x)) else ["another output"]
 
 
 def _check_compiled_in_place() -> list[str]:
@@ -479,6 +488,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "dtypes": (2, _check_dtypes),
     "hooks": (2, _check_hooks),
     "compiled in place": (2, _check_compiled_in_place),
+    "fast path": (2, _check_fast_path),
     "messages of three": (3, _check_messages),
     "saving": (3, _check_saving),
 }

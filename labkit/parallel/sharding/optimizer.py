@@ -47,6 +47,7 @@ class ShardedOptimizer(Optimizer):
     Args:
         params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one device, dense.
         optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
+        wrapper: a `ReduceScatterDDP`, whose group it takes.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
         settings: of `optimizer_cls`.
@@ -63,10 +64,12 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_cls: Callable[..., Optimizer],
         *,
+        wrapper: Any = None,
         group: dist.ProcessGroup | None = None,
         transport: str = AUTO,
         **settings: Any,
     ):
+        group = group if wrapper is None else wrapper.group
         members = member_group(group)
         self._group, self._transport, self._place = group, transport, (members.rank(), members.size())
         self._shard = f"rank {members.rank()} of {members.size()}"

@@ -49,7 +49,7 @@ def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
 
 
 def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
-    if isinstance(module, nn.MultiheadAttention):  # it reads the parameters of its child
+    if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):  # it reads its children's parameters
         return
     for child in module.children():
         if next(child.parameters(), None) is None:
