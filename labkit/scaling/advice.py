@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """Up to three layouts and what surrounds them."""
+    """Up to three layouts, the best of other strategies, and changes to consider."""
 
     request: Request
     best: Sequence[Prediction]
@@ -100,7 +100,7 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
 
 
 def advise(request: Request) -> Advice:
-    """The best layouts and what surrounds them. ValueError if no layout is possible, with the reason."""
+    """Find the best layouts and changes to consider. ValueError if no layout is possible, with the reason."""
     ranking = rank(request)
     best, first = ranking.proposed(), ranking.first()
     return Advice(
@@ -146,7 +146,7 @@ def describe_layout(layout: Layout) -> str:
 
 
 def strategy(layout: Layout) -> str:
-    """What a layout does, in words."""
+    """Name of a layout's strategy."""
     if layout.cp > 1:
         return "context parallel"
     if layout.tp > 1 or layout.pp > 1:

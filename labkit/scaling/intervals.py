@@ -28,7 +28,7 @@ SLOWER = ("tensor_over_nodes", "unstable")
 DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes")
 """In the order in which their widths are measured."""
 MAX_DISTANCE = 7.0
-"""Folds judge few predictions further away, so that their error is not known."""
+"""Folds judge few predictions further away, so their error is unknown."""
 Widths = Mapping[str, tuple[float, float]]
 """Origin or distance -> its width at the low and at the high end, in log units."""
 
@@ -127,7 +127,7 @@ def _doublings(values: Numbers, limit: Numbers | float) -> Numbers:
 
 
 def sum_distances(origins: Texts, columns: Mapping[str, Numbers]) -> Numbers:
-    """How far outside of measured ground each run lies, (n,): doublings, and 1 per kind without a measured run."""
+    """Each run's total distance from measured runs, (n,): doublings, and 1 per kind without a measured run."""
     counted = [columns[name] for name in ("gpus", "length", "architecture", "kind")]
     return np.asarray(sum(counted) + columns["size"] ** 2 + (origins == FRAMEWORK))
 
@@ -176,7 +176,7 @@ def peak_s(runs: Runs) -> Numbers:
 
 
 def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
-    """In which respects a run lies outside of measured ground, in words."""
+    """Yield in words where a run lies outside of measured runs."""
     framework = str(runs.framework[row])
     limits, everything = ground.limits(framework), ground.everything
     is_measured = framework in ground.by_framework

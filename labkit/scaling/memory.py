@@ -32,7 +32,7 @@ class Stages:
 
     @property
     def peak_gib(self) -> Numbers:
-        """Of the fullest stage, (n,)."""
+        """Peak of the fullest stage, (n,)."""
         return self.reserved.max(axis=1) / GIB
 
 
@@ -69,7 +69,7 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 
 def stages(runs: Runs, constants: Rows) -> Stages:
-    """What every stage holds at its fullest moment."""
+    """Peak memory of every stage, by part."""
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
@@ -122,7 +122,7 @@ def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) ->
 
 
 def _divided(runs: Runs) -> tuple[Numbers, Flags]:
-    """Over how many ranks a sharded part is divided, and whether the parameters are whole on each of them; (n, 1)."""
+    """Ranks that share a sharded part, and whether each has whole parameters; (n, 1)."""
     ranks = runs.dp * runs.cp
     inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1) * runs.cp
     ranks = np.where(runs.shard == "hsdp", np.minimum(ranks, inside), ranks)

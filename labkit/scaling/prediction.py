@@ -65,7 +65,7 @@ class Prediction:
     step_s: float
     interval_90: tuple[float, float]
     distance: float
-    """From measured ground, in doublings and kinds without a measured run."""
+    """Distance from measured runs, in doublings and kinds without a measured run."""
     parts_s: Mapping[str, float]
     """Parts that add up to `step_s`; of collectives, only the exposed time."""
     mfu: float
@@ -74,9 +74,9 @@ class Prediction:
     """By pipeline stage and part; each stage's parts add up to its reserved memory."""
     peak_gib: float
     out_of_memory: float
-    """Probability that it runs out of memory."""
+    """Probability of running out of memory."""
     is_unstable: bool
-    """So near the memory's limit that steps become slow."""
+    """Memory is so full that steps become slow."""
     warnings: tuple[str, ...]
 
     @property
@@ -99,7 +99,7 @@ class Predictions:
     low_90: Numbers
     high_90: Numbers
     distance: Numbers
-    """From measured ground; beyond `MAX_DISTANCE` the numbers have no known error."""
+    """Distance from measured runs; beyond `MAX_DISTANCE` the error is unknown."""
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
     mfu: Numbers
@@ -117,7 +117,7 @@ class Predictions:
         return (self.out_of_memory < SAFE_RISK) & ~self.is_unstable
 
     def prediction(self, row: int) -> Prediction:
-        """One of them, whether it is too far from measured ground or not."""
+        """Return one prediction, even of a run that is too far from measured runs."""
         layout = self.runs.origin[row].layout
         stages = [
             {name: float(values[row, stage]) / memory.GIB for name, values in self.stages.parts.items()}
@@ -138,15 +138,15 @@ class Predictions:
         )
 
     def warnings(self, row: int) -> Iterator[str]:
-        """Where the prediction of a run extrapolates, and where memory makes it unstable."""
+        """Yield where the prediction extrapolates, and whether memory runs out or slows steps down."""
         yield from extrapolations(self.runs, row, self.ground)
         if self.out_of_memory[row] >= FITS_RISK:
             yield "expected to run out of memory"
         elif self.is_unstable[row]:
-            yield "unstable: so near the memory's limit that steps are often 1.5 to 8 times slow"
+            yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
     def refusal_reason(self, row: int) -> str | None:
-        """Why a run is too far from measured ground for a number, with the measurement that would help; None if not."""
+        """Why a run is too far from measured runs to predict, and the measurement that would help; None if near."""
         if self.distance[row] <= MAX_DISTANCE:
             return None
         reasons = "; ".join(extrapolations(self.runs, row, self.ground))
@@ -154,7 +154,7 @@ class Predictions:
 
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
-    """One training step. ValueError if the layout cannot run the model, or for a run too far from measured ground."""
+    """Predict one step. ValueError if the layout cannot run the model, or the run is too far from measured runs."""
     if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
     predictions = predict_runs(Runs([run]), constants)
@@ -164,7 +164,7 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
 
 
 def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
-    """All runs at once. Layouts must be possible (`impossible_reason`)."""
+    """Predict all runs at once. Layouts must be possible (`impossible_reason`)."""
     constants = constants or load_constants()
     ground = load_ground()
     calibrated = {name: ground.limits(constants.parents[name]) for name in constants.calibrated}
@@ -266,7 +266,7 @@ def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
 
 
 def _merge(row: Row, predicted: Mapping[str, str]) -> dict[str, str]:
-    """A row's cells, its prediction, and what was assumed about empty cells."""
+    """A row's cells, its prediction, and the assumptions about empty cells."""
     cells = {MEASURED.get(name, name): value for name, value in row.cells.items()}
     notes = [note for note in (predicted["note"], *(f"assumed: {name}" for name in row.assumptions)) if note]
     cells = {name: value for name, value in cells.items() if name not in COLUMNS}

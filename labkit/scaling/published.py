@@ -1,4 +1,4 @@
-"""The published runs, each with its predictions by constants that had not seen its like, and how far others are."""
+"""The published runs, their predictions by constants fitted without them, and the ones nearest to a run."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -96,7 +96,7 @@ def frameworks() -> frozenset[str]:
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Seconds of every published run by constants fitted without its like, (n,); nan if the fold has no such run.
+    """Seconds of every published run as a fold predicts it, (n,); nan if the fold does not judge it.
 
     `benchmarks/fit_scaling.py --write` writes the predictions.
     """
@@ -105,7 +105,7 @@ def held_out_s(fold: str) -> Numbers:
 
 
 def distances(runs: Runs, row: int, others: Runs) -> Numbers:
-    """How unlike run `row` is to each of `others`, (m,); 1 is a doubling of the parameters."""
+    """Distance of run `row` from each of `others`, (m,); 1 is a doubling of the parameters."""
     away: Numbers = np.zeros(len(others))
     for name, weight in DOUBLING.items():
         away = away + weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))

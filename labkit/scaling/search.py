@@ -17,11 +17,11 @@ from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
 MAX_MICRO_BATCH = 64
 MAX_TOKENS = 2**17
-"""Per micro-batch and rank, if it has several sequences: matmuls are large enough by then."""
+"""Tokens per micro-batch and rank with several sequences; matmuls are large enough by then."""
 MIN_TOKENS = 4096
-"""Per sequence and context-parallel rank: published trainings go no shorter."""
+"""Tokens per sequence and context-parallel rank; published trainings use no fewer."""
 CHUNKS = (2, 4)
-"""Of an interleaved schedule."""
+"""Chunks per stage of interleaved schedules to try."""
 PROPOSED = 3
 CAUTION = 0.03
 """A layout must be faster by this share per unit of distance from measured ground to be preferred."""
@@ -41,7 +41,7 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Layout` with the only value to try."""
     reserve_gib: float = 0.0
-    """Memory of each GPU that stays free."""
+    """Memory to leave free on each GPU."""
     constants: Constants = field(default_factory=load_constants)
 
     @property
@@ -89,9 +89,9 @@ def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> l
 
 
 def rank(request: Request) -> Ranking:
-    """All layouts for a request; those whose memory makes steps unstable come after all others.
+    """Rank all layouts for a request; those whose memory makes steps unstable come last.
 
-    ValueError if no layout is possible, or all are too far from measured ground.
+    ValueError if no layout is possible, or all are too far from measured runs.
     """
     if min(request.gpus, request.global_batch, request.seq_len) < 1:
         raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {request.gpus} GPUs")

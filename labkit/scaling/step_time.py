@@ -24,7 +24,7 @@ BF16 = 2
 def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     """Seconds of each part of the step, which they add up to; of collectives, only the exposed time.
 
-    All wait for the slowest node: of n whose times vary by a share s, it is late by about s sqrt(2 ln n).
+    Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about s sqrt(2 ln n).
     """
     layer = _layer_s(runs, constants)
     head, transfer = _head_s(runs, constants), _pipeline_transfer_s(runs, constants)

@@ -63,15 +63,14 @@ def ask(variables: Mapping[str, Any]) -> Plan:
     return Plan({name: variables.get(name) for name in NAMES})
 
 
-def compare(plans: Mapping[str, Plan], count: int = 1) -> pd.DataFrame:
+def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
     """The best layouts of each plan, one per row, and tokens per second of all GPUs."""
     rows = {
         (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
         for name, plan in plans.items()
         for place, one in enumerate(rank(plan.question.request).proposed(count) or [plan.advice.first], start=1)
     }
-    frame = pd.DataFrame.from_dict(rows, orient="index")
-    return frame if count > 1 else frame.droplevel(1)
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def waterfall(plans: Mapping[str, Plan]) -> Plot:

@@ -27,7 +27,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_number(value: Any) -> Any:
-    """A number from "4M", "15T" or "4,000,000"; what is no text stays as it is. ValueError for other text."""
+    """A number from "4M", "15T" or "4,000,000"; other types pass unchanged. ValueError for other text."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace("_", "")
@@ -51,7 +51,7 @@ Percent = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=100)]
 
 
 class Options(BaseModel):
-    """What a reader may ask about; None for what was left out."""
+    """Options of a question; None if left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +69,7 @@ class Options(BaseModel):
     calibrate: str | None = Field(None, description="A CSV of three or more of your runs, with step_s.")
     tokens_per_second: Amount | None = Field(None, description="With --explain: measured, of all GPUs.")
     mfu: Percent | None = Field(None, description="With --explain: measured, in percent.")
-    tp: Whole | None = Field(None, description="Tensor-parallel ranks; what is not named is searched.")
+    tp: Whole | None = Field(None, description="Tensor-parallel ranks; searched unless set, as are the next ones.")
     pp: Whole | None = Field(None, description="Pipeline stages.")
     vp: Whole | None = Field(None, description="Chunks per stage.")
     cp: Whole | None = Field(None, description="Context-parallel ranks.")
@@ -87,7 +87,7 @@ class Options(BaseModel):
     vocab: Whole | None = Field(None, description="Vocabulary; default 32000.")
 
     def named(self, *names: str) -> dict[str, Any]:
-        """Those of some options, or of all, that were not left out."""
+        """Options that are set, of these names or of all."""
         values = self.model_dump(exclude_none=True)
         return {name: values[name] for name in names or values if name in values}
 
@@ -133,7 +133,7 @@ class AdviceRequest:
 
 
 def make_request(options: Options) -> AdviceRequest:
-    """The request that these options make. ValueError in one line, with what was expected."""
+    """Build the request of these options. ValueError in one line, with what was expected."""
     assumptions: list[str] = []
     model = _model(options, assumptions)
     hardware, gpus = _hardware(options)
