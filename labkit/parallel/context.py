@@ -38,6 +38,7 @@ from labkit.nn.attention import accumulator_dtype, check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
 from labkit.parallel.collectives import all_gather, reduce_scatter
+from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.exchange import agree, start_exchange
 from labkit.parallel.transport import AUTO, member_group
 
@@ -168,6 +169,7 @@ class _Call(NamedTuple):
         return (everything, first, False) if source < rank else (second, everything, False)
 
 
+@disable_compile
 def _attend(
     method: type[_Gathered], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Group, layout: str, transport: str
 ) -> Tensor:

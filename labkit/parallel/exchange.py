@@ -17,6 +17,7 @@ NOTE_BYTES = 16
 """Bytes that a rank sends to each other rank to agree, as int64."""
 
 
+@disable_compile
 def exchange(
     send: torch.Tensor | None,
     to: int | None,
@@ -62,6 +63,7 @@ def start_exchange(
     incoming, via = place.__enter__()
     finish = via.start(Step(outgoing, to or 0, incoming, source or 0))
 
+    @disable_compile
     def complete() -> None:
         finish()
         place.__exit__(None, None, None)

@@ -98,6 +98,16 @@ def test_a_transformer_trains_on_a_part_of_the_sequence_per_rank() -> None:
     assert max(run_ranks(train_transformer, world_size=2)) <= EXACT
 
 
+def attend_compiled() -> float:
+    parts = [split(x, 2) for x in inputs(torch.float64, 8)]
+    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v), backend="eager")
+    return furthest(differentiate(compiled, parts), differentiate(ring_attention, parts))
+
+
+def test_it_goes_into_a_compiled_function() -> None:
+    assert run_ranks(attend_compiled, world_size=2) == [0, 0]
+
+
 def leave_out_each(method: str, layout: str) -> list[str]:
     def start_exchange(sent: Tensor, to: int, received: Tensor, *rest: Any, **options: Any) -> Callable[[], object]:
         return received.zero_
