@@ -18,9 +18,9 @@ def _broken():
 
 
 def test_the_reason_is_one_line():
-    with pytest.raises(ValueError, match="no plan") as found:
+    with pytest.raises(ValueError, match="no plan") as raised:
         _broken()
-    assert re.fullmatch(NO_PLAN, describe_failure(found.value, "cpu"))
+    assert re.fullmatch(NO_PLAN, describe_failure(raised.value, "cpu"))
     assert describe_failure(ValueError(), "cpu") == "failed: ValueError"
     assert describe_failure(MemoryError(), "cpu").startswith("out of memory")
 
@@ -85,17 +85,17 @@ def _in_turns(_):
 
     sent = []
     for action in (out_of_memory, out_of_memory_later, next_message, halfway, right):
-        found = run_guarded(action.__name__, action, device="cpu")
-        yield {"name": action.__name__, "found": found.reason if isinstance(found, Failed) else found}
+        result = run_guarded(action.__name__, action, device="cpu")
+        yield {"name": action.__name__, "result": result.reason if isinstance(result, Failed) else result}
 
 
 def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     items = list(launch(_in_turns, [None], world_size=2))
     at = max(number for number, item in enumerate(items) if isinstance(item, Retry))
-    found = {
-        item.values["name"]: item.values["found"] for item in items[at:] if isinstance(item, Row) and not item.rank
+    result = {
+        item.values["name"]: item.values["result"] for item in items[at:] if isinstance(item, Row) and not item.rank
     }
-    assert found["out_of_memory"] == found["out_of_memory_later"] == "out of memory: no more"
-    assert found["next_message"] == [1.0] * 4
-    assert re.match(r"failed: RuntimeError: .*rank \d sent \d+ bytes", found["halfway"])
-    assert found["right"] == [0.5] * 4
+    assert result["out_of_memory"] == result["out_of_memory_later"] == "out of memory: no more"
+    assert result["next_message"] == [1.0] * 4
+    assert re.match(r"failed: RuntimeError: .*rank \d sent \d+ bytes", result["halfway"])
+    assert result["right"] == [0.5] * 4

@@ -22,7 +22,9 @@ class _Ranks:
         self.rank, self.ranks = 0, ranks
         monkeypatch.setattr(gradient_check.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(gradient_check.dist, "get_world_size", lambda: ranks)
-        monkeypatch.setattr(gradient_check, "first_failing_rank", lambda found: (0, found) if found[0] >= 0 else None)
+        monkeypatch.setattr(
+            gradient_check, "first_failing_rank", lambda report: (0, report) if report[0] >= 0 else None
+        )
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(dtype)
         self.named = dict(self.model.named_parameters())

@@ -25,7 +25,7 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
 def test_layers_that_are_not_trace_are_counted(precision):
     shape = replace(SIZES["nano"], n_layers=4)
     whole = {**module._trace_passes(shape, 2, 16, precision), **module._trace_update(shape, "cpu")}
-    found = list_operators(shape, 2, 16, precision)
-    assert {phase: Counter(calls) for phase, calls in found.items()} == {
+    counted = list_operators(shape, 2, 16, precision)
+    assert {phase: Counter(calls) for phase, calls in counted.items()} == {
         phase: Counter(calls) for phase, calls in whole.items()
     }

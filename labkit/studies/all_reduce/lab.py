@@ -30,7 +30,7 @@ SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between 
 
 Ranks = Annotated[int, Field(ge=1, le=64)]
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
-"""Of the whole tensor; a multiple of every dtype's size."""
+"""Bytes of the whole tensor, a multiple of every dtype's size."""
 Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, AUTO))]
 
 

@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the all-reduce lab: check each alternative, then time those that pass.
+"""Worker of the all-reduce lab: check each alternative, then time those that pass.
 
 The check has two parts. Every rank holds the same random vector times a power of two, so that each knows the exact mean
 over ranks, in float64. Sums of whole numbers, which no float type rounds, show that no rank's part and no element is
@@ -40,7 +40,7 @@ class AllReducePoint(SessionPoint):
     """Alternatives that take turns on the same tensor of `n_bytes`."""
 
     sweep: str
-    """What is compared: "sizes" (algorithms), "transports", or "scheduling"."""
+    """Compared alternatives: "sizes" (algorithms), "transports", or "scheduling"."""
     n_bytes: int
     dtype: str = "float32"
     algorithms: tuple[str, ...] = ()

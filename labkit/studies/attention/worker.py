@@ -1,4 +1,4 @@
-"""What a rank runs for a point of the attention lab: check every implementation, then time those that pass.
+"""Worker of the attention lab: check every implementation, then time those that pass.
 
 Each implementation is compared with float64 in a pass whose peak memory is recorded. One that does not fit, cannot run
 here, raises, or takes longer for a single pass than all rounds may, becomes a row with the reason.

@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the CIFAR-100 lab: one seed, all implementations, epoch by epoch.
+"""Worker of the CIFAR-100 lab: one seed, all implementations, epoch by epoch.
 
 Implementations are trained side by side, epoch 1 of each, then epoch 2 of each, so that the machine's load hits all
 alike. After each epoch rank 0 writes a checkpoint with the state of all of them and the rows so far. An interrupted
@@ -71,7 +71,7 @@ class TrainingPoint(Point):
 
     @property
     def needed_bytes(self) -> float:
-        """Of the data."""
+        """The images on a rank; rank 0 has several copies."""
         return (1 + N_COPIES / self.world_size) * N_IMAGES[self.dataset] * RECORD_BYTES
 
     def title(self) -> str:

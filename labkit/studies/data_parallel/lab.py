@@ -73,7 +73,7 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """By ranks, workload and batch: all wrappers. Accumulation on the first workload, the rest on the last one."""
+    """All wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last one."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
     for world_size, workload in product(config.world_sizes, config.workloads):

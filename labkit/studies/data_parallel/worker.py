@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the data-parallel lab: check a wrapper's gradients, then time its steps.
+"""Worker of the data-parallel lab: check a wrapper's gradients, then time its steps.
 
 A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare model: the same step without
 communication. Alternatives take turns, each with its model and optimizer.

@@ -1,4 +1,4 @@
-"""What a rank runs for a point of the limits lab: matmuls, memory, threads, operators, and messages between ranks."""
+"""Worker of the limits lab: matmuls, memory, threads, operators, and messages between ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a rank runs for a point of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
+"""Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
 
 A measured peak is the allocator's. Counting (`counting.py`) allocates nothing, so models are counted that this machine
 cannot hold. A checkpoint point has both peaks, and times, by segment length.

@@ -1,4 +1,4 @@
-"""What a rank runs for a point of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
+"""Worker of the precision lab: sums of small numbers, dtypes under autocast, timed passes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ SUMS: Mapping[str, tuple[str, str, bool]] = {
     "bf16": ("bfloat16", "bfloat16", False),
     "bf16_into_fp32": ("float32", "bfloat16", False),
 }
-"""By name: dtype of the sum, dtype of the term, and whether the term is cast before it is added."""
+"""Name -> dtype of the sum, dtype of the term, and whether the term is cast before it is added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class PrecisionPoint(TimedPoint):
 
     @property
     def needed_bytes(self) -> float:
-        """Of a forward pass in the precision that needs most, and of two sets of gradients."""
+        """A forward pass in the precision that needs most, and two sets of gradients."""
         if self.part != SPEED:
             return 0
         sizes = SIZES[self.model], self.batch, self.context_length

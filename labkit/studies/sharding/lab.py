@@ -42,7 +42,7 @@ class ShardingConfig(TimedConfig):
     optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
     """Sharding saves time if an update is expensive, as AdamW's, and little with SGD."""
     transports: Some[Annotated[str, one_of(lambda: TRANSPORTS)]] = [SHARED, POINT_TO_POINT]
-    """Of labkit's implementations; torch's use the backend."""
+    """Transports of labkit's implementations; torch's use the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
@@ -126,7 +126,7 @@ def sent(results: Results) -> pd.DataFrame:
 
 
 def largest_models(results: Results) -> pd.DataFrame:
-    """By stage, the largest named model whose training in float32 with AdamW fits into a rank's memory, by formulas.
+    """The largest named model by stage whose training in float32 with AdamW fits into a rank's memory, by formulas.
 
     Ranks on CPUs share the memory of their host.
     """

@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the sharding lab: a check, the bytes of one step, seconds, or memory.
+"""Worker of the sharding lab: a check, the bytes of one step, seconds, or memory.
 
 ``time``    implementations take turns: parameters are checked, bytes of one step counted, parts of a step timed
 ``memory``  one implementation after the other: bytes that this rank holds after a step, and the peak of a step
@@ -48,7 +48,7 @@ class ShardingPoint(TimedPoint):
     """ "time" or "memory"."""
     size: str
     transport: str
-    """Of labkit's implementations; torch's use the backend."""
+    """Transport of labkit's implementations; torch's use the backend."""
     implementations: tuple[str, ...]
     optimizer: str = "AdamW"
     device: str = "cpu"

@@ -1,1 +1,1 @@
-"""What two labs share: studies never import one another."""
+"""Parts that several labs share: labs never import one another."""

@@ -8,7 +8,7 @@ from labkit.lab.metric import Results
 from labkit.lab.project import reference_directory
 
 FIT_SHARE = 0.9
-"""Of a memory that a training may take; the rest is for other programs."""
+"""Share of the memory that a training may take; the rest is for other programs."""
 
 
 def read_published(name: str) -> pd.DataFrame:

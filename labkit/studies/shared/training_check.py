@@ -28,7 +28,7 @@ class Reference:
 
     expected: Mapping[str, Tensor]
     scales: Mapping[str, float]
-    """By parameter, the largest change of its tensor, or of the whole model if its gradients are rounding."""
+    """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
         """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective.

@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the SyncBatchNorm lab: check each layer against float64, then time it.
+"""Worker of the SyncBatchNorm lab: check each layer against float64, then time it.
 
 Each rank has its rows of one whole batch, shifted by its rank number: statistics of one rank's rows are far from the
 whole batch's. Backward starts with a gradient of ones for the first half of the batch and zeros for the other, as the
@@ -86,7 +86,7 @@ class Batch:
 
     @classmethod
     def make(cls, point: SyncBatchNormPoint, device: str) -> "Batch":
-        """The same whole batch on every rank, from the seed."""
+        """Draw the whole batch from the seed, the same on every rank."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         whole = torch.randn(point.batch, point.features, generator=torch.Generator().manual_seed(point.seed))
         bounds = [point.batch * index // ranks for index in range(ranks + 1)]

@@ -43,7 +43,7 @@ PHASES = {
     OPTIMIZER: (OPTIMIZER,),
     STEP: (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""By timed part, the phases that it adds up."""
+"""Timed part -> the phases that it adds up."""
 
 
 class TrainingStepConfig(TimedConfig):
@@ -77,7 +77,7 @@ VIEWS = {
     FORWARD_BACKWARD: (STEP, (FORWARD, BACKWARD)),
     STEP: (STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
 }
-"""By kind of pass in the table of shares, the profiled action and its phases."""
+"""Kind of pass in the table of shares -> the profiled action and its phases."""
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:

@@ -1,4 +1,4 @@
-"""What a rank runs for a point of the training-step lab: timed phases, first steps, eager and compiled, a profile."""
+"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile."""
 
 import math
 from collections import defaultdict
@@ -36,7 +36,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStepPoint(TimedPoint):
-    """A model, and what is measured of it."""
+    """A model, and the sweep that measures it."""
 
     sweep: str
     """ "phases", "first" (steps of a new process), "compile" or "profile"."""

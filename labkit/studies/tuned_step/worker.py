@@ -1,4 +1,4 @@
-"""What every rank runs for a point of the tuned-step lab: the joined configuration and the default, in turns."""
+"""Worker of the tuned-step lab: the joined configuration and the default, in turns."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
