@@ -1,4 +1,4 @@
-"""A decorator for functions that torch.compile must not trace: other processes see and change what they work on."""
+"""A decorator for functions that torch.compile must not trace, since they communicate with other processes."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Apply `torch.compiler.disable`, but load the compiler, seconds of imports, only if the program uses it."""
+    """Apply `torch.compiler.disable` without importing the compiler, which takes seconds, unless the program has."""
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)

@@ -1,34 +1,33 @@
 """Batch normalization over the batches of all ranks: one collective forward, one backward, on CPU and CUDA.
 
-    model = convert_sync_batchnorm(model)         every BatchNorm of the model now sees the whole batch
-    model = BucketedDDP(model)                    which averages the gradients of weight and bias
+    model = convert_sync_batchnorm(model)         every BatchNorm of the model sees the batches of all ranks
+    model = BucketedDDP(model)                    averages the gradients of weight and bias
 
-Behavior is that of torch.nn.SyncBatchNorm (which refuses CPU tensors); what differs is said where it does.
+It behaves as torch.nn.SyncBatchNorm, which refuses CPU tensors; docstrings name the differences.
 
 Letters: C channels; n_r values per channel on rank r, N on all ranks; M2 sum of squared deviations from the mean; w, b
 weight and bias; x' the normalized input; dy the gradient of the output. Sums run over a channel's values.
 
-Forward. Each rank sends 3C+1 numbers to all: its local mean as rounded (c_r), sums of deviations from it (D_r) and of
+Forward. Each rank sends 3C+1 numbers to all: its rounded local mean (c_r), sums of deviations from it (D_r) and of
 their squares (Q_r), and n_r. With e_r = mean - c_r,
 
     N = sum n_r     mean = sum (n_r c_r + D_r) / N     M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
 
-Counts travel along, so ranks may have batches of any size, or none. No square of a large number is subtracted from
-another: a mean that is large compared with the standard deviation costs no digits (the corrected two-pass algorithm).
+Ranks may have batches of any size, or none. No squares of large numbers are subtracted: a mean far above the standard
+deviation costs no digits (the corrected two-pass algorithm).
 
-Backward. Each rank knows its part of S1 = sum dy and S2 = sum dy x', 2C numbers; these are summed over ranks. With
-x' = (x - mean) / std, in which both mean and std depend on every x,
+Backward. The ranks sum S1 = sum dy and S2 = sum dy x', 2C numbers. With x' = (x - mean) / std, in which mean and std
+depend on every x,
 
     dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
 
-Numbers of length C are float64 where they are combined. Backward takes the mean apart into the nearest number of the
-input's precision (`center`) and what it lacks (`rest`): x - center is small and nearly exact, x - mean as good.
+Numbers of length C are combined in float64. Backward splits the mean into the nearest number of the input's precision
+(`center`) and a remainder (`rest`): x - center is small and nearly exact.
 
-Memory. The output is made in place of the deviations, the gradient of the input too. Saved for backward: the input,
-by reference, and 4C+1 numbers.
+Memory. The output overwrites the deviations. Saved for backward: a reference to the input, and 4C+1 numbers.
 
 Sources: Ioffe & Szegedy 2015 (arXiv:1502.03167); Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
-variance", for the combination and for the correction.
+variance", for the combination and the correction.
 """
 
 from collections.abc import Callable
@@ -43,28 +42,25 @@ from torch.nn.parameter import is_lazy
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.disable_compile import disable_compile
 
-# Newer versions of torch warn of the older name.
+# Newer versions of torch warn about the older name.
 _torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization of (batch, C, *) over the batches of all ranks of a group; statistics are float32 or float64.
+    """Batch normalization of (batch, C, *) over the batches of a group's ranks; statistics are float32 or float64.
 
-    In training mode with more than one rank; else it is plain batch normalization, without a collective. Every rank of
-    the group calls it, in the same order, those with an empty batch included, and either all or none of the inputs
-    require a gradient. Parameters, buffers and `state_dict` are those of torch's BatchNorm.
+    Evaluation, and a single rank, need no collective: then it is plain batch normalization. All ranks of the group call
+    it in the same order, with empty batches, too, and all or none of the inputs require a gradient. Arguments,
+    parameters, buffers and `state_dict` are those of torch's BatchNorm; C is `num_features`.
 
     Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: weight of this batch in the running statistics; None: all batches weigh alike.
-        affine: with a weight and a bias for each channel. Their gradients are local, as torch's are.
-        track_running_stats: without, evaluation normalizes by the statistics of the local batch.
-        process_group: whose batches count together; None: all ranks.
-        bias: if False, only the weight is there.
+        momentum: weight of this batch in the running statistics; None: the mean over all batches.
+        affine: with a weight and a bias per channel. Their gradients are local, as torch's are.
+        process_group: ranks whose batches are normalized together; None: all ranks.
+        bias: if False, `affine` means a weight only.
 
-    Raises ValueError, when called, for an input that is not floating-point or not (batch, num_features, *), for less
-    than two values a channel in training (torch's lets these pass), and on a rank that is not of the group.
+    A call raises ValueError for an input that is not floating-point or not (batch, C, *), for fewer than two values per
+    channel in training (torch's lets these pass), and on a rank outside the group.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(batch, C, *) -> the same shape, dtype and memory format."""
+        """Normalize (batch, C, *); shape, dtype and memory format stay."""
         self._check_input_dim(input)
         group = self._active_group()
         if not self.training or group is None or group.size() == 1:
@@ -111,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected a floating-point input, got {input.dtype}")
 
     def _active_group(self) -> dist.ProcessGroup | None:
-        """The group whose batches count; None where there is no process group at all."""
+        """Return the group of ranks; None without any process group."""
         world = dist.group.WORLD if dist.is_available() else None
         group = self.process_group if world is not None and self.process_group is not None else world
         if not isinstance(group, dist.ProcessGroup | None):
@@ -120,7 +116,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Running statistics move towards those of this batch."""
+        """Move running statistics towards those of this batch."""
         momentum = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -134,11 +130,10 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Replace every BatchNorm in `module`, torch's of any dimension or synchronized, by a `SyncBatchNorm`.
 
-    Parameters and buffers are the very same tensors, so an optimizer that has them keeps working; mode and options
-    stay. A layer that is used in several places stays one layer (torch's conversion misses all but the first).
-    Hooks of replaced layers are lost, as with torch's. Changes `module` and returns it, or the new layer if it is
-    itself a BatchNorm. Raises ValueError, with nothing changed, for a lazy BatchNorm that has seen no input, and for
-    layers with a forward pass or tensors that the new layer would not have: subclasses, pruned or parametrized ones.
+    Parameters and buffers stay the same tensors, so their optimizer keeps working; mode and options stay. A layer used
+    in several places stays one layer (torch's conversion misses all but the first). Hooks of replaced layers are lost,
+    as with torch's. Changes `module` and returns it, or the new layer if it is a BatchNorm. Raises ValueError, with
+    nothing changed, for a lazy BatchNorm, and for subclasses, pruned and parametrized layers.
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
@@ -156,9 +151,8 @@ def _converted(module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn
 
 
 def _check_convertible(layer: _BatchNorm) -> None:
-    if any(
-        tensor is not None and is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())
-    ):
+    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise ValueError(f"expected layers that know their number of features: run a batch through {layer} first")
     plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if type(layer).forward not in plain_forwards or "forward" in layer.__dict__:
@@ -182,7 +176,7 @@ def _normalize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalize(torch.autograd.Function):
-    """(input, weight, bias, eps, group) -> output; mean and unbiased variance of the whole batch, (C,) in float64."""
+    """(input, weight, bias, eps, group) -> output; mean and unbiased variance over all ranks, (C,) in float64."""
 
     @staticmethod
     def forward(
@@ -194,7 +188,7 @@ class _Normalize(torch.autograd.Function):
         deviations = x - _along_channels(local_center, x)
         sums = _channel_sums(deviations, deviations, torch.zeros_like(local_center))
         total, mean, m2, offsets = _combine(_gather([local_center, *sums, sums[0].new_full((1,), count)], group))
-        # Looking at a number on a GPU waits for it: only where the sum can be that small.
+        # Reading a number waits for the GPU: only if the sum can be that small.
         if count < 2 and total < 2:
             raise ValueError(f"expected more than one value per channel in training, got {int(total)} on all ranks")
         inverse_std = torch.rsqrt(m2 / total + eps)
@@ -202,7 +196,7 @@ class _Normalize(torch.autograd.Function):
         shift = offsets[group.rank()] * -scale
         if bias is not None:
             shift += bias
-        # To the dtype before the large tensors: mixed ones are several times slower on a CPU.
+        # Cast now: operators with mixed dtypes are several times slower on a CPU.
         scale, shift = scale.to(dtype), shift.to(dtype)
         output = torch.addcmul(_along_channels(shift, x), deviations, _along_channels(scale, x), out=deviations)
         ctx.save_for_backward(x, weight, mean, inverse_std.to(dtype), total)
@@ -213,15 +207,15 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return *_Normalize._differentiate(ctx, dy), None, None
-        with torch.no_grad():  # create_graph
+        with torch.no_grad():
             gradients = _Normalize._differentiate(ctx, dy)
-        x = ctx.saved_tensors[0]
-        return *(each if each is None else _NoSecondDerivative.apply(each, dy, x) for each in gradients), None, None
+        if torch.is_grad_enabled():  # create_graph
+            sources = (dy, ctx.saved_tensors[0])
+            gradients = [each if each is None else _NoSecondDerivative.apply(each, *sources) for each in gradients]
+        return *gradients, None, None
 
     @staticmethod
-    def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _differentiate(ctx: Any, dy: Tensor) -> list[Tensor | None]:
         """Return the gradients of input, weight and bias."""
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
@@ -233,9 +227,12 @@ class _Normalize(torch.autograd.Function):
         d_weight = s2.to(weight.dtype) if needs_weight else None
         d_bias = s1.to(weight.dtype) if needs_bias else None
         if not needs_x:
-            return None, d_weight, d_bias
+            return [None, d_weight, d_bias]
         sums = torch.stack([s1, s2])
-        _sum_over_ranks(sums, ctx.group)
+        if sums.device.type == "cpu":
+            all_reduce(sums, ctx.group, op="sum")
+        else:
+            dist.all_reduce(sums, group=ctx.group)
         # dx = scale dy + slope (x - center) + constant
         scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
         constant, slope = sums.mul_(scale / -total)
@@ -244,11 +241,11 @@ class _Normalize(torch.autograd.Function):
         dx = x - _along_channels(center, x)
         torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
-        return dx.to(x.dtype), d_weight, d_bias
+        return [dx.to(x.dtype), d_weight, d_bias]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """(gradient, the tensors it was computed from) -> the gradient, which refuses to be differentiated."""
+    """(gradient, the tensors it was computed from) -> the gradient, whose derivative is an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -260,14 +257,14 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean of each channel, (C,), as rounded to the dtype."""
+    """Return the mean of each channel, (C,), rounded to the dtype."""
     if not x.numel():
         return torch.zeros(x.shape[1], dtype=dtype, device=x.device)
     return x.mean([axis for axis in range(x.dim()) if axis != 1], dtype=dtype)
 
 
 def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The vectors of all ranks, each made of parts, (ranks, length) in float64: the collective of the forward pass."""
+    """Gather every rank's parts as one vector, (ranks, length) in float64: the collective of the forward pass."""
     gathered = parts[0].new_empty(group.size(), sum(part.numel() for part in parts))
     mine = torch.cat(parts, out=gathered[group.rank()])
     if gathered.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
@@ -277,18 +274,10 @@ def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     return gathered.double()
 
 
-def _sum_over_ranks(sums: Tensor, group: dist.ProcessGroup) -> None:
-    """In place: the collective of the backward pass."""
-    if sums.device.type == "cpu":
-        all_reduce(sums, group, op="sum")
-    else:
-        dist.all_reduce(sums, group=group)
-
-
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Count (), mean and M2 (C,) of the union of sets, and the mean minus each center (sets, C).
+    """Combine the ranks' [center, sum of deviations, sum of their squares, count], (ranks, 3C+1) in float64.
 
-    Of each set [center, sum of deviations from it, sum of their squares, count], (sets, 3C+1) in float64.
+    Returns count (), mean and M2 (C,) of all values, and the mean minus each center (ranks, C).
     """
     channels = statistics.shape[1] // 3
     centers, sums, squares, counts = statistics.split_with_sizes([channels, channels, channels, 1], dim=1)
@@ -300,9 +289,9 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of dy and of dy (x - center) over each channel, (C,) in the dtype of center.
+    """Sum dy and dy (x - center) over each channel, (C,) in the dtype of center.
 
-    In one pass and without a product the size of x: the part of torch's batch norm backward for bias and weight.
+    One pass without a product the size of x: torch's batch norm backward for bias and weight.
     """
     if not x.numel():
         return torch.zeros_like(center), torch.zeros_like(center)
@@ -313,5 +302,5 @@ def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor
 
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
-    """(C,) as (C, 1, ...), to be broadcast over a tensor (batch, C, ...)."""
+    """View (C,) as (C, 1, ...), which broadcasts over (batch, C, ...)."""
     return vector if like.dim() == 2 else vector.view(-1, *[1] * (like.dim() - 2))

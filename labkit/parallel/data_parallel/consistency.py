@@ -1,4 +1,4 @@
-"""The same model on every rank: refused on all ranks if it is not, then given the first rank's values."""
+"""The same model on every rank: models that differ are refused on all ranks, then rank 0's values are copied."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,16 +12,16 @@ from torch.nn.parameter import is_lazy
 from labkit.parallel.transport import member_group
 
 COALESCED_BYTES = 2**26
-"""A broadcast copies some tensors together, until they are this large; two of these copies travel at once."""
+"""A broadcast packs small tensors into vectors of this size, two of which are in flight."""
 
 
 def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> None:
-    """Raise ValueError for a module whose gradients no wrapper can average, or that is elsewhere."""
+    """Raise ValueError for a module whose gradients no wrapper can average, or that is on another device."""
     for name, part in module.named_modules():
         if hasattr(part, "no_sync"):
             raise ValueError(f"expected a model without a wrapper in it, got {_path(name)}, a {type(part).__name__}")
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
-            reason = "sparse=True" if part.sparse else "max_norm, which changes the rows that a rank sees"
+            reason = "sparse=True" if part.sparse else "max_norm, which changes only the rows that a rank sees"
             raise ValueError(f"expected an embedding with dense gradients and updates, and {_path(name)} has {reason}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         check_values(name, tensor)
@@ -32,7 +32,7 @@ def check_module(module: nn.Module, device_ids: Sequence[int | torch.device] | N
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a parameter or buffer that has no values, or none that may change."""
+    """Raise ValueError for a parameter or buffer without values, or with values that cannot change."""
     if is_lazy(tensor):
         raise ValueError(f"expected a model that knows its shapes, and {name} is lazy: run a batch through it first")
     if tensor.is_meta:
@@ -46,8 +46,8 @@ def check_replicas(
 ) -> None:
     """Raise ValueError, on every rank or on none, unless settings and model are the same. A collective.
 
-    `refused` as in `check_same_on_all_ranks`. Compared are names, shapes, dtypes, and what is trained; the strides of
-    what is trained, too, since gradients are averaged in the order in which they lie in memory.
+    `refused` as in `check_same_on_all_ranks`. Names, shapes, dtypes and `requires_grad` are compared, and the strides of
+    trained parameters: gradients are averaged in the order of memory.
     """
     state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]
@@ -65,8 +65,8 @@ def check_same_on_all_ranks(
 ) -> None:
     """Raise ValueError, on every rank or on none, unless settings and descriptions of tensors are equal. A collective.
 
-    `device` is where the group's collectives work. A rank that cannot go on passes the
-    reason as `refused`, which is raised there once all ranks know of it.
+    `device`: of the group's collectives. A rank that cannot go on passes its error as `refused`: it is raised there,
+    and the other ranks raise ValueError.
     """
     described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
     number = torch.tensor([len(described), -len(described), refused is not None], device=device)
@@ -87,13 +87,12 @@ def check_same_on_all_ranks(
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Overwrite every tensor by that of rank `source` of the group; small ones of a dtype and device travel together.
+    """Overwrite every tensor with that of group rank `source`. Small ones of a dtype and device travel together.
 
-    Version counters stay, as with torch's wrapper: a graph made before may have saved a buffer.
+    Version counters stay, as in torch's wrapper: an earlier graph may have saved a buffer.
     """
     if detached := tuple(tensor.detach() for tensor in tensors):
         with _unsafe_preserve_version_counter(detached):
-            # as torch's own wrapper does
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
                 member_group(group), list(detached), COALESCED_BYTES, source
             )
@@ -111,7 +110,7 @@ def describe(name: str, tensor: Tensor) -> str:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group's collectives work, for a model without a tensor."""
+    """Return the device of the group's collectives, for a model without tensors."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
