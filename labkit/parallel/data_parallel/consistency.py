@@ -46,8 +46,8 @@ def check_replicas(
 ) -> None:
     """Raise ValueError, on every rank or on none, unless settings and model are the same. A collective.
 
-    `refused` as in `check_same_on_all_ranks`. Names, shapes, dtypes and `requires_grad` are compared, and the strides of
-    trained parameters: gradients are averaged in the order of memory.
+    `refused` as in `check_same_on_all_ranks`. Compares names, shapes, dtypes, `requires_grad`, and the strides of
+    trained parameters, since gradients are averaged in the order of memory.
     """
     state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]

@@ -34,7 +34,7 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_module, c
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import Schedule, cast, run_around
 from labkit.parallel.sharding.rows import as_rows, check_shardable, consolidate
-from labkit.parallel.sharding.units import Slot, Unit, Units, find_units, partition
+from labkit.parallel.sharding.units import Unit, Units, find_units, partition
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
@@ -101,11 +101,16 @@ class FSDP(nn.Module):
         except Exception as error:
             refusal = error
         check_replicas(module, settings, group, refusal)
-        broadcast([*module.parameters(), *module.buffers()], group)
         device = next(module.parameters()).device
-        self._units = _make_units(
-            modules, DeviceMesh.from_group(members, device.type), compute_dtype, reduce_dtype, replicate
-        )
+        gathers, averages = (CheckedChannel(group, device, transport, list(modules)) for _ in range(2))
+        broadcast([*module.parameters(), *module.buffers()], group)
+        mesh = DeviceMesh.from_group(members, device.type)
+        self._units: list[Unit] = []
+        for (name, unit), (inside, slots) in zip(modules.items(), partition([*modules.values()]), strict=True):
+            sharded = [slot for slot in slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
+            is_last = unit is module or any(each in modules.values() for each in unit.modules() if each is not unit)
+            dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+            self._units.append(Unit(name, unit, inside, sharded, mesh, is_last=is_last, **dtypes))
         self._shards = {id(p): shard for unit in self._units for p, shard in zip(unit.whole, unit.shards, strict=True)}
         """Shards by the identity of whole parameters."""
         for each in module.modules():
@@ -113,10 +118,9 @@ class FSDP(nn.Module):
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._gathers, averages = (CheckedChannel(group, device, transport, list(modules)) for _ in range(2))
         self._schedule = Schedule(
             self._units,
-            self._gathers,
+            gathers,
             averages,
             compute_dtype=compute_dtype,
             reshard_after_forward=reshard_after_forward,
@@ -220,30 +224,6 @@ def _check(module: nn.Module, dtypes: Sequence[torch.dtype | None], prefetch: in
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(f"expected parameters without hooks, and {name} has some: put them on parameters() later")
-
-
-def _make_units(
-    modules: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    replicate: tuple[type[nn.Module], ...],
-) -> list[Unit]:
-    """Cut the parameters of each unit, by name, the model last; those of `replicate` stay."""
-
-    def dtype(slot: Slot) -> torch.dtype:
-        own = slot.parameter.dtype
-        keeps = not own.is_floating_point or any(isinstance(owner, _BatchNorm) for owner, _ in slot.owners)
-        return own if keeps or compute_dtype is None else compute_dtype
-
-    units = []
-    for (name, module), (inside, slots) in zip(modules.items(), partition(list(modules.values())), strict=True):
-        sharded = [slot for slot in slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
-        others = set(modules.values()) - {module}
-        is_last = module is [*modules.values()][-1] or not others.isdisjoint(module.modules())
-        options = {"reduce_dtype": reduce_dtype, "is_last": is_last}
-        units.append(Unit(name, module, inside, sharded, [*map(dtype, sharded)], mesh, **options))  # type: ignore[arg-type]
-    return units
 
 
 def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -163,8 +163,8 @@ def _average(channel: CheckedChannel, pairs: Sequence[tuple[Tensor, Tensor]]) ->
             alike.setdefault(gradient.dtype, []).append((gradient, result))
         else:
             channel.call(all_reduce, result.copy_(gradient))
-    for group in alike.values():
-        channel.call(average_rows, *map(list, zip(*group, strict=True)))
+    for same_dtype in alike.values():
+        channel.call(average_rows, *map(list, zip(*same_dtype, strict=True)))
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:

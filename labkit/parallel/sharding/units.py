@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.parallel.background_comm import Wait
 from labkit.parallel.sharding.gradients import Bucket
@@ -68,10 +69,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 @dataclass
 class Slot:
-    """A parameter, its names in the model, and the modules that have it, each with its name there."""
+    """A parameter, its name in the model, and the modules that have it, each with its name there."""
 
     parameter: nn.Parameter
-    names: list[str] = field(default_factory=list)
+    name: str
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     units: set[int] = field(default_factory=set)
 
@@ -87,8 +88,7 @@ def partition(units: Sequence[nn.Module]) -> list[tuple[list[nn.Module], list[Sl
         owner.setdefault(module, number)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                slot = slots.setdefault(parameter, Slot(parameter))
-                slot.names.append(prefix + name)
+                slot = slots.setdefault(parameter, Slot(parameter, prefix + name))
                 slot.owners += [(module, name)] if (module, name) not in slot.owners else []
                 slot.units.add(number)
         for name, child in module._modules.items():
@@ -117,15 +117,16 @@ class Unit(Bucket):
         module: nn.Module,
         modules: Sequence[nn.Module],
         slots: Sequence[Slot],
-        dtypes: Sequence[torch.dtype],
         mesh: DeviceMesh,
         *,
+        compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         is_last: bool,
     ):
-        """Cut the parameters of `slots`, computed in `dtypes`, into shards, and put these into the modules."""
+        """Cut the parameters of `slots` into shards, and put these into the modules."""
         self.module, self.modules, self.slots = module, list(modules), list(slots)
         like = [slot.parameter.detach() for slot in slots]
+        dtypes = [_dtype(slot, compute_dtype) for slot in slots]
         shards = [shard_parameter(slot.parameter, mesh, copy=True) for slot in slots]
         lengths = [each.numel() * dtype.itemsize for each, dtype in zip(like, dtypes, strict=True)]
         starts = [0, *accumulate(-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths)]
@@ -219,9 +220,9 @@ class Unit(Bucket):
         """Freeze and thaw whole parameters as the user did the shards; ValueError for replaced, moved or cast ones."""
         for slot, shard, whole in zip(self.slots, self.shards, self.whole, strict=True):
             if any(module._parameters.get(name) is not shard for module, name in slot.owners):
-                raise ValueError(f"{slot.names[0]} was replaced or removed: change the model before wrapping it")
+                raise ValueError(f"{slot.name} was replaced or removed: change the model before wrapping it")
             if type(shard) is not Sharded:
-                raise ValueError(f"{slot.names[0]} was moved or cast: move and cast the model before wrapping it")
+                raise ValueError(f"{slot.name} was moved or cast: move and cast the model before wrapping it")
             if whole.requires_grad != shard.requires_grad:
                 whole.requires_grad_(shard.requires_grad)
 
@@ -230,3 +231,10 @@ class Unit(Bucket):
         self.in_backward = False
         self.pending_inputs |= self.reached_inputs  # autograd may run a graph again
         self.reached_inputs.clear()
+
+
+def _dtype(slot: Slot, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a parameter is computed in; BatchNorm keeps its own."""
+    own = slot.parameter.dtype
+    keeps = not own.is_floating_point or any(isinstance(owner, _BatchNorm) for owner, _ in slot.owners)
+    return own if keeps or compute_dtype is None else compute_dtype
