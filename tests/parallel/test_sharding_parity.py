@@ -127,19 +127,6 @@ class Twice(nn.Module):
         return x
 
 
-class Force(nn.Module):
-    """The gradient of an energy, which is differentiated again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
-        return force
-
-
 class Loose(nn.Module):
     """Parameters in containers without a forward pass."""
 
@@ -239,7 +226,6 @@ SITUATIONS = {
     "sets": Case(SGD, partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
     "in place on a view": Case(SGD, InPlace),
     "a layer in two checkpoints": Case(SGD, Twice, without=("ZeRO-1",)),
-    "autograd.grad in forward": Case(SGD, Force, without=("ZeRO-1", *ZERO3)),
     "two forward passes": Case(SGD, loss=_two_forwards),
     "parameters without a module": Case(SGD, Loose),
     "attention alone": Case(SGD, lambda: Attending(WIDTH, 2)),

@@ -94,7 +94,7 @@ class Bucket:
 
     @cached_property
     def _strides(self) -> list[tuple[int, ...]]:
-        return [row_strides(shard) for shard in self.shards]
+        return [row_strides(p) for p in self.whole]  # not of shards: slicing a DTensor is a collective
 
     @cached_property
     def _trained(self) -> list[int]:
