@@ -1,7 +1,7 @@
 """Executes notebooks strictly: parameters checked first, failures kept, progress passed on.
 
-papermill inserts the parameters. Its own command only warns of an unknown one; here all are checked against the lab
-before a kernel starts.
+papermill inserts the parameters and executes the cells, by an engine that shares one kernel among notebooks. Its own
+command only warns of an unknown parameter; here all are checked against the lab before a kernel starts.
 """
 
 import os
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import papermill
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, papermill_engines
+from papermill.exceptions import PapermillExecutionError
+from papermill.log import logger
 from traitlets import default
 
 from labkit.lab.config import ParameterError
@@ -33,6 +34,7 @@ KERNEL_START = (
     "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze); "
     "__import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )
+ENGINE = "labkit"
 RESET = "get_ipython().reset(new_session=True)"
 
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
@@ -73,39 +75,61 @@ class Kernel:
             run_sync(self.manager.shutdown_kernel)()
 
 
-class _Client(NotebookClient):
-    """nbclient's client in a shared kernel; passes a lab's progress on to the caller."""
+class _Client(PapermillNotebookClient):
+    """papermill's client in a shared kernel; passes a lab's progress on to the caller."""
 
-    def __init__(self, notebook: Any, kernel: Kernel, on_progress: Callable[[Progress], None]):
+    def __init__(self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None]):
         super().__init__(
-            notebook,
+            notebook_manager,
             km=kernel.manager,
             timeout=None,  # a lab has deadlines of its own, one per point
             startup_timeout=60,
             # a reader's `random.py` in the working directory must not stand in for Python's
             extra_arguments=[f"--IPKernelApp.exec_lines={kernel.start_line}", "--IPKernelApp.ignore_cwd=True"],
+            log=logger,
         )
         self._on_progress = on_progress
+        self._is_used = kernel.manager.has_kernel
 
-    def run(self) -> None:
+    def execute(self, **options: Any) -> Any:
+        """Execute every cell; the kernel stays, this client's channels do not."""
+        try:
+            return super().execute(**options)
+        finally:
+            if self.kc is not None:
+                self.kc.stop_channels()
+
+    def papermill_execute_cells(self) -> None:
         """Execute every cell, in an empty namespace."""
-        manager: Any = self.km
-        is_used = manager.has_kernel
-        with self.setup_kernel():
-            client: Any = self.kc
-            try:
-                if is_used:
-                    self.wait_for_reply(client.execute(RESET, silent=True))
-                with _handing_on_interrupts(manager.provisioner.pid):
-                    for index, cell in enumerate(self.nb.cells):
-                        self.execute_cell(cell, index)
-            finally:
-                client.stop_channels()
+        if self._is_used:
+            self.wait_for_reply(self.kc.execute(RESET, silent=True))
+        with _handing_on_interrupts(self.km.provisioner.pid):
+            super().papermill_execute_cells()
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if record := msg["content"].get("data", {}).get(PROGRESS_MIME):
             self._on_progress(Progress(**record))
         return super().process_message(msg, cell, cell_index)
+
+
+class _Engine(Engine):
+    """Executes a notebook in a shared kernel and saves it as `target`, up to the cell that failed."""
+
+    @classmethod
+    def execute_managed_notebook(
+        cls,
+        nb_man: Any,
+        kernel_name: str,
+        *,
+        kernel: Kernel,
+        on_progress: Callable[[Progress], None],
+        target: Path,
+        **_: Any,
+    ) -> Any:
+        try:
+            return _Client(nb_man, kernel, on_progress).execute()
+        finally:
+            write_file(target, nbformat.writes(nb_man.nb))
 
 
 @contextmanager
@@ -149,18 +173,26 @@ def execute_notebook(
     values = _as_in_cell(in_cell, parameters)
     check_parameters(study, in_cell | values)
     write_file(target, notebook)
-    executed = parameterize_notebook(load_notebook_node(str(target)), values, kernel_name="python3")
+    papermill_engines.register(ENGINE, _Engine)
     try:
-        _Client(executed, kernel, on_progress).run()
-    except CellExecutionError as error:
+        papermill.execute_notebook(
+            target,
+            None,
+            parameters=values,
+            engine_name=ENGINE,
+            kernel_name="python3",
+            progress_bar=False,
+            kernel=kernel,
+            on_progress=on_progress,
+            target=target,
+        )
+    except PapermillExecutionError as error:
         if error.ename in INTERRUPTED:
             raise KeyboardInterrupt from None
         raise NotebookFailed(f"{error.ename}: {error.evalue}") from error
     except RuntimeError as error:  # nbclient: the kernel died
         kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
-    finally:
-        write_file(target, nbformat.writes(executed))
 
 
 def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
