@@ -6,9 +6,10 @@ kernel of a call, which is most of the time of a short call; `calls` above 1 tak
 
 With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each repeat counts.
 
-Rounds end by the width of intervals, never by the result. A fixed-width interval is narrow a little too often when the
-first rounds happen to agree (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence
-intervals for the mean"). `MIN_ROUNDS` and checks that grow apart keep that effect small: tests/bench/test_stopping.py.
+Only the width of intervals (or the time) ends the rounds, never the result. Stopping at a fixed width makes intervals
+slightly too narrow, because it favors rounds that happen to agree (Chow & Robbins 1965, "On the asymptotic theory of
+fixed-width sequential confidence intervals for the mean"). `MIN_ROUNDS`, and checks ever further apart, keep that
+effect small: tests/bench/test_stopping.py.
 """
 
 import math
@@ -33,7 +34,7 @@ T = TypeVar("T")
 MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
-"""Ratio of the rounds at one check to those at the last; frequent checks would stop at chance agreement."""
+"""Rounds at one check over those at the check before; frequent checks would stop at chance agreement."""
 
 
 def time_interleaved(
@@ -69,10 +70,11 @@ def time_parts_interleaved(
     differ by a factor of two.
 
     `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
-    alternatives is precise to the share `ratio_within` (0: never), or after `rounds_s`; all ranks then call together.
-    `prepare` makes inputs before a turn, and `before` (a barrier) precedes each part; both are untimed. A sample is the
-    mean of `calls` in a row. On CUDA one more call goes first: the host queues the others while the device is busy
-    with it, so a sample is the device's time. `seed` must be equal on all ranks. ValueError for impossible counts.
+    alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or after `rounds_s` seconds. With either limit
+    this is a collective: all ranks must call it. `prepare` makes inputs before a turn, and `before` (a barrier)
+    precedes each part; both are untimed. A sample is the mean of `calls` in a row. With several on CUDA, an untimed
+    call goes first: the host queues the others while the device is busy with it, so a sample is the device's time.
+    `seed` must be equal on all ranks. ValueError for impossible counts.
     """
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
@@ -134,7 +136,7 @@ class Stopping:
 
 
 def _widest_ratio(logs: list[np.ndarray]) -> float:
-    """Half the width of the widest interval of a ratio of two alternatives, or of the only one."""
+    """Half the width of the widest interval, in log units, of a ratio of two alternatives; of a lone one, its time."""
     differences = [one - other for one, other in combinations(logs, 2)] or logs
     return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
 

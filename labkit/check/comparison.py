@@ -1,10 +1,10 @@
 """Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A session is one number per quantity: the logarithm of a short sample (`QUANTILE`) on the slowest rank. A run is the
-mean of its sessions, each in new processes. Runs of one machine differ by more than their sessions do. So a baseline
-may have several runs, and a change must exceed their variation. Each quantity's variance is shrunk towards the median
-of all (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a check together
-(Bonferroni).
+A session gives one number per quantity: the logarithm of a low quantile (`QUANTILE`) of the slowest rank's samples. A
+run gives the mean of its sessions, each in new processes. Runs of one machine differ by more than the sessions within
+one do. So a baseline may have several runs, and a change must exceed their variation. Each quantity's variance is
+shrunk towards the median of all (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a
+check together (Bonferroni).
 """
 
 import math
@@ -23,8 +23,9 @@ from labkit.lab.units import counted, join_words
 
 QUANTITY = ["device", "world_size", "quantity"]
 DRIFT, DRIFT_FREEDOM = 0.05, 10
-"""Standard deviation of a run's mean logarithm for a baseline of fewer than `FEW_RUNS`: the median of thirteen
-quantities over eleven checks of a two-core virtual machine within ten minutes."""
+"""Assumed standard deviation of a run's mean logarithm, and its degrees of freedom, if the baseline has fewer than
+`FEW_RUNS` runs. It is the median over thirteen quantities in eleven checks of a two-core virtual machine in ten
+minutes."""
 FEW_RUNS = 3
 """Baseline runs from which a machine's variation between runs is estimated."""
 QUANTILE = 0.25
@@ -34,9 +35,9 @@ FALSE_ALARMS = 0.01
 MIN_SESSIONS = 3
 """Undisturbed sessions per quantity and run."""
 PRIOR_FREEDOM = 4.0
-"""Degrees of freedom of the prior that quantities have one variance."""
+"""Weight, in degrees of freedom, of the assumption that all quantities have the same variance."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
-"""Facts of a run without which times are not comparable."""
+"""Facts in which two runs must agree, or their times are not comparable."""
 
 Name = tuple[Any, ...]
 Verdict = Literal["slower", "faster", "no change shown", "not comparable"]

@@ -6,7 +6,8 @@
    counts. Interleaved repeats are compared round by round; sessions, in other processes, are combined into one ratio.
 2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower" if its ratio differs
    from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
-3. Choice (`Metric.best`): of several alternatives, the one that is faster in most configurations speaks for all.
+3. Choice (`Metric.best`): of several alternatives, the answer names one, that with most wins less losses over
+   configurations.
 4. Count (`_judge`): in how many configurations it is better, and in how many worse, gives verdict and sentence.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
@@ -42,7 +43,7 @@ TOPICS = {
     "checkpointing": "Activation checkpointing",
     "batch_norm": "Batch norm over all ranks",
 }
-"""Topics that a report recommends something for, in its order."""
+"""Topics of a report's recommendations, by key, in the order in which it lists them."""
 NO_ROWS = "This run has no rows for it."
 NO_CALIBRATION = "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 
@@ -57,7 +58,7 @@ class Answer:
     table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
     advice: str | None = None
     effect: float = 1.0
-    """Typical ratio behind the headline; 1 if nothing differs."""
+    """Median of the ratios that the headline is about; 1 if nothing differs."""
     change: str | None = None
     """The ratio in words: "1.4 to 2.1 times faster"."""
     scope: str = ""
@@ -76,7 +77,7 @@ class Question:
     topic: str | None = None
     """Key of `TOPICS` that the advice belongs to."""
     is_expected: bool = False
-    """Whether the answer surprises nobody: the index leaves it out of the largest differences."""
+    """Whether the answer is obvious beforehand; the index then leaves it out of its largest differences."""
     advice: str | None = None
     """Template for an answer that finds something better; filled like the headline."""
 
@@ -167,7 +168,7 @@ class Compare(Question):
 
 
 def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternatives: int) -> tuple[Verdict, str]:
-    """Verdict and headline from `n` configurations, of which the alternative is better or worse in some."""
+    """Verdict and headline template; of `n` configurations, the alternative is better or worse in so many."""
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
@@ -198,7 +199,7 @@ def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, w
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Question):
-    """Does the measurement match the prediction? "Yes" if all rows are within a factor, "it depends" if half are."""
+    """Does the measurement match the prediction within a factor? "Yes" if all rows do, "it depends" if half or more."""
 
     table: Table
     measured: str

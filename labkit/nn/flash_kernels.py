@@ -11,7 +11,7 @@ Dimension letters (see `attention.py` for the definition of causal):
 
 All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one. GROUP query
 heads share a head of keys and values. The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
-Plain masked pointers only, for Triton 3.6 to 3.9.
+Only plain pointers with masks, no descriptors: Triton 3.6 to 3.9 all run them.
 
 Techniques beyond the algorithm:
 
@@ -33,12 +33,12 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 LENGTHS = ("queries", "keys")
-"""Arguments whose values a kernel is not specialized for: HEAD_DIM alone aligns the rows."""
+"""Arguments whose values Triton must not specialize a kernel for: the alignment of rows depends on HEAD_DIM only."""
 
 
 @triton.jit
 def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Start within the sequence, and head, of this program. Programs of a head are neighbors: they share L2."""
+    """First position of this program's block, and its head. Programs of a head are neighbors: they share it in L2."""
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -155,7 +155,7 @@ def _forward_blocks(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Carry the online softmax over the key blocks [first, last)."""
+    """Update the online softmax with the keys from `first` up to `last`, block by block."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     for k_start in tl.range(first, last, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
         k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
@@ -204,7 +204,7 @@ def forward_kernel(
         accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
         HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, False, PRECISION, INTERPRETED,
     )  # fmt: skip
-    if WARP_SPECIALIZE:  # which compiles for the last loop only
+    if WARP_SPECIALIZE:  # Triton can do this in a kernel's last loop only, so the full blocks come last
         accumulator, row_max, row_sum = _forward_blocks(
             accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, True, PRECISION, INTERPRETED,

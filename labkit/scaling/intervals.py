@@ -4,8 +4,8 @@ An interval is the predicted time times exp(-low) to exp(high). Each exponent is
 comes from (`find_origins`), and one per unit of every distance from measured runs (`measure_distances`).
 
 `benchmarks/fit_scaling.py` measures the widths by split conformal prediction (Lei et al. 2018, "Distribution-free
-predictive inference for regression") and writes `intervals.csv`. Each origin and each distance has a fold that leaves
-its runs out of the fit; its width is the least that puts enough of that fold's measured times inside.
+predictive inference for regression") and writes `intervals.csv`. For each origin and each distance, a fold leaves such
+runs out of the fit; the width is the smallest with which enough of their measured times lie inside the interval.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ Widths = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Limits:
-    """The measured runs of one framework, or of all."""
+    """What the measured runs of one framework, or of all, cover: largest values, and the sets of what occurs."""
 
     gpus: float
     seq_len: float
@@ -152,9 +152,9 @@ def load_widths() -> Widths:
 def find_ends(
     runs: Runs, constants: Rows, seconds: Numbers, exponents: tuple[Numbers, Numbers]
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds and both ends of the 90% interval, none faster than the best published matmuls of the GPU.
+    """Seconds and both ends of the 90% interval, none shorter than the GPU's best published matmuls would take.
 
-    If a framework's engine may be a slow one, the upper end is that one's.
+    If a run may have used its framework's slow pipeline engine, the upper end has that engine's extra time.
     """
     fastest = peak_s(runs) / constants["matmul_ceiling"]
     slower = np.where(has_open_engine(runs, constants), slow_engine_s(runs, constants), 0.0)

@@ -88,6 +88,7 @@ def summarize():
         measure(["a"])
     except ValueError as error:
         results["refused"] = str(error)
+    dist.destroy_process_group()  # torch may abort at exit otherwise
     return {"rank": rank, "pid": os.getpid(), "is job": torchrun.is_job_rank(), **results}
 
 if os.environ["ACTION"] == "hang":

@@ -1,6 +1,6 @@
-"""Measures a lab into a new run, or the rest of a run: first everything that may refuse, then the header, then points.
+"""Measures a lab into a new run, or the rest of an interrupted run: first all checks, then the header, then the points.
 
-Under torchrun the first rank of the job decides and writes; the others take part in its points.
+Under torchrun the first rank of the job makes the decisions and writes the run; the others only help to measure.
 """
 
 import os
@@ -89,7 +89,7 @@ def resume(
     """Measure the points of a run that have not ended, and return the whole run.
 
     RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
-    Everything else that may refuse comes before anything is fetched.
+    All other checks are made before any input is fetched.
     """
     _check_job()
     run, layout = Run.load(path), ranks_by_host()
@@ -116,9 +116,9 @@ def resume(
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Whether one of these labs predicts, and this machine has no calibration of this source and day.
+    """Whether one of these labs predicts, and this machine has no calibration by this labkit in the last 24 hours.
 
-    False at `smoke`, which must be short, and in the ranks of a job, which would wait.
+    False at `smoke`, which must be short, and under torchrun, where all other ranks would have to wait.
     """
     predicts = any(getattr(question, "needs_calibration", False) for lab in studies for question in lab.questions)
     if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
@@ -147,13 +147,13 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
         planned={point.id: point.describe() for point in points},
         ranks_by_host=hosts,
         load=load_before_measuring(),
-        # a calibration of one machine has no links between hosts
+        # a calibration measures one machine, not the links between several
         calibration=newest_calibration(machine) if len(hosts or {}) < 2 else None,
     )
 
 
 def _check_job() -> None:
-    """ParameterError for left-over variables of a job that torchrun has not started."""
+    """ParameterError if the environment describes a job of ranks that torchrun has not started."""
     try:
         is_job_rank()
     except ValueError as error:

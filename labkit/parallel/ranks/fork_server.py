@@ -1,7 +1,7 @@
 """Fork server: a process that has imported torch and forks ranks, each a `torch.multiprocessing` worker.
 
 The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader forks the ranks
-(`fork_rank`) that the caller requests (`request_rank`). Each process ends what another leaves behind:
+(`fork_rank`) that the caller requests (`request_rank`). If one of these processes ends, the others clean up after it:
 
 * If the caller ends, or closes a group's connection, the leader kills the ranks with all that they have started, and
   removes the group's directory. The server ends with its last caller.
@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
-REQUEST_BYTES, REPORT_BYTES = 4096, 256  # JSON, padded, so that each is one record of its socket
+REQUEST_BYTES, REPORT_BYTES = 4096, 256  # of a message: JSON padded to a fixed length, since sockets are streams
 # BLAS and OpenMP read these when the server loads torch: a process that forks must have one thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -52,7 +52,7 @@ def start_server() -> int:
             with theirs:
                 command = [sys.executable, "-P", __file__, str(theirs.fileno()), *PRELOADED]
                 env = os.environ | dict.fromkeys(_ONE_THREAD, "1")
-                # A session of its own is out of reach of a Ctrl-C, and of a kernel that waits for its children.
+                # In a session of its own it gets no Ctrl-C, and a Jupyter kernel that shuts down does not wait for it.
                 process = Popen(
                     command, pass_fds=[theirs.fileno()], stdin=DEVNULL, stdout=DEVNULL, start_new_session=True, env=env
                 )
@@ -64,7 +64,7 @@ def open_group(directory: Path) -> socket.socket:
     """Open a group of ranks with a private directory, which its leader makes. Closing the connection ends the group."""
     ours, theirs = socket.socketpair()
     passed = [theirs.detach()]
-    with contextlib.suppress(OSError, AttributeError):  # the system has no descriptors of processes
+    with contextlib.suppress(OSError, AttributeError):  # the system has no pidfd_open
         passed.append(os.pidfd_open(os.getpid()))
     try:
         while True:
@@ -91,7 +91,7 @@ def request_rank(group: socket.socket, rank: int, environment: Mapping[str, str]
 
 
 def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
-    """Return the ranks that have ended, with exit codes; None as a rank: the group has ended, and why."""
+    """Return (rank, exit code) of each rank that has ended; (None, reason) if the whole group has."""
     content = b""
     with contextlib.suppress(OSError):  # the leader was killed before it read all requests
         content = group.recv(64 * REPORT_BYTES)
@@ -185,7 +185,7 @@ def _report(group: socket.socket, rank: int | None, how: int | str | None) -> No
 
 
 def _watch_children() -> tuple[socket.socket, socket.socket]:
-    """Return a socket that becomes ready when a child of this process ends, and its other end, to be kept."""
+    """Return a socket that becomes readable when a child ends, and its other end, which must be kept open."""
     ended, waking = socket.socketpair()
     waking.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `waking`
@@ -194,7 +194,7 @@ def _watch_children() -> tuple[socket.socket, socket.socket]:
 
 
 def fork_rank(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
-    """Fork a rank, which leads a process group; it closes the `inherited` sockets."""
+    """Fork a rank, as leader of a process group of its own. The rank closes the `inherited` sockets."""
     import torch.multiprocessing
 
     context = torch.multiprocessing.get_context("fork")
@@ -213,7 +213,7 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> None:
-    """Live as a rank: tie it to the leader, take over the caller's state, serve points."""
+    """Run in the new rank: tie it to the leader, adopt the caller's environment, measure points until told to end."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -222,7 +222,7 @@ def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequ
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for each in inherited:
-        each.close()  # or the other end would not see it closed while this rank lives
+        each.close()  # else the other end would see no end of file while this rank lives
     log = os.open(f"{directory}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -235,7 +235,7 @@ def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequ
         sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
         multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
         os.chdir(state["directory"])
-        worker = importlib.import_module("labkit.parallel.ranks.worker")  # only now: an edited file takes effect
+        worker = importlib.import_module("labkit.parallel.ranks.worker")  # not preloaded: edits take effect
         worker.serve_points(caller, rank, Path(directory))
 
 
@@ -260,7 +260,7 @@ def _main(control: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection in a rank would copy the pages of what is imported here
+    gc.freeze()  # else a collection in a rank would write to, and so copy, the pages that it shares with the server
     _serve(socket.socket(fileno=control))
 
 

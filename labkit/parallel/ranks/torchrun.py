@@ -33,7 +33,8 @@ def is_job_rank() -> bool:
     """Whether torchrun has started this process; ValueError for the variables of any other job."""
     if not all(name in os.environ for name in VARIABLES):
         return False
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "LOCAL_RANK" not in os.environ:
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_agents or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         raise ValueError(f"expected a job of torchrun, which sets LOCAL_RANK and shares its store; {describe_job()}")
     return True
 

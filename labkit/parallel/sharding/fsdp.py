@@ -6,12 +6,14 @@
     loss.backward()                                          on return, shards have the mean gradient over ranks
     optimizer.step()
 
-Shards are DTensors of this rank's rows, in the shape of the whole parameter. torch's clipping, `GradScaler` and
-`torch.distributed.checkpoint` know them, and to mix them with ordinary tensors is an error.
+A shard is a DTensor: its shape is that of the whole parameter, its memory holds this rank's rows. torch's gradient
+clipping, `GradScaler` and `torch.distributed.checkpoint` support DTensors; an operation that mixes one with an ordinary
+tensor raises.
 
-With Psi bytes of parameters, each rank sends Psi (p-1)/p bytes three times per step: to gather for the forward pass, to
-gather for the backward pass, and to average gradients. With `reshard_after_forward=False` parameters stay whole between
-forward and backward: two times, as in an all-reduce.
+With Psi bytes of parameters on p ranks, each rank sends Psi (p-1)/p bytes three times per step: to gather them for
+the forward pass, to gather them again for the backward pass, and to average gradients. With
+`reshard_after_forward=False` parameters stay whole from forward to backward, which saves the second gather: a rank then
+sends as much as in an all-reduce.
 
 Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.3 (P_os+g+p) and, for the bytes sent, 7.2;
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
@@ -38,32 +40,35 @@ from labkit.parallel.sharding.units import Unit, Units, find_units, partition
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
-SHARD = "shard"  # key in a state's metadata: "rank r of p"
+SHARD = "shard"  # key in the metadata of a state_dict; its value is "rank r of p"
 
 
 class FSDP(nn.Module):
-    """A module whose parameters are in shards. `module` is the model; it is changed, and used through this only.
+    """A module whose parameters are in shards. `module` is the model: changed in place, and called only through this.
 
     Args:
-        module: the same on all ranks except for its values, which become rank 0's.
-        compute_dtype: of whole parameters, of floating-point inputs of units, and of messages; shards and their
-            gradients keep the parameters' dtype. BatchNorm computes in its own dtype. None: the parameters' dtype.
-        reduce_dtype: of gradients while they are averaged. None: the compute dtype.
-        units: modules, or classes of modules, whose parameters are gathered together. None: the items of the outermost
-            lists and sequences (layers), and outside of them every module with parameters. Parameters that are in no
-            unit, or in several, belong to the model's own unit, which stays whole from its first layer to its last.
+        module: the model, alike on all ranks; its parameters and buffers are overwritten with rank 0's values.
+        compute_dtype: dtype of gathered parameters, of the messages that gather them, and of the floating-point inputs
+            of units. Shards and their gradients keep the parameters' dtype, and BatchNorm computes in its own. None:
+            the parameters' dtype.
+        reduce_dtype: dtype of gradients while they are averaged. None: the compute dtype.
+        units: modules, or classes of modules; each one's parameters are gathered together. None: each item of the
+            outermost `ModuleList`s and `Sequential`s (usually a layer), and each other module with parameters.
+            Parameters in no unit, or in several, belong to the unit of the model itself, which stays whole throughout a
+            forward or backward pass.
         reshard_after_forward: release whole parameters after a unit's forward, and gather them again for its backward.
         prefetch: how many units are gathered ahead, in the order of the last forward pass.
-        replicate: classes of modules whose parameters stay whole on every rank, as ordinary tensors that compute in
-            their dtype. torch's clipping takes no mixture of these and shards.
+        replicate: classes of modules whose parameters are not sharded: ordinary tensors, whole on every rank and used
+            in their own dtype. torch's gradient clipping rejects a mixture of these and shards.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
 
-    Build the optimizer from `parameters()`. A parameter without a gradient on any rank gets none. All ranks must run
-    the same units in the same order, forward and backward; inside of a unit they may differ. Whole parameters can be
-    read only while their unit runs. Hooks on shards see the mean gradient. torch.compile skips the wrapper's work.
+    Build the optimizer from `parameters()`. If no rank has a gradient for a parameter, its `.grad` stays None. All
+    ranks must run the same units in the same order, forward and backward; inside a unit they may differ. Whole
+    parameters can be read only while their unit runs. Hooks on shards see the mean gradient. torch.compile compiles the
+    model's code only, not the gathers.
 
-    Raises ValueError, on all ranks of the group, if nothing is trained, for invalid arguments, and for models or
+    Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid arguments, and for models or
     arguments that differ between ranks; in a forward pass, if parameters were replaced, moved or cast; in backward, for
     sparse gradients. RuntimeError if ranks run different units.
     """
@@ -140,14 +145,14 @@ class FSDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accept code that accumulates gradients with DDP. Gradients are averaged all the same: none are whole."""
+        """Do nothing, so that code for DDP runs. Every backward pass averages: no rank can keep whole gradients."""
         yield
 
     def finish_gradient_synchronization(self) -> None:
-        """Accept code that waits for gradients after `backward()`, which has averaged them."""
+        """Do nothing: `backward()` has averaged the gradients. Code for labkit's other wrappers may call this."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards, at any moment."""
+        """Yield this rank's shards, even while their unit is whole."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, self._shards.get(id(parameter), parameter)
 
@@ -160,10 +165,10 @@ class FSDP(nn.Module):
         }
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
-        """Return the bare module's `state_dict`, on the CPU of group rank `to`, or of all (None); None on the others.
+        """Return the bare module's `state_dict`, in CPU memory, on group rank `to` (None: on all); None on the others.
 
-        A collective, one tensor at a time; buffers are the rank's own. It loads into the bare module, and into this one
-        on any number of ranks. `torch.distributed.checkpoint` takes `module` and an optimizer of its parameters.
+        A collective, one tensor at a time; buffers are the rank's own. The result can be loaded into the bare module,
+        or into an FSDP on any number of ranks. To `torch.distributed.checkpoint`, pass `module` and the optimizer.
         """
         state: dict[str, Any] | None = consolidate(self.module.state_dict(), to in (None, dist.get_rank(self.group)))
         return state
@@ -196,7 +201,7 @@ def _save_shards(
     prefix: str,
     metadata: dict[str, Any],
 ) -> None:
-    """After a module has saved: replace parameters that are whole, during a forward pass, by shards."""
+    """Hook after a module's `state_dict`: replace parameters that are whole, in a forward pass, by shards."""
     metadata[SHARD] = shard
     for name, parameter in module._parameters.items():
         if id(parameter) in shards and prefix + name in state:
@@ -227,7 +232,7 @@ def _check(module: nn.Module, dtypes: Sequence[torch.dtype | None], prefetch: in
 
 
 def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Let a module compute in the dtype of its parameters and statistics, and return the compute dtype."""
+    """Let a module compute in the dtype of its parameters and statistics; its outputs are cast to the compute dtype."""
     tensors = (*module.parameters(), *module.buffers())
     own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 

@@ -1,7 +1,8 @@
 """All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it best.
 
 Each point is one size and number of ranks: algorithms that pass an exact check take turns with torch's all-reduce.
-Times are the slowest rank's; ratios compare two times of one round. Short tensors are measured in two sessions.
+Times are the slowest rank's. Ratios compare times of the same round, except between scheduling policies, each of which
+has ranks of its own. Short tensors are measured in two sessions: again later, by new processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReduce
 
 KIB, MIB = 2**10, 2**20
 PEAK = "peak of the links"
-SESSIONS_UP_TO_BYTES = MIB  # the times of longer tensors hardly differ between processes
+SESSIONS_UP_TO_BYTES = MIB  # longer tensors have one session: their times hardly differ between processes
 
 Ranks = Annotated[int, Field(ge=1, le=64)]
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
@@ -40,14 +41,14 @@ class AllReduceConfig(TimedConfig):
     world_sizes: Some[Ranks] = [2, 4]
     sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
     algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), AUTO]
-    """Compared with torch's, point to point. One-shot, which sends p/2 times a ring's bytes, is measured if named."""
+    """Compared with torch's, point to point. "one_shot", which sends p/2 times a ring's bytes, must be asked for."""
     transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
     """labkit's `all_reduce` over each is compared with torch's."""
     scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
     """Sizes at which SCHED_BATCH is compared with the default scheduling policy."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     gloo_up_to_bytes: Bytes = 10**9
-    """Longer tensors are averaged over NCCL only, if there is NCCL."""
+    """Longer tensors are not measured over gloo, whether or not there is NCCL."""
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
     repeats: Repeats = 60
@@ -74,7 +75,7 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """NCCL first if there are GPUs, then gloo with torch only; short tensors again in sessions of other processes."""
+    """Over gloo; with several GPUs over NCCL first, then gloo without `algorithms`. Last, further sessions."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
         once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
@@ -128,7 +129,7 @@ def bandwidth(results: Results) -> pd.DataFrame:
 
 
 def predictions(results: Results) -> pd.DataFrame:
-    """Measured times of each algorithm, and the times of its messages and bytes by the machine's calibration."""
+    """Measured times of each algorithm, and those predicted from its messages and bytes by the calibration."""
     table = TIME.medians(results.frame)
     table = table[table["algorithm"].isin(ALGORITHMS)]
     return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])

@@ -23,7 +23,7 @@ from labkit.studies.context_parallel.worker import (
     ContextParallelPoint,
     measure,
 )
-from labkit.studies.shared.tables import predict_messages_s
+from labkit.studies.shared.tables import join, predict_messages_s
 
 
 class ContextParallelConfig(TimedConfig):
@@ -65,9 +65,9 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
 def efficiency(results: Results) -> pd.DataFrame:
     """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and cost of messages."""
     table = TIME.medians(results.frame)
-    whole = table.loc[table["way"] == WHOLE, [*CONFIGURATION, "seconds"]]
-    table = table[table["way"] != WHOLE].merge(whole, on=list(CONFIGURATION), suffixes=("", "_whole"))
-    table = table.merge(sent(results), on=[*CONFIGURATION, "way"], how="left")
+    whole = table.loc[table["way"] == WHOLE, [*CONFIGURATION, "seconds"]].rename(columns={"seconds": "seconds_whole"})
+    table = join(table[table["way"] != WHOLE], whole, CONFIGURATION, "left").dropna(subset="seconds_whole")
+    table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
     share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
     return table.assign(

@@ -86,7 +86,7 @@ def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
     implementation, bucket_mb = split_name(name)
     model = wrapped = workload.build()
     if implementation != LOCAL:
-        # labkit's wrappers finish on request, so that waiting is timed apart
+        # labkit's wrappers finish after `backward()`, not inside it, so that waiting is timed separately
         wrapped = wrap(implementation, model, bucket_mb=bucket_mb, finish_in_backward=False)
     return Trainer(wrapped, torch.optim.SGD(model.parameters(), lr=1e-4), workload.loss, device)
 
@@ -125,13 +125,13 @@ def _check(trainer: Trainer, run: Callable[[], None], expected: list[Tensor]) ->
 
 
 def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of each phase; backward lasts until gradients are averaged, and `waiting` is its end."""
+    """Seconds of each phase. Backward lasts until gradients are averaged; `waiting` is its part after autograd."""
     expected, trainers = _compute_means(workload, device), dict[str, Trainer]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
         trainer = trainers[name] = make_trainer(name, workload, device)
         if name == LOCAL:
-            trainer.step()  # a first step, as the others take in their check
+            trainer.step()  # a warm-up; the other alternatives have theirs in their check
             return {"check": "ok"}, trainer.phases
         return _check(trainer, partial(accumulate, trainer), expected), trainer.phases
 

@@ -19,7 +19,7 @@ from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
 from labkit.studies.model_parallel.worker import AXES, DATA, SEQUENCE, TORCH, WAYS, WHOLE, ModelParallelPoint, measure
-from labkit.studies.shared.tables import predict_messages_s
+from labkit.studies.shared.tables import join, predict_messages_s
 
 
 class ModelParallelConfig(TimedConfig):
@@ -76,9 +76,9 @@ def sent(results: Results) -> pd.DataFrame:
     keys, values = [*TENSOR_KEYS, "way"], ["calls", "sent_bytes", "formula_sent_bytes"]
     rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
     table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
-    medians = TENSOR_TIME.medians(results.frame).set_index(keys)["seconds"]
-    table = table.join(medians, on=keys)
-    whole_s = table.assign(way=WHOLE).join(medians.rename("whole_s"), on=keys)["whole_s"]
+    medians = TENSOR_TIME.medians(results.frame)[[*keys, "seconds"]]
+    whole_s = join(table.assign(way=WHOLE), medians, keys, "left")["seconds"].astype(float)
+    table = join(table, medians, keys, "left")
     return table.assign(predicted_s=whole_s / table["world_size"] + predict_messages_s(table, results))
 
 
@@ -107,7 +107,7 @@ def tasks(results: Results) -> pd.DataFrame:
 
 def axes(results: Results) -> pd.DataFrame:
     """Time and peak memory of a rank by axis, in one table."""
-    return AXIS_TIME.medians(results.frame).merge(AXIS_PEAK.largest(results.frame), how="outer")
+    return join(AXIS_TIME.medians(results.frame), AXIS_PEAK.largest(results.frame), AXIS_TIME.columns, "outer")
 
 
 WIDTH = "From which width on is a model faster cut over ranks than whole on one?"

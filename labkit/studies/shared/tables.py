@@ -1,6 +1,7 @@
 """Tables that several labs make: published ones, and rows in a declared order."""
 
 from collections.abc import Iterable
+from typing import Literal
 
 import pandas as pd
 
@@ -14,6 +15,12 @@ FIT_SHARE = 0.9
 def read_published(name: str) -> pd.DataFrame:
     """The table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
     return pd.read_csv(reference_directory() / f"{name}.csv")
+
+
+def join(table: pd.DataFrame, other: pd.DataFrame, keys: Iterable[str], how: Literal["left", "outer"]) -> pd.DataFrame:
+    """Merge rows with equal `keys`, in the order of `table`; either may be empty."""
+    kinds = dict.fromkeys(keys, object)  # pandas refuses to merge an empty column of another dtype
+    return table.astype(kinds).merge(other.astype(kinds), on=list(kinds), how=how)
 
 
 def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
