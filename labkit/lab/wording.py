@@ -89,6 +89,8 @@ def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str
         if values.nunique() < 2 or (values.isin(theirs) != table.index.isin(rows.index)).any():
             continue
         ordered = sorted(set(values))
+        if name == "transport":
+            return "over " + join_words(["shared memory" if value == "shared" else value for value in sorted(theirs)])
         if isinstance(ordered[0], str | bool):
             return f"for {join_words([label(name, value) for value in sorted(theirs)])}"
         if len(theirs) == 1:

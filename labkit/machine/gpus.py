@@ -49,13 +49,16 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
     """Whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
 
     Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU
-    (CUDA C++ programming guide, "Application compatibility"). A list that names none of these, as AMD's, is trusted.
+    (CUDA C++ programming guide, "Application compatibility"). With suffix "a" code runs on that version alone, with "f"
+    on its major version. A list that names none of these, as AMD's, is trusted.
     """
-    matches = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))
-    return not matches or any(
-        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
-        for kind, major, minor in matches
-    )
+    matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
+    for kind, major, minor, suffix in matches:
+        built = int(major), int(minor)
+        is_newer_in_reach = kind + suffix == "compute" or (suffix != "a" and built[0] == capability[0])
+        if capability == built or (capability > built and is_newer_in_reach):
+            return True
+    return not matches
 
 
 def _no_kernels_reason(index: int) -> str | None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.transport import make_separate_transport
 
-Wait = Callable[[], object]
+Wait = Callable[..., object]
+"""Waits for the end of an action, at most so many seconds if given, and raises its error; False if it has not ended."""
 Collective = Callable[..., None]
 END_OF_PASS = "the end of backward"
 
@@ -35,7 +36,7 @@ class Channel:
         collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
-        """Start an action; return a function that waits for its end and raises its error."""
+        """Start an action; return what waits for its end."""
         task = _Task(action)
         if not self._in_thread:
             task.run()
@@ -97,10 +98,11 @@ class _Task:
         del self._action  # its tensors may be released long before the wait
         self._is_done.set()
 
-    def wait(self) -> None:
-        self._is_done.wait()
-        if self._error is not None:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        is_done = self._is_done.wait(timeout_s)
+        if is_done and self._error is not None:
             raise self._error
+        return is_done
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:

@@ -127,6 +127,18 @@ class Twice(nn.Module):
         return x
 
 
+class LastLayerSometimes(nn.Module):
+    """Some ranks use the last layer, whose gradients come first, and others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        return self.last(torch.tanh(h)) if x[0, 0] > 0 else h
+
+
 class Loose(nn.Module):
     """Parameters in containers without a forward pass."""
 
@@ -228,6 +240,7 @@ SITUATIONS = {
     "a layer in two checkpoints": Case(SGD, Twice, without=("ZeRO-1",)),
     "two forward passes": Case(SGD, loss=_two_forwards),
     "parameters without a module": Case(SGD, Loose),
+    "a layer on some ranks": Case(SGD, LastLayerSometimes, without=("ZeRO-1", "ZeRO-3", "ZeRO-3, not resharded")),
     "attention alone": Case(SGD, lambda: Attending(WIDTH, 2)),
 }
 

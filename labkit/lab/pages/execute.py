@@ -35,7 +35,10 @@ KERNEL_START = (
     "__import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )
 ENGINE = "labkit"
-RESET = "get_ipython().reset(new_session=True)"
+RESET = (
+    "get_ipython().reset(new_session=True); "
+    "__import__('labkit.machine.description', fromlist=['']).describe_machine.cache_clear()"
+)
 
 INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 

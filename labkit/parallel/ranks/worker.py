@@ -134,10 +134,9 @@ class JobGroup:
             failure = exception_failure(self._rank, error, time.monotonic())
             if failure.is_consequence and time.monotonic() - begun > self._plan.timeout_s:
                 failure = RankFailure(self._rank, "timeout", self._lateness(), failure.traceback)
+            self.close()
         finally:
             deadline.cancel()
-        if failure:
-            self.close()
         torchrun.job_store().set(f"rows of rank {self._rank}", json.dumps(rows))
         failure = self._agree(failure)
         for rank in range(self._plan.world_size if self._rank == 0 else 0):

@@ -70,6 +70,9 @@ def average_rows(
             flatten(result).copy_(mean)
 
 
+PATIENCE_S = 1.0  # for other ranks to average a bucket during backward
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters that are averaged together: `whole` get gradients from autograd, `holders` get rows of the mean."""
@@ -208,6 +211,7 @@ class GradientPass:
         self._n_started = 0
         """How many of the queue are started, or need not be."""
         self._waits: list[Wait] = []
+        self._waits_in_backward = True
 
     @property
     def is_running(self) -> bool:
@@ -289,8 +293,10 @@ class GradientPass:
             wait()
 
     def _start_average(self, bucket: Bucket) -> None:
-        for wait in self._waits[-1:]:
-            wait()  # else whole gradients of many buckets would be alive at once
+        # One average at a time, else whole gradients of many buckets would be alive at once. But a rank that does not
+        # use all of a bucket starts its average after the pass: waiting for it here would never end.
+        if self._waits and self._waits_in_backward:
+            self._waits_in_backward = bool(self._waits[-1](PATIENCE_S))
         with torch.no_grad():
             self._waits.append(bucket.start_average(self._channel))
 

@@ -203,7 +203,7 @@ LAB = Lab(
             id="memory",
             text="How fast is memory?",
             table=memory,
-            pick=lambda table: table["n_bytes"].where(table["operation"] == "add").idxmax(),
+            pick=lambda table: table.query("operation == 'add' and device == device.max()")["n_bytes"].idxmax(),
             configuration=("device",),
             says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
             figure=Lines(source=memory, x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),
