@@ -47,7 +47,7 @@ class Allocation:
     category: str = ""
 
     def is_alive(self, moment: int) -> bool:
-        """Whether it exists before the event of that number."""
+        """Return whether it exists before the event of that number."""
         return self.born < moment and (self.freed is None or self.freed >= moment)
 
 

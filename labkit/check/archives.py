@@ -168,7 +168,7 @@ def _scrub_notebook(path: Path) -> str:
 
 
 def holds_hand_ins(name: str) -> bool:
-    """Whether this names a folder with hand-ins, in it or below it."""
+    """Return whether this names a folder with hand-ins, in it or below it."""
     return kind_of_path(name) == "folder" and any(Path(name).rglob(HAND_INS))
 
 

@@ -191,7 +191,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def has_lost_hardware(baseline: Run, now: Run) -> bool:
-    """Whether the machine has fewer cores or GPUs than it had; another processor is another machine."""
+    """Return whether the machine has fewer cores or GPUs than it had; another processor is another machine."""
     then, here = baseline.header.machine, now.header.machine
     cores, now_cores = ((machine.cores, machine.cpu_quota or machine.cores) for machine in (then, here))
     is_less = now_cores[0] < cores[0] or now_cores[1] < cores[1] or len(here.gpus) < len(then.gpus)

@@ -89,7 +89,7 @@ def describe_calibration(run: Run) -> str:
 
 
 def _is_enough(run: Run) -> bool:
-    """Whether a run planned large matrix products and messages between ranks, which predictions need."""
+    """Return whether a run planned large matrix products and messages between ranks, which predictions need."""
     planned = run.header.planned.values()
     products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]
     is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
@@ -97,7 +97,7 @@ def _is_enough(run: Run) -> bool:
 
 
 def _is_same_machine(theirs: Machine, here: Machine) -> bool:
-    """Whether cores and torch are the same, too: other ones multiply at another rate."""
+    """Return whether cores and torch are the same, too: other ones multiply at another rate."""
     one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (theirs, here))
     return one == other
 

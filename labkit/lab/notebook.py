@@ -176,7 +176,7 @@ class OpenLab:
         return cards.figure(plot, alt, f"{self.study.name}_{name}", caption)
 
     def _plugin_failures(self) -> dict[str, None]:
-        """Which of the reader's alternatives are wrong or failed, and where, each once."""
+        """Return which of the reader's alternatives are wrong or failed, and where, each once."""
         names, frame = list(self._plugins.alternatives), self.run.frame()
         metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
         return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))

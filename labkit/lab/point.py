@@ -91,11 +91,11 @@ class Point:
 
     @property
     def refusal(self) -> str | None:
-        """Why no machine can measure the point, or None."""
+        """Return why no machine can measure the point, or None."""
         return None
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        """Why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
+        """Return why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
         device, ranks = getattr(self, "device", "cpu"), ranks_here(self.world_size)
         if self.refusal:
             return self.refusal
@@ -116,7 +116,7 @@ class Point:
         return POINT_S
 
     def mentions(self, names: Set[str]) -> bool:
-        """Whether a field is one of these names, or a list that has one."""
+        """Return whether a field is one of these names, or a list that has one."""
         values = (getattr(self, field.name) for field in fields(self))
         return any(not names.isdisjoint(value if isinstance(value, tuple) else (value,)) for value in values)
 
@@ -204,7 +204,7 @@ def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
 
 
 def skip_reason(machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1) -> str | None:
-    """Why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
+    """Return why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
 
     On "cuda" each rank has a GPU, as far as there are enough, and the smallest of them decides.
     """

@@ -126,7 +126,7 @@ class Machine(BaseModel):
         return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"
 
     def no_device_reason(self, device: str) -> str | None:
-        """Why nothing can be measured on `device` here, or None."""
+        """Return why nothing can be measured on `device` here, or None."""
         if device != "cuda" or self.gpus:
             return None
         return "needs a CUDA device, and " + (self.no_gpu_reason or "there is none")

@@ -25,7 +25,7 @@ SLOWED_BY = {"heat": 0x60, "a hardware limit": 0x88}
 
 
 def no_gpu_reason() -> str | None:
-    """Why labs run on the CPU despite a GPU, in one line; None if there is no GPU, or all can be used."""
+    """Return why labs run on the CPU despite a GPU, in one line; None if there is no GPU, or all can be used."""
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
         return "an NVIDIA driver is loaded, but this torch is built without CUDA" if has_driver else None
@@ -46,7 +46,7 @@ def no_gpu_reason() -> str | None:
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
+    """Return whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
 
     Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU
     (CUDA C++ programming guide, "Application compatibility"). With suffix "a" code runs on that version alone, with "f"
@@ -136,7 +136,7 @@ def link_types() -> str | None:
 
 
 def is_nearly_full() -> bool:
-    """Whether the current GPU has too little free memory for libraries to start."""
+    """Return whether the current GPU has too little free memory for libraries to start."""
     with suppress(Exception):
         return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < NEARLY_FULL_BYTES
     return False

@@ -89,7 +89,7 @@ def _dtype_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 def no_compiler_reason(device_type: str) -> str | None:
-    """Why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
+    """Return why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
     if device_type == "cuda":
         reason = no_launch_reason()
         return None if reason is None else f"torch.compile needs Triton on a GPU: {reason}"
@@ -104,7 +104,7 @@ def has_triton() -> bool:
 
 @cache
 def no_launch_reason() -> str | None:
-    """Why Triton cannot launch kernels, or None.
+    """Return why Triton cannot launch kernels, or None.
 
     Triton compiles kernels by itself. What hands them to the GPU is C that it builds at the first launch, with the
     system's compiler and Python's headers, which slim containers lack.

@@ -124,7 +124,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, sc
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernels cannot run there, or None if they can."""
+    """Return why the kernels cannot run there, or None if they can."""
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {dtype_name(dtype)}"
     if head_dim not in HEAD_DIMS:

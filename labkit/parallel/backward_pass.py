@@ -20,12 +20,12 @@ class BackwardPass:
 
     @property
     def is_running(self) -> bool:
-        """Whether a pass has begun and autograd still runs it."""
+        """Return whether a pass has begun and autograd still runs it."""
         return self._callback is not None and self._callback() is not None
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether an exception ended a pass."""
+        """Return whether an exception ended a pass."""
         return self._callback is not None and self._callback() is None
 
     def begin(self, at_end: Callable[[], None]) -> None:

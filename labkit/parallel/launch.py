@@ -187,7 +187,7 @@ def _check(plan: GroupPlan, worker: Any) -> None:
 
 
 def too_many_ranks_reason(ranks: int) -> str | None:
-    """Why so many ranks cannot be started here ("at most 128 ranks, 64 per core"), or None."""
+    """Return why so many ranks cannot be started here ("at most 128 ranks, 64 per core"), or None."""
     memory = available_memory_bytes()
     by_cores = RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core"
     by_memory = memory // RANK_BYTES, f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"

@@ -163,7 +163,7 @@ def find_ends(
 
 
 def has_open_engine(runs: Runs, constants: Rows) -> Flags:
-    """Whether a run does not say which of a framework's two pipeline engines it used."""
+    """Return whether a run does not say which of a framework's two pipeline engines it used."""
     is_stated = runs.has("old_pipeline") | runs.has("new_pipeline")
     return np.asarray((constants["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
 

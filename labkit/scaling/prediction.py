@@ -85,7 +85,7 @@ class Prediction:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory needs no change."""
+        """Return whether memory needs no change."""
         return self.out_of_memory < SAFE_RISK and not self.is_unstable
 
 

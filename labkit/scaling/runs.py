@@ -179,7 +179,7 @@ class Runs:
         return Runs([self.origin[row] for row in np.arange(len(self))[rows]])
 
     def has(self, option: str) -> Flags:
-        """Whether each run's layout has this option."""
+        """Return whether each run's layout has this option."""
         if option not in self._flags:
             self._flags[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
         return self._flags[option]

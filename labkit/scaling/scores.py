@@ -42,7 +42,7 @@ def held_out() -> pd.DataFrame:
 
 
 def chosen_layouts() -> pd.DataFrame:
-    """How far proposed layouts are behind the best measured one: mean percent over families, by table."""
+    """Return how far proposed layouts are behind the best measured one: mean percent over families, by table."""
     return pd.read_csv(DATA / "chosen_layouts.csv")
 
 

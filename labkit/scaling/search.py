@@ -172,7 +172,7 @@ def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[in
 
 
 def _no_layout_reason(request: Request) -> str:
-    """Why the fixed values are impossible; else that nothing divides."""
+    """Return why the fixed values are impossible; else that nothing divides."""
     fixed, gpus, batch = request.fixed, request.gpus, request.global_batch
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = int(np.prod(list(degrees.values()) or [1]))

@@ -225,7 +225,7 @@ def _memory_text(one: Prediction, memory_gib: float) -> str:
 
 
 def _why(runner_up: RunnerUp, advice: Advice) -> str:
-    """Why a layout loses against the best one, in a few words."""
+    """Return why a layout loses against the best one, in a few words."""
     one, best, cause = runner_up.prediction, advice.first, runner_up.cause
     memory = _memory_text(one, advice.request.usable.memory_gib)
     if cause in ("memory", "unstable"):
@@ -287,7 +287,7 @@ def _nearest(rows: Sequence[PublishedRow]) -> Section:
 
 
 def _notes(request: AdviceRequest, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> Iterator[str]:
-    """How wrong this may be, its assumptions, and where it extrapolates."""
+    """Return how wrong this may be, its assumptions, and where it extrapolates."""
     errors = np.abs([row.error for row in rows])
     median, worst = format_percent(float(np.median(errors))), format_percent(float(errors.max()))
     yield (

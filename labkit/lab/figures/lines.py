@@ -96,7 +96,7 @@ class Lines(ValueFigure):
         ]
 
     def _has_lines(self, rows: pd.DataFrame) -> bool:
-        """Whether each color of a panel has one point at each number of the x axis."""
+        """Return whether each color of a panel has one point at each number of the x axis."""
         keys = [name for name in (self.panel, self.x, self.color) if name in rows]
         return _has_numbers(rows[self.x]) and not rows.duplicated(keys).any()
 

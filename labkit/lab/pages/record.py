@@ -76,7 +76,7 @@ class AnswerRecord(BaseModel, frozen=True):
 
     @property
     def is_better(self) -> bool:
-        """Whether something beats the default, at least in some configurations."""
+        """Return whether something beats the default, at least in some configurations."""
         return self.verdict in ("yes", "it depends")
 
 
@@ -126,7 +126,7 @@ class LabRecord(BaseModel, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine measured it."""
+        """Return whether this machine measured it."""
         return self.run is not None and self.run.identity == list(describe_machine().identity)
 
     @property

@@ -155,7 +155,7 @@ def _hide_empty_sections(cells: list[Any]) -> None:
 
 
 def _is_visible(output: Any) -> bool:
-    """Whether a page displays anything of an output."""
+    """Return whether a page displays anything of an output."""
     return output.get("data", {}).get(PIECE_MIME, {"html": "other"})["html"] != ""
 
 

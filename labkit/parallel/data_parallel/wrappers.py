@@ -202,11 +202,11 @@ class Bucket:
         self._references = _count_references(self.memory)
 
     def holds(self, index: int, gradient: Tensor) -> bool:
-        """Whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
+        """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
         return (gradient.data_ptr(), gradient.stride()) == self._places[index]
 
     def is_referenced(self) -> bool:
-        """Whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
+        """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
         if (extra := _count_references(self.memory) - self._references) == 0:
             return False
         gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())

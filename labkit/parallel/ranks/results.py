@@ -136,7 +136,7 @@ class CurrentAlternative:
         self._set(None)
 
     def excluded_reason(self, alternative: str) -> str | None:
-        """Why the point is measured without this alternative, for its row; None if it takes part."""
+        """Return why the point is measured without this alternative, for its row; None if it takes part."""
         return self._excluded.get(alternative)
 
     def begin(self, alternative: str) -> str:
@@ -265,7 +265,7 @@ def first_failing_rank(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, by its type or, for a RuntimeError, by its text.
+    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its text.
 
     Not every RuntimeError that speaks of memory does: "an illegal memory access was encountered" is a bug.
     """
@@ -279,7 +279,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether an error, or the one it was raised from, is the loss of another rank."""
+    """Return whether an error, or the one it was raised from, is the loss of another rank."""
     while error is not None:
         if isinstance(error, RuntimeError | OSError) and _CONSEQUENCE.search(str(error)):
             return True

@@ -30,7 +30,7 @@ class LaunchStopped(Exception):
 
 
 def is_job_rank() -> bool:
-    """Whether torchrun has started this process; ValueError for the variables of any other job."""
+    """Return whether torchrun has started this process; ValueError for the variables of any other job."""
     if not all(name in os.environ for name in VARIABLES):
         return False
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -105,12 +105,12 @@ class Bucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trained parameter has a gradient."""
+        """Return whether every trained parameter has a gradient."""
         return len(self.ready) == len(self._trained)
 
     @property
     def is_late(self) -> bool:
-        """Whether it has gradients that came after its average."""
+        """Return whether it has gradients that came after its average."""
         return self.is_reduced and any(map(has_whole_gradient, self.whole))
 
     def start_average(self, channel: CheckedChannel) -> Wait:
@@ -171,7 +171,7 @@ def _average(channel: CheckedChannel, pairs: Sequence[tuple[Tensor, Tensor]]) ->
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
-    """Whether there is a gradient that is not averaged."""
+    """Return whether there is a gradient that is not averaged."""
     return parameter.grad is not None and not isinstance(parameter.grad, DTensor)
 
 
@@ -215,7 +215,7 @@ class GradientPass:
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass is running."""
+        """Return whether a backward pass is running."""
         return self._pass.is_running
 
     def hook(self, method: Callable[..., None], *args: object) -> Callable[..., None]:

@@ -99,7 +99,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(point: AttentionPoint, name: str) -> str | None:
-    """Why an implementation is not run at this point, or None."""
+    """Return why an implementation is not run at this point, or None."""
     device = torch.device(point.device)
     if (reason := attention_named(name).unavailable_reason(device, point.torch_dtype, point.head_dim)) is not None:
         return reason

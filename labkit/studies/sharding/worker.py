@@ -183,7 +183,7 @@ def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: st
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:
-    """Why the peak is unknown: the system may reclaim memory between two looks, and misses small tensors."""
+    """Return why the peak is unknown: the system may reclaim memory between two looks, and misses small tensors."""
     if held < MIN_HELD_BYTES or peak is None:
         return "the system sees no peak of a model so small"
     if peak < MIN_PEAK_SHARE * held:

@@ -196,7 +196,7 @@ def _is_one_of_several() -> bool:
 
 
 def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
-    """Whether all ranks raise in this turn, and all for lack of memory; they meet within `PATIENCE_S`."""
+    """Return whether all ranks raise in this turn, and all for lack of memory; they meet within `PATIENCE_S`."""
     store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
     key, deadline = f"raised in {turn}", time.monotonic() + PATIENCE_S
     store.add(f"{key}, out of memory", int(out_of_memory))  # first: a rank that sees all raise also sees all of these

@@ -44,7 +44,7 @@ class TunedStepPoint(TimedPoint):
 
     @property
     def is_default(self) -> bool:
-        """Whether the joined configuration changes nothing; on one rank there is no wrapper."""
+        """Return whether the joined configuration changes nothing; on one rank there is no wrapper."""
         is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
         return is_plain and (self.world_size == 1 or self.wrapper == TORCH)
 
