@@ -1,7 +1,7 @@
 """Attention: what it costs in time and memory, and which implementation is best here, from which length up.
 
 Each point is one problem (dtype, length, head dimension): implementations that pass the check against float64 take
-turns, forward and backward. Ratios are of the time of both passes in one round, over naive attention's.
+turns. A ratio divides an implementation's time for forward and backward by naive attention's in the same round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,7 @@ NAMES = {
 
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-    """Short sequences first; then those of up to 2048 tokens again in further sessions, by other processes."""
+    """Per dtype from short to long; then lengths up to 2048 again in further sessions, by other processes."""
     once = list(_points(config, machine.device(config.device)))
     short = [point for point in once if point.sequence <= SESSIONS_UP_TO]
     return [*once, *repeat_in_sessions(short, config.sessions)]
@@ -122,7 +122,10 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Naive attention's peak in float32 by length, with a margin, up to the first length that does not fit."""
+    """Predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
+
+    For the run's batch and its largest head dimension.
+    """
     frame, rows = results.frame, list[dict[str, Any]]()
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()

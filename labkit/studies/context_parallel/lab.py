@@ -51,7 +51,7 @@ NAMES = {
 
 
 def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
-    """From short to long. With more ranks than cores, ranks are compared with one another only."""
+    """From short to long. With more ranks than cores there is no baseline on one rank: it would have more cores."""
     device = machine.device(config.device)
     for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
         if sequence % (2 * world_size):
@@ -106,7 +106,7 @@ LAB = Lab(
         ),
         Check(
             id="efficiency",
-            text="Do ranks work for the share of the time that their layout allows?",
+            text="Is efficiency what the layout allows: 1 for zigzag, (p+1)/2p for contiguous on p ranks?",
             table=efficiency,
             measured="efficiency",
             predicted="formula_efficiency",

@@ -107,8 +107,8 @@ def communication(results: Results) -> pd.DataFrame:
     """The cost of averaging in a step, by wrapper, in medians over the rounds.
 
     `longer_s` and `longer_percent`: the step minus the same one without communication. `waiting_s`: from the end of
-    the pass until gradients are averaged. `alone_s`: the same collectives after backward. `hidden_percent`: the part of
-    those that backward hides.
+    the pass until gradients are averaged. `alone_s`: that of the wrapper that runs the same collectives after backward.
+    `hidden_percent`: the part of `alone_s` that overlapping with backward hides.
     """
     keys, phases = [*CONFIGURATION, "implementation"], [FORWARD, BACKWARD, OPTIMIZER, WAITING]
     samples = PHASES.samples(results.frame)
@@ -131,7 +131,7 @@ def communication(results: Results) -> pd.DataFrame:
 
 
 def throughput(results: Results) -> pd.DataFrame:
-    """Samples per second of all ranks, and the share of linear scaling from the fewest ranks without averaging."""
+    """Samples per second of all ranks, and their percentage of what as many ranks would process without averaging."""
     rows = PHASES.samples(results.frame)
     rows = rows[rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER]) & rows["implementation"].isin([LOCAL, *BUCKETED])]
     keys = [*CONFIGURATION, "implementation"]
@@ -194,7 +194,8 @@ LAB = Lab(
             table=communication,
             pick=bucketed_row,
             configuration=CONFIGURATION,
-            says="With {workload}, averaging makes a step {longer_percent}% longer; {hidden_percent}% of it hides.",
+            says="With {workload}, averaging makes a step {longer_percent}% longer; "
+            "backward hides {hidden_percent}% of the communication.",
             figure=Timeline(source=timeline, start="start_s", duration="duration_s", lane="row", hue="lane"),
         ),
         Report(
