@@ -71,7 +71,8 @@ def test_progress_counts_every_point_once_and_names_the_run(tmp_path, monkeypatc
     seen = []
     monkeypatch.setitem(vars(FAKE), "progress", lambda point, values: f"half is {values['half']}")
     run = _measure(tmp_path, "fine", "skip", "raise", "fine", on_progress=seen.append)
-    assert sum(now.text.endswith(": half is 1") for now in seen) == 3  # from rank 0 alone
+    texts = [now.text for now in seen if ", fine, " in now.text]  # a rank that raises may end the others before a row
+    assert sum(text.endswith(": half is 1") for text in texts) == 2  # from rank 0 alone
     assert (seen[-1].done, seen[-1].total) == (4, 4)
     assert [now.done for now in seen] == sorted(now.done for now in seen)
     assert {now.run for now in seen} == {run.name}

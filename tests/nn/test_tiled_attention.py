@@ -70,7 +70,7 @@ def test_the_output_may_be_changed_in_place() -> None:
 
 def test_torch_compile_makes_one_graph_even_of_changes_in_place() -> None:
     compiled = torch.compile(lambda *x: TiledAttention.apply(*x).mul_(2), backend="aot_eager", fullgraph=True)
-    inputs = [torch.randn(1, 40, 16, requires_grad=True) for _ in range(3)]
+    inputs = [torch.randn(1, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     output, expected = compiled(*inputs, True), 2 * naive_attention(*inputs, True)
     torch.testing.assert_close(output, expected)
     gradients = [torch.autograd.grad(each.square().sum(), inputs) for each in (output, expected)]
