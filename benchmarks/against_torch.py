@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from labkit.bench.check import maxima_over_ranks
 from labkit.bench.clock import time_interleaved
 from labkit.bench.statistics import compare
 from labkit.costs.transformer import TransformerShape
@@ -189,7 +190,7 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
             before=start_together,
             rounds_s=options.seconds * len(contest.alternatives),
         )
-        times = {name: _slowest(samples_s) for name, samples_s in samples.items()}
+        times = {name: maxima_over_ranks(samples_s) for name, samples_s in samples.items()}
         times |= {name: derive(times) for name, derive in contest.derived.items()}
         lines += [_line(contest, pair, times, bandwidth) for pair in contest.pairs]
     return lines
@@ -222,16 +223,11 @@ def _line(contest: Contest, pair: tuple[str, str], times: dict[str, list[float]]
     return f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {title:42} {ms}  {interval}{verdict}", has_missed
 
 
-def _slowest(samples_s: list[float]) -> list[float]:
-    slowest = torch.tensor(samples_s, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
-
-
 def _copy_bandwidth() -> float:
     source, target = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
     copy = {"copy": partial(target.copy_, source)}
-    return COPY_BYTES / median(_slowest(time_interleaved(copy, warmup=1, repeats=5, before=start_together)["copy"]))
+    samples_s = time_interleaved(copy, warmup=1, repeats=5, before=start_together)["copy"]
+    return COPY_BYTES / median(maxima_over_ranks(samples_s))
 
 
 def main() -> int:

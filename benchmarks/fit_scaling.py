@@ -197,7 +197,7 @@ def collect_errors(published: Published, values: Mapping[str, float]) -> Errors:
 
 def fit_widths(errors: Errors, chosen: np.ndarray) -> Widths:
     """The widths of intervals from a mask of rows, one after the other: each holds what those before it leave out."""
-    widths = dict.fromkeys((SOURCE, FRAMEWORK), (0.0, 0.0))
+    widths = dict.fromkeys((SOURCE, FRAMEWORK), NONE)
     tables = home_tables(errors)
     near = chosen & (errors.fold == WITHOUT_MODEL) & ~np.isin(errors.origins, [SOURCE, FRAMEWORK])
     near &= errors.distances["tensor_over_nodes"] + errors.distances["unstable"] == 0

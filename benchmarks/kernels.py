@@ -34,6 +34,7 @@ from scipy.sparse.csgraph import connected_components
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from labkit.nn.attention import dtype_name
 from labkit.nn.flash_attention import KERNELS as TILED_KERNELS
 from labkit.nn.flash_attention import Tile, kernel_constants, tiles_for
 from labkit.nn.flash_backward_kernels import delta_kernel
@@ -263,7 +264,7 @@ def main() -> int:
         resources = compile_tile(kernel, tile, causal=not options.full, **sizes)
         faults = resources.faults(capability)
         wrong += bool(faults)
-        problem = [f"sm_{capability}", str(dtype).removeprefix("torch."), kernel, head_dim, tile]
+        problem = [f"sm_{capability}", dtype_name(dtype), kernel, head_dim, tile]
         kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
         cells = vars(replace(resources, shared_bytes=kib, tensor_share=share)).values()
         print(ROW.format(*problem, *cells), *faults, flush=True)

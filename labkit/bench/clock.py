@@ -120,10 +120,11 @@ class Stopping:
 
     def is_enough(self, samples: Samples) -> bool:
         """Whether the ratios of each part are precise, or the time is up. A collective; all ranks decide alike."""
-        table = np.array([seconds for parts in samples.values() for seconds in parts.values()])
-        rounds = table.shape[-1]
+        columns = [seconds for parts in samples.values() for seconds in parts.values()]
+        rounds = len(columns[0]) if columns else 0
         if rounds < self._next_check:
             return False
+        table = np.array(columns)
         self._next_check = math.ceil(rounds * GROWTH)
         elapsed_s, *slowest = maxima_over_ranks([time.perf_counter() - self._start, *table.ravel()])
         if elapsed_s >= self._rounds_s:

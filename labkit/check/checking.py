@@ -169,9 +169,9 @@ def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
     """Yield labs reduced to the points that check results, each with its shortest config."""
     for name, (parameters, is_checked) in CORRECTNESS.items():
         lab = load_lab(name)
-        known = lab.config.model_fields
-        values = {key: value for key, value in {**ONCE, **parameters, "device": device}.items() if key in known}
-        if "device" in known or device == "cpu":  # a lab without devices has points of every backend
+        names = lab.config.model_fields
+        values = {key: value for key, value in {**ONCE, **parameters, "device": device}.items() if key in names}
+        if "device" in names or device == "cpu":  # a lab without devices has points of every backend
             yield replace(lab, points=_select(lab, is_checked)), lab.configure("smoke", values)
 
 

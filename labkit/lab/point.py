@@ -128,8 +128,8 @@ class Point:
 
     def _own_fields(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the fields that a lab adds."""
-        known = {field.name for field in fields(SessionPoint)}
-        return ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in known)
+        common = {field.name for field in fields(SessionPoint)}
+        return ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in common)
 
 
 @dataclass(frozen=True, kw_only=True)

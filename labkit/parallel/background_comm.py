@@ -27,7 +27,7 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
         # Now: in the middle of backward, ranks would not create it at the same moment.
-        self.group, self.transport = group, make_separate_transport(group, device, preference).transport
+        self.group, self.transport = group, make_separate_transport(group, device, preference)
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
 

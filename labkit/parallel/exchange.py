@@ -13,9 +13,6 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
-NOTE_BYTES = 16
-"""Bytes that a rank sends to each other rank to agree, as int64."""
-
 
 @disable_compile
 def exchange(

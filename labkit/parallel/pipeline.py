@@ -96,10 +96,11 @@ class Pipeline(nn.Module):
         except ValueError as error:
             refusal = error
         settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
+        settings |= {"recompute": recompute, "transport": transport}
         named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
         self.device = named[0][1].device if named else device_of(group)
         tensors = [describe(name, p) for name, p in named]
-        check_same_on_all_ranks("pipeline", settings | {"recompute": recompute}, tensors, self.device, group, refusal)
+        check_same_on_all_ranks("pipeline", settings, tensors, self.device, group, refusal)
         broadcast(dict.fromkeys(each for layer in layers for each in (*layer.parameters(), *layer.buffers())), members)
         self._transport = find_transport(members, self.device, transport)
         self.stages = balance(costs, chunks * self.ranks)

@@ -144,7 +144,7 @@ def find_model(name: str) -> Model:
         words = shorter
     if words in by_name:
         return by_name[words]
-    near = [known for known in NAMED if known.lower().endswith(f"-{name.strip().lower()}")]
+    near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
     near = near or difflib.get_close_matches(name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(NAMED)}, or a config.json"
     raise ValueError(f"unknown model {name[:60]!r}{hint}")

@@ -402,7 +402,7 @@ def test_a_hang_ends_at_the_deadline_with_its_alternative_and_the_stacks_of_all_
     ],
 )
 def test_among_ranks_that_wait_for_each_other_the_slowest_hangs(turns: list[tuple[int, str]], hanging: str) -> None:
-    assert results.slowest_rank(turns) == hanging
+    assert results.slowest_alternative(turns) == hanging
 
 
 def test_the_time_that_a_caller_takes_for_a_row_is_not_the_points() -> None:

@@ -54,8 +54,8 @@ class Program:
 
     def leftovers(self) -> list[str]:
         processes = [f"{process.pid} {process.cmdline()}" for process in self.processes()]
-        kept = "torchinductor_labkit_*"  # compiled code, which later runs find
-        return [*processes, *(str(path) for path in self.temporary.iterdir() if not path.match(kept))]
+        cache = "torchinductor_labkit_*"  # compiled code, for later runs
+        return [*processes, *(str(path) for path in self.temporary.iterdir() if not path.match(cache))]
 
     def assert_nothing_left(self) -> None:
         assert wait_until(lambda: not self.leftovers()), self.leftovers()

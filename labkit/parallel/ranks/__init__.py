@@ -1,1 +1,1 @@
-"""Processes that measure: forked by a server (`group.py`), or the ranks of a torchrun job (`torchrun.py`)."""
+"""Processes that measure: forked by a server (`group.py`), or those of a torchrun job (`worker.JobGroup`)."""

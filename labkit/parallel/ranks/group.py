@@ -31,9 +31,9 @@ from labkit.parallel.ranks.results import (
     Row,
     death_failure,
     failure_from_json,
-    first_failing_rank,
+    first_failure,
     read_turn,
-    slowest_rank,
+    slowest_alternative,
 )
 from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import shared_memory
@@ -215,7 +215,7 @@ class RankGroup:
             if is_late and time.monotonic() >= deadline:
                 break
         if failures:
-            return messages, first_failing_rank(failures)
+            return messages, first_failure(failures)
         return messages, self._describe_lateness(kind, timeout_s, missing) if missing else None
 
     def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
@@ -255,7 +255,7 @@ class RankGroup:
         lateness = f"not ready after {timeout_s:g} s"
         if kind == "done":
             lateness = f"still running after {timeout_s:g} s (timeout_s)"
-        slowest = slowest_rank(rank.turn() for rank in late)
+        slowest = slowest_alternative(rank.turn() for rank in late)
         message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
         return RankFailure(late[0].number if len(late) == 1 else None, "timeout", message, self._dump_stacks(), tails)

@@ -177,7 +177,7 @@ def read_turn(path: Path) -> tuple[int, str]:
     return 0, ""  # no turn has begun
 
 
-def slowest_rank(turns: Iterable[tuple[int, str]]) -> str:
+def slowest_alternative(turns: Iterable[tuple[int, str]]) -> str:
     """Return the alternative of the earliest turn of hanging ranks: the others may wait for it. "" if there is none."""
     turns = list(turns)
     first = min(number for number, _ in turns)
@@ -255,7 +255,7 @@ def failure_from_json(values: Mapping[str, Any], **changes: Any) -> RankFailure:
     return RankFailure(**{**values, "blamed": values["blamed"] and tuple(values["blamed"]), **changes})
 
 
-def first_failing_rank(failures: Iterable[RankFailure]) -> RankFailure:
+def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure to show: a death or an exception before lost connections, then the earliest.
 
     When a rank dies, its peers raise "Connection closed by peer" within milliseconds, often before the

@@ -40,7 +40,7 @@ from labkit.parallel.ranks.results import (
     current_alternative,
     exception_failure,
     failure_from_json,
-    first_failing_rank,
+    first_failure,
     plain_row,
 )
 
@@ -162,7 +162,7 @@ class JobGroup:
         ends = torchrun.gather_from_ranks(failure and asdict(failure))
         if failures := [failure_from_json(end) for end in ends if end]:
             self.close()
-            return first_failing_rank(failures)
+            return first_failure(failures)
         return None
 
     def _lateness(self) -> str:

@@ -3,7 +3,7 @@
 ``optimizer``           `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
 ``reduce_scatter_ddp``  `ReduceScatterDDP`, with that optimizer ZeRO-2: gradients, too
 ``fsdp``                `FSDP`, ZeRO-3: parameters, too
-``gather``              ZeRO-3: `Schedule._run_unit` gathers parameters, `gather_rows` sends them
+``gather``              ZeRO-3: `GatherPass._run_unit` gathers parameters, `gather_rows` sends them
 ``gradients``           `average_rows` averages gradients; `GradientPass` follows a backward pass
 ``units``               the modules whose parameters are gathered together
 ``rows``                the rows of a parameter that a rank keeps

@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from labkit.parallel.background_comm import CheckedChannel
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gather import Schedule, cast, run_around
+from labkit.parallel.sharding.gather import GatherPass, cast, run_around
 from labkit.parallel.sharding.rows import as_rows, check_shardable, consolidate
 from labkit.parallel.sharding.units import Unit, Units, find_units, partition
 from labkit.parallel.transport import AUTO, member_group
@@ -123,7 +123,7 @@ class FSDP(nn.Module):
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._schedule = Schedule(
+        self._schedule = GatherPass(
             self._units,
             gathers,
             averages,

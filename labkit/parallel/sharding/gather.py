@@ -41,7 +41,7 @@ from labkit.parallel.transport import AUTO, find_transport
 from labkit.parallel.transport.base import Step, Transport
 
 
-class Schedule(GradientPass):
+class GatherPass(GradientPass):
     """Gathers, releases and averages the units of a model, the last of which is the model itself."""
 
     def __init__(
@@ -105,9 +105,8 @@ class Schedule(GradientPass):
         self._depth -= 1
         if not unit.depth and not unit.in_backward:
             unit.attach(whole=False)
-            is_kept = not self._reshard and torch.is_grad_enabled()
-            for each in [unit] if self._depth or self.is_running else self._units:  # and prefetched ones
-                if not is_kept:
+            if self._reshard or not torch.is_grad_enabled():
+                for each in [unit] if self._depth or self.is_running else self._units:  # and prefetched ones
                     each.release()
 
     def _gather(self, unit: Unit) -> None:

@@ -294,7 +294,7 @@ class GradientPass:
 
     def _start_average(self, bucket: Bucket) -> None:
         # One average at a time, else whole gradients of many buckets would be alive at once. But a rank that does not
-        # use all of a bucket starts its average after the pass: waiting for it here would never end.
+        # use all of a bucket starts its average after the pass, and waits for this rank: after one such, do not wait.
         if self._waits and self._waits_in_backward:
             self._waits_in_backward = bool(self._waits[-1](PATIENCE_S))
         with torch.no_grad():

@@ -14,7 +14,8 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.prepare import FLOAT_TYPES, shard_sizes
 
 MESSAGES_IN_FLIGHT = 4  # per rank
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
@@ -65,8 +66,7 @@ def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
 def as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return this rank's rows of a tensor shaped as `like`, as a DTensor of the same memory."""
     placements = [Shard(0) if like.dim() else Replicate()]
-    stride = torch.empty_like(like, device="meta").stride()
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=stride)
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like))
 
 
 def shard_parameter(parameter: Tensor, mesh: DeviceMesh, *, copy: bool) -> Any:
@@ -108,8 +108,7 @@ def row_strides(like: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor of this shape whose rows follow each other in memory, each laid out as here."""
     if not like.dim():
         return ()
-    row = torch.empty_like(like[:1], device="meta")
-    return (like[:1].numel(), *row.stride()[1:])
+    return (like[:1].numel(), *strides_like(like[:1])[1:])
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -126,10 +125,8 @@ def flatten(dense: Tensor) -> Tensor:
 
 def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
     """Return each rank's rows of a tensor with `row_strides`: p vectors, views."""
-    n, width = len(whole), whole[:1].numel()
-    chunk = -(-n // p)
-    lengths = [width * (min((rank + 1) * chunk, n) - min(rank * chunk, n)) for rank in range(p)]
-    return list(flatten(whole).split_with_sizes(lengths))
+    width = whole[:1].numel()
+    return list(flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
 
 
 def separate_small(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:

@@ -146,7 +146,9 @@ class Unit(Bucket):
         for parameter, shard in zip(whole, shards, strict=True):
             parameter.__dict__.update(shard.__dict__)
         super().__init__(name, whole, shards, shards, reduce_dtype, is_last)
-        self._attach(whole=False)
+        self.is_attached = True
+        """Modules have whole parameters."""
+        self.attach(whole=False)
         _resize(self._memory, 0)
         self.wait: Wait | None = None
         """Waits for a gather in flight."""
@@ -154,8 +156,6 @@ class Unit(Bucket):
         """Versions of the shards at the last gather."""
         self.is_whole = False
         """Gathered, or being gathered."""
-        self.is_attached = False
-        """Modules have whole parameters."""
         self.in_backward = False
         """The backward pass has reached it."""
         self.depth = 0
@@ -207,10 +207,8 @@ class Unit(Bucket):
 
     def attach(self, *, whole: bool) -> None:
         """Put whole parameters, or shards, into the modules."""
-        if whole != self.is_attached:
-            self._attach(whole=whole)
-
-    def _attach(self, *, whole: bool) -> None:
+        if whole == self.is_attached:
+            return
         self.is_attached = whole
         for slot, parameter in zip(self.slots, self.whole if whole else self.shards, strict=True):
             for module, name in slot.owners:

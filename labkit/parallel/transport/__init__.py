@@ -61,14 +61,14 @@ def find_transport(
     return _select_once(group, device, preference).transport
 
 
-def make_separate_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str = AUTO) -> Selection:
+def make_separate_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Transport:
     """Make one more transport, for messages that may be in flight together with others of the group.
 
     Errors as `find_transport`. A collective.
     """
     group = member_group(group)
     _separate_counts[group] = number = _separate_counts.get(group, 0) + 1
-    return _select(group, device, preference, {}, TAG + number)
+    return _select(group, device, preference, {}, TAG + number).transport
 
 
 def transport_in_use(
