@@ -13,7 +13,6 @@ record misses what other threads free, so trainings whose gradients are freed in
 
 import ctypes
 import gc
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -104,13 +103,12 @@ def _cuda_bytes(moment: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"])
 
 
-def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int:
+def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int | None:
     """Peak bytes of the second `run` of what `make` returns, which is in them. All ranks call this together.
 
     On a CPU a thread of gloo may be the last to free a tensor, which the profiler misses. Then the record is repeated
-    until every rank has one without that; the one with the smallest excess counts.
+    until every rank has one without that; None on all ranks if there is none.
     """
-    excess, peak = math.inf, 0
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
         with record_allocations(device) as record:
@@ -120,10 +118,10 @@ def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: st
                 run(subject)
             del subject
             gc.collect()
-        excess, peak = min((excess, peak), (record.left_bytes / max(1, record.peaks["run"]), record.peaks["run"]))
-        if max_over_ranks(excess) < MAX_EXCESS:
-            break
-    return peak
+        peak = record.peaks["run"]
+        if max_over_ranks(record.left_bytes / max(1, peak)) < MAX_EXCESS:
+            return peak
+    return None
 
 
 @dataclass

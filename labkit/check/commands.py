@@ -105,7 +105,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
             "seconds now over seconds then",
             low=one.low,
             high=one.high,
-            validity=one.verdict if one.reason is None else f"{one.verdict}: {one.reason}",
+            validity=one.verdict_text,
             measured=result.run.header.started,
             seconds=one.seconds,
             smallest_change=one.smallest_change,
@@ -157,7 +157,7 @@ def _cells(one: Any, machine: Any) -> tuple[str, str, str, str, str]:
     forms = {"FLOP/s": format_flops, "B/s": format_rate}
     now = "" if one.seconds is None else forms[one.unit](one.rate) if one.rate else format_seconds(one.seconds)
     ratio = "" if one.ratio is None else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-    verdict = one.verdict if one.reason is None else f"{one.verdict}: {one.reason}"
+    verdict = one.verdict_text
     if verdict == "no change shown":
         verdict += f" (from {100 * (one.smallest_change - 1):.0f}% on it would be)"
     return one.quantity, one.place, now + describe_peak_share(one, machine), ratio, verdict

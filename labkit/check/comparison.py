@@ -68,6 +68,11 @@ class Change:
     def place(self) -> str:
         return f"{counted(self.ranks, 'rank')}, {self.device}"
 
+    @property
+    def verdict_text(self) -> str:
+        """The verdict, with its reason if there is one."""
+        return self.verdict if self.reason is None else f"{self.verdict}: {self.reason}"
+
 
 def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
     """Return the change of each quantity of `now` or the baseline; without a baseline none is comparable."""

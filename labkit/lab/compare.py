@@ -191,7 +191,7 @@ def _answer_shared(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]
 
 def _unshared_reason(pair: Pair) -> str:
     differences = (f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in pair.parameters.items())
-    return f"the runs of {pair.run.header.lab} share no point: {', '.join(differences) or 'none was measured by both'}"
+    return f"the runs of {pair.run.header.lab} share no point: {', '.join(differences) or 'none was planned by both'}"
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:

@@ -197,9 +197,9 @@ class OpenLab:
         line = NotebookLine() if hasattr(get_ipython(), "kernel") else None
         try:
             with nullcontext(line.update) if line else terminal_line(Console(stderr=True), "measuring") as show:
-                if needs_calibration([self.study], self.parameters.profile):
-                    calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
-                if self._interrupted is None:
+                if self._interrupted is None:  # a resumed run has its calibration
+                    if needs_calibration([self.study], self.parameters.profile):
+                        calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
                     self._refuse_hanging()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:

@@ -54,8 +54,6 @@ def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeC
     ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a value that is no
     function.
     """
-    if lab.plugin_parameter is None:
-        raise ParameterError(f"{lab.name}: compares nothing that a reader could add to")
     names = lab.config.model_fields
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}

@@ -196,5 +196,5 @@ def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
         yield f"extrapolated: {runs.cp[row]:.0f} context-parallel ranks, fitted up to {everything.cp:.0f}"
     if runs.architecture[row] not in everything.architectures:
         yield f"extrapolated: no published run on {runs.architecture[row]} GPUs"
-    for kind in sorted(_kinds(runs)[row] - limits.kinds):
+    for kind in sorted(_kinds(runs.take([row]))[0] - limits.kinds):
         yield f"extrapolated: no published run{where} in {kind}"

@@ -79,12 +79,12 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
     return next(_reasons(layout, model, seq_len), None)
 
 
-def counts_ends_as_layers(layers: int, chunks: int) -> bool:
+def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
     """Whether embedding and loss count as a layer each, so that stages are equal: 126 + 2 layers on 8 x 16 chunks.
 
     Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of Megatron-Core.
     """
-    return chunks > 1 and layers % chunks != 0 and (layers + 2) % chunks == 0
+    return (chunks > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
 
 
 def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
@@ -228,7 +228,7 @@ class Runs:
         tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]  # reaching its share filled a stage only later
         greedy = np.minimum(np.ceil(filled + tie), layers)
         chunks, ends = pp * self.vp[:, None], 2 * (index + 1) / pp
-        with_ends = (pp > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
+        with_ends = counts_ends_as_layers(layers, chunks)
         even = np.floor(layers * (index + 1) / pp + np.where(with_ends, ends, 0)) - with_ends
         through = np.where((self.framework == "nanotron")[:, None], greedy, even)
         through = np.where(index >= pp - 1, layers, through)

@@ -37,7 +37,7 @@ class Victim(Program):
 
 
 def until(condition, timeout_s=PATIENCE_S):
-    wait_until(condition, timeout_s)
+    assert wait_until(condition, timeout_s), "waited in vain"
 
 
 def settings(**values):

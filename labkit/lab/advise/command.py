@@ -1,5 +1,6 @@
 """The command `labkit advise`: its options, the answer on a screen, and the same as a page."""
 
+import errno
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import Parameter, Signature
@@ -31,6 +32,8 @@ def advise(
         options = read_options(texts)
         lines = [_apply(options, page, explain)] if apply else list(_advise(options, explain, page, predictions))
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # it names the file
         raise ParameterError(str(error)) from None
     if as_json:
         print_json("advise", prediction_numbers(predictions), answer=lines)

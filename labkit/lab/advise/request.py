@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from labkit.lab.project import kind_of_path
 from labkit.scaling.advice import round_batch
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.models import Model, find_model, parameters, read_model
@@ -186,7 +187,7 @@ def _model(options: Options, assumptions: list[str]) -> Model:
     if (name := options.model) is not None:
         if sizes:
             raise ValueError("expected --model or --layers, --hidden and --heads, not both")
-        if name.endswith(".json") or _exists(Path(name)):
+        if name.endswith(".json") or kind_of_path(name):
             return read_model(Path(name))
         return find_model(name)
     if not {"layers", "hidden", "heads"} <= sizes.keys():
@@ -195,13 +196,6 @@ def _model(options: Options, assumptions: list[str]) -> Model:
     named = {"ffn": "ffn", "vocab": "vocabulary"}
     assumptions += [f"{text} {defaults[size]}" for size, text in named.items() if size not in sizes]
     return Model(**(defaults | sizes), name=f"{sizes['layers']} layers of {sizes['hidden']}")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.is_dir() or path.is_file()
-    except (OSError, ValueError):  # too long, or with a zero byte
-        return False
 
 
 def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:

@@ -1,5 +1,6 @@
 """`labkit predict`: a table of training runs in, their predictions out."""
 
+import errno
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ def predict(
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(error.errno, error.strerror, str(output or "standard output")) from None
         message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ParameterError(message) from None
     refused = [(row.line, cells["note"]) for row, cells in zip(table, predicted, strict=True) if not cells["step_s"]]

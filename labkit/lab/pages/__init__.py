@@ -1,1 +1,1 @@
-"""Pages that people read: cards, exported labs, the index of a report, comparisons of machines."""
+"""Pages that people read: notebooks executed and exported, cards, and the index of a report."""

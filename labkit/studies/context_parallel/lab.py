@@ -137,7 +137,7 @@ LAB = Lab(
         ),
         Compare(
             id="memory",
-            text="How much less memory does a rank need with a part of the sequence?",
+            text="Does a rank need less memory with a part of the sequence?",
             metric=PEAK,
             baseline=WHOLE,
             names=NAMES,

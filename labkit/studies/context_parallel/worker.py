@@ -7,7 +7,7 @@ turns, both passes together; then the allocator's peak, one way after the other.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,17 @@ from torch import Tensor
 
 from labkit.bench.memory import peak_of_second
 from labkit.costs.communication import context_parallel_calls, sent_bytes
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.traffic import recorded_traffic
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
-if TYPE_CHECKING:
-    from labkit.machine import Machine
-
 WHOLE, RING, RING_CONTIGUOUS, GATHERED = "one rank", "ring, zigzag", "ring, contiguous", "gathered, zigzag"
 WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
 """Tiled attention to the whole sequence on one rank; and by ranks, with the layout of their positions."""
-RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
 N_COPIES = 24  # of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
 
 
@@ -50,9 +45,9 @@ class ContextParallelPoint(TimedPoint):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return self.heads * self.sequence * self.head_dim * dtype.itemsize
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        ranks = ranks_here(self.world_size)
-        return skip_reason(machine, self.device, ranks * (RANK_BYTES + N_COPIES * self.q_bytes), ranks=ranks)
+    @property
+    def needed_bytes(self) -> float:
+        return N_COPIES * self.q_bytes
 
 
 class Passes:

@@ -219,7 +219,7 @@ LAB = Lab(
         ),
         Compare(
             id="checkpointing_time",
-            text="How much time does activation checkpointing cost?",
+            text="Is a step with activation checkpointing as fast as one without?",
             metric=SEGMENT_TIME,
             baseline=NO_CHECKPOINTS,
             names=SEGMENT_NAMES,

@@ -25,7 +25,7 @@ from labkit.costs.communication import (
     tensor_parallel_calls,
 )
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
-from labkit.lab.point import TimedPoint, skip_reason
+from labkit.lab.point import TimedPoint
 from labkit.nn.training import Workload, random_tokens
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.context import context_parallel, split_sequence
@@ -49,7 +49,6 @@ WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
 HEADS, VOCABULARY = 8, 128
 SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}  # of AdamW; `eps` is above the rounding of a gradient
 LEAST_TASK_S = 0.005  # of a forward pass through a stage, so that messages hide no bubble
-RANK_BYTES = 300 * 2**20  # resident memory of a rank, torch included
 COPIES = 5  # of the parameters per alternative: parameters, gradients, two states, messages
 
 
@@ -75,13 +74,15 @@ class ModelParallelPoint(TimedPoint):
         wide = TransformerShape(d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY)
         return SIZES.get(self.model, wide)
 
-    def skip_reason(self, machine: "Machine") -> str | None:
-        ranks = ranks_here(self.world_size)
-        if self.sweep == "pipeline" and self.device == "cpu" and ranks > machine.cores:
-            return "more ranks than cores: their time slices would be measured"
+    @property
+    def needed_bytes(self) -> float:
         models = len(self.alternatives) * max(1, len(self.micro_batches)) + 1
-        needed = ranks * (RANK_BYTES + models * COPIES * 4 * n_parameters(self.shape))
-        return skip_reason(machine, self.device, needed, ranks=ranks)
+        return models * COPIES * 4 * n_parameters(self.shape)
+
+    def skip_reason(self, machine: "Machine") -> str | None:
+        if self.sweep == "pipeline" and self.device == "cpu" and ranks_here(self.world_size) > machine.cores:
+            return "more ranks than cores: their time slices would be measured"
+        return super().skip_reason(machine)
 
 
 @dataclass

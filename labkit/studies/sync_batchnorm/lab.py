@@ -92,7 +92,7 @@ LAB = Lab(
     questions=[
         Compare(
             id="price",
-            text="How much longer does a synchronized layer take than plain BatchNorm?",
+            text="Is a synchronized layer as fast as plain BatchNorm?",
             metric=TIME,
             baseline=PLAIN,
             among=(LABKIT,),
