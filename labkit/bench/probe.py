@@ -1,7 +1,9 @@
 """A probe of the machine before a point: how long two ranks take to answer one another, and a copy of 64 MB.
 
-Heavy load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Both are
-stored with the point (`machine.load.Load`), and `machine.load.busy_points` compares the points of a run.
+Heavy load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Where a
+host places the cores of a virtual machine shows in how fast two ranks exchange 1 MiB: between cores that share no cache
+it takes three times as long. All are stored with the point (`machine.load.Load`). `machine.load.busy_points` compares
+the points of a run, and `labkit check` the place of the cores in two runs.
 """
 
 import time
@@ -16,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 COPY_BYTES = 64_000_000
-ROUND_TRIPS = 100
+MESSAGES = {"ping_s": (1, 100), "exchange_s": (2**18, 15)}
+"""Number of float32 elements that two ranks send one another, and of round trips."""
 PROBE = "machine probe"
 """Key of the row that carries the probe; no worker's value has a name with a blank."""
 
@@ -32,13 +35,14 @@ def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[A
 
 
 def probe() -> dict[str, float]:
-    """Return `ping_s`, the mean round trip between ranks 0 and 1, and `copy_s`, on rank 0 only; {} on other ranks.
+    """Return the mean round trips of `MESSAGES` between ranks 0 and 1, and `copy_s`, on rank 0; {} on other ranks.
 
-    Without a second rank on the CPU there is no `ping_s`; without 128 MB of memory, no `copy_s`.
+    Without a second rank on the CPU there are no round trips; without 128 MB of memory, no `copy_s`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     has_peer = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
-    seconds = {"ping_s": _ping_pong(rank)} if has_peer and rank < 2 else {}
+    messages = MESSAGES if has_peer and rank < 2 else {}
+    seconds = {name: _ping_pong(rank, *message) for name, message in messages.items()}
     if rank > 0:
         return {}
     with suppress(MemoryError):
@@ -47,10 +51,10 @@ def probe() -> dict[str, float]:
     return seconds
 
 
-def _ping_pong(rank: int) -> float:
+def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
     """Mean seconds of a round trip: under load, a few wake-ups among many are late."""
-    message, start = torch.zeros(1), 0.0
-    for trip in range(-5, ROUND_TRIPS):
+    message, start = torch.zeros(numel), 0.0
+    for trip in range(-5, round_trips):
         if trip == 0:
             start = time.perf_counter()
         if rank == 0:
@@ -58,4 +62,4 @@ def _ping_pong(rank: int) -> float:
         dist.recv(message, 1 - rank)
         if rank == 1:
             dist.send(message, 0)
-    return (time.perf_counter() - start) / ROUND_TRIPS
+    return (time.perf_counter() - start) / round_trips
