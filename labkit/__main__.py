@@ -245,7 +245,7 @@ def compare_command(
     """
     import shlex
 
-    from labkit.check.archives import holds_hand_ins, read_hand_ins, write_class_page
+    from labkit.check.class_page import holds_hand_ins, write_class_page
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
 
     page = output or project.reports_directory() / "compare.html"
@@ -253,7 +253,7 @@ def compare_command(
         raise ParameterError(f"--output names the file of the page, and {page} is a folder")
     project.check_writable(page.parent)
     if len(runs) == 1 and holds_hand_ins(runs[0]):
-        lines = write_class_page(list(read_hand_ins(Path(runs[0]))), page)
+        lines = write_class_page(Path(runs[0]), page)
         if as_json:
             print_json("compare", students=lines, page=str(page))
             return

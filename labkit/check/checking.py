@@ -8,14 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from labkit.check import TOLERANCE
-from labkit.check.comparison import (
-    MIN_SESSIONS,
-    Change,
-    circumstances,
-    compare,
-    has_lost_hardware,
-    incomparable_reason,
-)
+from labkit.check.comparison import Change, SessionTimes, compare, differences, has_lost_hardware
 from labkit.check.worker import CheckPoint, measure_quantities
 from labkit.lab.config import ParameterError, RatioWithin, Repeats, RoundsSeconds, Sessions, TimedConfig, Warmup
 from labkit.lab.declaration import Lab
@@ -24,22 +17,21 @@ from labkit.lab.project import check_writable, project_root, runs_directory, wri
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
+from labkit.lab.user_checks import Correctness, verdicts
 from labkit.machine import Machine, describe_machine
 from labkit.machine.load import announced, other_measurements
 from labkit.studies import load_lab
 
-ALTERNATIVES = ("implementation", "algorithm", "alternative")
-"""Columns by which labs name what is checked."""
 CPU_RANKS = 2
 MAX_RUNS = 10
 """Newest runs of a baseline that count."""
 
 
 class CheckConfig(TimedConfig):
-    """How often the fixed set is measured; what it is has no parameters."""
+    """How often the fixed set is measured; the set itself has no parameters."""
 
     warmup: Warmup = 2
-    repeats: Repeats = 16
+    repeats: Repeats = 12
     rounds_s: RoundsSeconds | None = 10.0
     ratio_within: RatioWithin = 0.0
     sessions: Sessions = 6
@@ -48,11 +40,10 @@ class CheckConfig(TimedConfig):
 
 def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
     """Yield one rank and all ranks on each device, in new processes for every session."""
+    n_gpus = len(machine.gpus)
     places: list[dict[str, Any]] = [{}, {"world_size": CPU_RANKS, "backend": "gloo"}]
-    if machine.gpus:
-        places.append({"device": "cuda"})
-    if len(machine.gpus) > 1:
-        places.append({"device": "cuda", "world_size": len(machine.gpus), "backend": "nccl"})
+    places += [{"device": "cuda"}] if n_gpus else []
+    places += [{"device": "cuda", "world_size": n_gpus, "backend": "nccl"}] if n_gpus > 1 else []
     points = [CheckPoint.of(config, **place) for place in places]
     yield from points
     yield from repeat_in_sessions(points, config.sessions)
@@ -83,24 +74,6 @@ ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 
 @dataclass(frozen=True)
-class Correctness:
-    """Verdict on one implementation at one place: "ok", "not measured", or what is wrong."""
-
-    lab: str
-    device: str
-    ranks: int
-    name: str
-    verdict: str
-    reason: str | None = None
-    details: str = ""
-    """Traceback and last output, if a whole point failed."""
-
-    @property
-    def is_bad(self) -> bool:
-        return self.verdict not in ("ok", "not measured")
-
-
-@dataclass(frozen=True)
 class CheckResult:
     """Results of a check; `baseline` has the newest run last, and is empty if nothing was compared."""
 
@@ -114,17 +87,12 @@ class CheckResult:
     @property
     def slower(self) -> list[Change]:
         """Quantities slower than the baseline by more than the tolerance."""
-        return [one for one in self.changes if one.verdict == "slower" and (one.ratio or 0) > 1 + self.tolerance]
-
-    @property
-    def failures(self) -> list[tuple[str, str, str]]:
-        """Point, reason and traceback of each timing that failed."""
-        return list(self.run.failures())
+        return [one for one in self.changes if one.verdict == "slower" and one.ratio > 1 + self.tolerance]
 
     @property
     def status(self) -> int:
         """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
-        if self.failures or any(one.is_bad for one in self.correctness):
+        if any(self.run.failures()) or any(one.is_bad for one in self.correctness):
             return 1
         has_lost = bool(self.baseline) and has_lost_hardware(self.baseline[-1], self.run)
         return 3 if has_lost or self.slower else 0
@@ -136,7 +104,6 @@ def check_machine(
     on_output: Callable[[str], None] | None = None,
     *,
     tolerance: float = TOLERANCE,
-    sessions: int | None = None,
 ) -> CheckResult:
     """Check correctness, then measure the fixed set and compare it with the baseline.
 
@@ -147,22 +114,21 @@ def check_machine(
     check_writable(checks_directory())
     with announced():
         correctness = list(check_correctness(show, on_output))
-        config = CHECK.configure("quick", {"sessions": sessions})
         options: Any = {"directory": checks_directory(), "on_progress": show, "on_output": on_output}
-        run = measure(CHECK, config, profile="quick", **options)
-    notes = circumstances(baseline[-1], run) if baseline else []
+        run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
+    notes = differences(baseline[-1], run, decisive=False) if baseline else []
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
 
 
 def check_correctness(show: ShowProgress, on_output: Callable[[str], None] | None) -> Iterator[Correctness]:
-    """Yield each implementation of the labs on every device and transport of this machine."""
+    """Yield the verdict on each implementation of the labs, on every device and transport of this machine."""
     devices = ["cpu", *(["cuda"] if describe_machine().gpus else [])]
     labs = [(device, *pair) for device in devices for pair in _correctness_labs(device)]
     with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
         for index, (device, lab, config) in enumerate(labs):
             show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
             run = measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
-            yield from _verdicts(lab, run)
+            yield from verdicts(run)
 
 
 def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
@@ -177,29 +143,6 @@ def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
 
 def _select(lab: Lab, is_checked: Callable[[Any], bool]) -> Callable[[Any, Machine], Iterator[Point]]:
     return lambda config, machine: (point for point in lab.points(config, machine) if is_checked(point))
-
-
-def _verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
-    """Yield a verdict per alternative, device, ranks and transport, and per point that did not end well."""
-    frame = run.frame()
-    name = next((column for column in ALTERNATIVES if column in frame), None)
-    if name is not None:
-        rows = frame.reindex(columns=[name, "transport", "backend", "device", "world_size", "check", "not_measured"])
-        rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"}).fillna("cpu"))
-        rows["transport"] = rows["transport"].astype(object).fillna("")
-        for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
-            over = f" over {transport}" if transport not in ("", one) else ""
-            checks, reasons = group["check"].dropna(), group["not_measured"].dropna()
-            # the first that is not ok, if any
-            verdict, _, reason = str(next((check for check in checks if check != "ok"), "ok")).partition(": ")
-            if checks.empty:
-                verdict, reason = "not measured", next(iter(reasons), "it has no check")
-            yield Correctness(lab.name, str(device), int(ranks), f"{one}{over}", verdict, reason or None)
-    coverage, details = run.coverage(), {point: text for point, _, text in run.failures()}
-    for point in coverage[coverage["status"] != "ok"].to_dict("records"):
-        place = str(point.get("device") or "cpu"), int(point["world_size"])
-        verdict = "not measured" if point["status"] == "skipped" else str(point["status"])
-        yield Correctness(lab.name, *place, "all", verdict, point["reason"], details.get(point["point"], ""))
 
 
 def checks_directory() -> Path:
@@ -223,17 +166,16 @@ def load_baseline(against: str | None) -> list[Run]:
     for run in runs:
         if run.header.lab != CHECK.name:
             raise ParameterError(f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
-    return [run for run in runs if incomparable_reason(runs[-1], run) is None]
+    return [run for run in runs if not differences(runs[-1], run, decisive=True)]
 
 
-def save_baseline(run: Run) -> Path:
-    """Add a run to this machine's baseline. Raises ParameterError if it was disturbed."""
-    points = run.coverage().query("status != 'skipped'")
-    is_good = (points["status"] == "ok") & ~points["point"].isin(list(run.busy))
-    counts = is_good.groupby([points["device"], points["world_size"]]).sum()
-    if counts.empty or counts.min() < MIN_SESSIONS:
-        reason = next(iter(run.busy.values()), None) or "some points failed"
-        raise ParameterError(f"no baseline was saved: {reason}; save it while the machine is quiet")
-    path = baseline_folder(run.header.machine) / run.path.name
-    write_file(path, run.path.read_bytes())
+def save_baseline(result: CheckResult) -> Path:
+    """Add a run to this machine's baseline. Raises ParameterError if something failed or the machine was busy."""
+    if result.status:
+        raise ParameterError("no baseline was saved: something is wrong or failed")
+    times = SessionTimes(result.run)
+    if reasons := [reason for name in times.names if (reason := times.missing_reason(name))]:
+        raise ParameterError(f"no baseline was saved: {reasons[0]}; save it while the machine is quiet")
+    path = baseline_folder(result.run.header.machine) / result.run.path.name
+    write_file(path, result.run.path.read_bytes())
     return path

@@ -1,7 +1,10 @@
 """`labkit check`, `notebook` and `hand-in`: arguments, lines in the terminal, exit status."""
 
+import json
+import math
 import re
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,12 +12,15 @@ import typer
 from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import err, out, plain, print_json, print_load, print_output
+from labkit.lab.commands.console import document, err, number, out, plain, print_load, print_output
 from labkit.lab.config import ParameterError
+from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
 
 if TYPE_CHECKING:
     from labkit.check.checking import CheckResult
+    from labkit.check.comparison import Change
+    from labkit.machine import Machine
 
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
@@ -44,7 +50,6 @@ def check(
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or cores are gone.
     """
     from labkit.check.checking import check_machine, load_baseline
-    from labkit.lab.project import check_writable, path_from_here
     from labkit.lab.runs.progress import terminal_line
 
     if save and against is not None:
@@ -61,16 +66,15 @@ def check(
     except KeyboardInterrupt:
         err.print("interrupted: nothing was compared or saved")
         raise typer.Exit(130) from None
-    facts = describe(result)
+    report = document("check", **describe(result))
     if as_json:
-        print_json("check", **facts)
+        print(json.dumps(report))
     else:
         _print(result)
     if bundle is not None:
         from labkit.check.archives import write_bundle
-        from labkit.lab.commands.console import document
 
-        write_bundle(bundle, result, document("check", **facts))
+        write_bundle(bundle, result, report)
         err.print(f"bundle: {plain(path_from_here(bundle))}", soft_wrap=True)
     raise typer.Exit(_save(result) if save else result.status)
 
@@ -79,25 +83,20 @@ def _save(result: "CheckResult") -> int:
     """Add the run to the baseline, and return the exit status: 1 if it must not be a baseline."""
     from labkit.check.checking import load_baseline, save_baseline
     from labkit.check.comparison import FEW_RUNS
-    from labkit.lab.project import path_from_here
 
     try:
-        if result.status:
-            raise ParameterError("no baseline was saved: something is wrong or failed")
-        path = save_baseline(result.run)
+        path = save_baseline(result)
     except ParameterError as error:
         err.print(plain(error), soft_wrap=True)
         return 1
     n_runs = len(load_baseline(None))
-    advice = "" if n_runs >= FEW_RUNS else "; three, at different hours, say how much this machine varies"
+    advice = "" if n_runs >= FEW_RUNS else f"; {FEW_RUNS} or more, at different hours, show smaller changes"
     err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
     return 0
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    from labkit.lab.commands.console import number
-
     numbers = [
         number(
             f"{one.quantity}, {one.place}",
@@ -105,7 +104,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
             "seconds now over seconds then",
             low=one.low,
             high=one.high,
-            validity=one.verdict_text,
+            validity=one.verdict,
             measured=result.run.header.started,
             seconds=one.seconds,
             smallest_change=one.smallest_change,
@@ -122,60 +121,45 @@ def describe(result: "CheckResult") -> dict[str, Any]:
 
 
 def _print(result: "CheckResult") -> None:
-    groups: dict[str, list[Any]] = {}
-    for row in result.correctness:
-        groups.setdefault(f"{row.lab}, {row.device}, {counted(row.ranks, 'rank')}", []).append(row)
-    for place, group in groups.items():
-        right = ", ".join(row.name for row in group if row.verdict == "ok")
-        out.print(plain(f"{place}: right: {right or 'none'}"))
-        for row in group:
+    for (lab, device, ranks), group in groupby(result.correctness, key=lambda one: (one.lab, one.device, one.ranks)):
+        rows = list(group)
+        right = ", ".join(row.name for row in rows if row.verdict == "ok")
+        out.print(plain(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}"), soft_wrap=True)
+        for row in rows:
             if row.verdict != "ok":
                 color = "[bold red]" if row.is_bad else ""
                 out.print(f"  {color}{plain(f'{row.name}: {row.verdict}: {row.reason}')}", soft_wrap=True)
-    lines = [f"not timed: {reason}" for _, reason, _ in result.failures]
+    lines = [f"not timed: {reason}" for _, reason, _ in result.run.failures()]
     if result.baseline:
         header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
         lines += [f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC"]
-    lines += result.circumstances
-    reasons = {one.reason for one in result.changes}
-    shared = reasons.pop() if len(reasons) == 1 else None
-    lines += [f"nothing is comparable: {shared}"] if shared else []
+    verdicts = {one.verdict for one in result.changes}
+    shared = verdicts.pop() if len(verdicts) == 1 and "not comparable: " in str(verdicts) else None
+    lines += [*result.circumstances, *([shared] if shared else [])]
     for line in lines:
         out.print(plain(line), soft_wrap=True)
-    table = Table("quantity", "where", "now", "now / baseline", "verdict", box=None, pad_edge=False)
+    table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)
     for one in result.changes:
-        *cells, verdict = map(plain, _cells(one, result.run.header.machine))
-        table.add_row(*cells, "" if shared else verdict)
+        speed = one.speed + describe_peak_share(one, result.run.header.machine)
+        ratio = "" if math.isnan(one.ratio) else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
+        smallest = "" if math.isnan(one.ratio) else f"{100 * (one.smallest_change - 1):.0f}%"
+        cells = (one.quantity, one.place, speed, ratio, smallest, "" if shared else one.verdict)
+        table.add_row(*map(plain, cells))
     out.print(table)
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
         out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {slower}"), soft_wrap=True)
 
 
-def _cells(one: Any, machine: Any) -> tuple[str, str, str, str, str]:
-    from labkit.lab.units import format_flops, format_rate, format_seconds
-
-    forms = {"FLOP/s": format_flops, "B/s": format_rate}
-    now = "" if one.seconds is None else forms[one.unit](one.rate) if one.rate else format_seconds(one.seconds)
-    ratio = "" if one.ratio is None else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-    verdict = one.verdict_text
-    if verdict == "no change shown":
-        verdict += f" (from {100 * (one.smallest_change - 1):.0f}% on it would be)"
-    return one.quantity, one.place, now + describe_peak_share(one, machine), ratio, verdict
-
-
-def describe_peak_share(one: Any, machine: Any) -> str:
+def describe_peak_share(one: "Change", machine: "Machine") -> str:
     """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a known peak."""
     from labkit.scaling.constants import load_constants
     from labkit.scaling.hardware import find_hardware
 
-    peak = machine.gpus[0].dense_bf16_peak_tflops if one.device == "cuda" and machine.gpus else None
-    if peak is None or one.quantity != "matmul bfloat16" or not one.rate:
+    peak = machine.gpus[0].dense_bf16_peak_tflops if one.place.endswith("cuda") and machine.gpus else None
+    if peak is None or one.quantity != "matmul bfloat16" or math.isnan(one.rate):
         return ""
     share = f", {100 * one.rate / peak / 1e12:.0f}% of the peak"
-    try:
-        architecture = find_hardware(machine.gpus[0].name).architecture
-    except ValueError:  # not declared
-        return share
+    architecture = find_hardware(machine.gpus[0].name).architecture
     published = load_constants().table["matmul_ceiling"].get(architecture)
     return share + (f" (published: up to {100 * published:.0f}%)" if published else "")
 
@@ -188,7 +172,7 @@ def notebook(
     """Write a copy of a lab's notebook to work in: reports go on running the project's own."""
     import nbformat
 
-    from labkit.lab.project import check_writable, notebook_path, path_from_here, write_file
+    from labkit.lab.project import notebook_path
     from labkit.studies import load_lab
 
     declaration = load_lab(lab)
@@ -238,7 +222,6 @@ def hand_in(
 ) -> None:
     """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
     from labkit.check.archives import write_hand_in
-    from labkit.lab.project import path_from_here
     from labkit.studies import LABS, load_lab
 
     path = write_hand_in(name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ())

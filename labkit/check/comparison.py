@@ -1,125 +1,136 @@
 """Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A session gives one number per quantity: the logarithm of a low quantile (`QUANTILE`) of the slowest rank's samples. A
-run gives the mean of its sessions, each in new processes. Runs of one machine differ by more than the sessions within
-one do. So a baseline may have several runs, and a change must exceed their variation. Each quantity's variance is
-shrunk towards the median of all (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a
-check together (Bonferroni).
+A session gives one number per quantity: the logarithm of the median of the slowest rank's samples. A run gives the
+median of its sessions, each in new processes. Runs differ by more than their sessions explain, by a drift that is
+similar for all quantities of a machine. A baseline of several runs estimates it, and the variance of each quantity is
+shrunk towards it (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a check together
+(Bonferroni).
+
+A host may move the cores of a virtual machine. Cores without a common cache exchange data at a third of the rate, and
+have more memory bandwidth together. So quantities of several cores are compared only with runs whose cores exchanged
+data as fast (`MOVED`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import fdtri, stdtrit
+from scipy.special import chdtri, stdtrit
 
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
-from labkit.check.worker import THREADS
+from labkit.check.worker import THREADS, TURNS
 from labkit.lab.runs.store import Run
-from labkit.lab.units import counted, join_words
+from labkit.lab.units import counted, format_flops, format_rate, format_seconds, join_words
 
 QUANTITY = ["device", "world_size", "quantity"]
-DRIFT, DRIFT_FREEDOM = 0.05, 10
-"""Assumed standard deviation of a run's mean logarithm, and its degrees of freedom, if the baseline has fewer than
-`FEW_RUNS` runs. It is the median over thirteen quantities in eleven checks of a two-core virtual machine in ten
-minutes."""
+DRIFT, MIN_DRIFT = 0.05, 0.01
+"""Standard deviation of a run beyond what sessions explain: assumed if the baseline has few runs, and the smallest."""
 FEW_RUNS = 3
-"""Baseline runs from which a machine's variation between runs is estimated."""
-QUANTILE = 0.25
-"""Quantile of a session's samples: other programs only add time, and the minimum is an outlier."""
-FALSE_ALARMS = 0.01
+"""Baseline runs from which the drift between runs is estimated."""
+PRIOR_FREEDOM = 10.0
+"""Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
+ERROR_OVER_MAD = 1.25 * 1.4826
+"""Standard error of a median times the root of the sample size, over the median absolute deviation."""
+FALSE_ALARMS = 0.02
 """Share of checks on an unchanged machine that report any change."""
 MIN_SESSIONS = 3
 """Undisturbed sessions per quantity and run."""
-PRIOR_FREEDOM = 4.0
-"""Weight, in degrees of freedom, of the assumption that all quantities have the same variance."""
+MOVED = 1.4
+"""Factor by which moved cores differ in the time of an exchange, relative to that of a call on one core."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
 """Facts in which two runs must agree, or their times are not comparable."""
-
-Name = tuple[Any, ...]
-Verdict = Literal["slower", "faster", "no change shown", "not comparable"]
+FORMS = {"FLOP/s": format_flops, "B/s": format_rate}
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one quantity since the baseline. Ratios are seconds now over seconds then: above 1 is slower."""
+    """Change of a quantity since the baseline. Ratios are seconds now over seconds then: above 1 is slower."""
 
-    device: str
-    ranks: int
     quantity: str
-    verdict: Verdict
-    seconds: float | None = None
+    place: str
+    """Ranks and device: "2 ranks, cpu"."""
+    verdict: str
+    """ "slower", "faster", "no change shown", or "not comparable: <reason>"."""
+    seconds: float = math.nan
     """Per sample, now."""
-    rate: float | None = None
-    """Work per second now, in `unit`; None if only the time counts."""
-    unit: str = "s"
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    smallest_change: float | None = None
+    rate: float = math.nan
+    """Work per second, now; NaN if only the time counts."""
+    speed: str = ""
+    """Rate or time for a reader."""
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    smallest_change: float = math.nan
     """Smallest ratio above 1 that would have counted as a change."""
-    reason: str | None = None
-    """Why it is not comparable."""
-
-    @property
-    def place(self) -> str:
-        return f"{counted(self.ranks, 'rank')}, {self.device}"
-
-    @property
-    def verdict_text(self) -> str:
-        """The verdict, with its reason if there is one."""
-        return self.verdict if self.reason is None else f"{self.verdict}: {self.reason}"
 
 
 def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
     """Return the change of each quantity of `now` or the baseline; without a baseline none is comparable."""
-    here, then = _Sessions(now), [_Sessions(run) for run in baseline]
-    blocker = incomparable_reason(baseline[-1], now) if baseline else "there is no baseline"
+    here, then = SessionTimes(now), [SessionTimes(run) for run in baseline]
+    factors = [here.exchange / each.exchange for each in then]  # NaN: unknown
+    alike = [each for each, factor in zip(then, factors, strict=True) if not abs(math.log(factor)) > math.log(MOVED)]
+    blocker = join_words(differences(baseline[-1], now, decisive=True)) if baseline else "there is no baseline"
     names = list(dict.fromkeys(name for each in (here, *then) for name in each.names))
-    means = {name: [each.logs[name].mean() for each in then if each.missing_reason(name) is None] for name in names}
-    variances = {name: float(np.var(values, ddof=1)) for name, values in means.items() if len(values) >= FEW_RUNS}
+    parallel = {name for each in (here, *then) for name in each.parallel}
+    judged: dict[Any, dict[str, Any]] = {}
+    for group, runs in ((parallel, alike), (set(names) - parallel, then)):
+        if runs and group and not blocker:
+            judged |= _judge(here, runs, sorted(group), len(names)).to_dict("index")
     changes = []
     for name in names:
-        device, ranks, quantity = name
-        facts: dict[str, Any] = here.speed(name)
         reason = blocker or here.missing_reason(name)
-        if reason is None and not means[name]:
+        if reason is None and name not in judged:
+            times = f"{factors[-1]:.1f} times as long as in the baseline"
+            reason = f"cores exchange data for {times}: the host moved them; `labkit check --save` adds this state"
+        elif reason is None and math.isnan(judged[name]["ratio"]):
             reason = f"{then[-1].missing_reason(name)}, in the baseline"
-        if reason is None:
-            others = [(value, len(means[other]) - 1) for other, value in variances.items() if other != name]
-            facts |= _judge(here.logs[name], here.noise[name], means[name], others, len(names))
-        changes.append(Change(device, ranks, quantity, **{"verdict": "not comparable"} | facts, reason=reason))
+        facts: dict[str, Any] = {"verdict": f"not comparable: {reason}"} if reason else judged[name]
+        changes.append(Change(name[2], f"{counted(name[1], 'rank')}, {name[0]}", **here.speed(name), **facts))
     return changes
 
 
-class _Sessions:
-    """Times of a run's undisturbed sessions. `logs`: one logarithm per session; `noise`: distance of the two turns."""
+class SessionTimes:
+    """Times of a run's undisturbed sessions: `logs`, a logarithm per quantity (row) and session (column).
+
+    `medians`: of the sessions, NaN if they are too few; `errors`: their standard errors; `noise`: the distance of the
+    two turns of each round. `parallel`: quantities of several cores. `exchange`: time in which two ranks exchange a
+    message, over that of a call; NaN if unknown.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, rows = run, timed_rows(run)
-        self.names: list[Name] = list(rows[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
+        self.names = list(rows[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
+        several = rows[(rows["device"] == "cpu") & ((rows["world_size"] > 1) | (rows["threads"] > 1))]
+        self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
         self._rows = rows = rows[~rows["point"].isin(list(run.busy))]
         slowest = rows.groupby([*QUANTITY, "session", "turn", "repeat"], sort=False)["seconds"].max()
-        self._quick = slowest.groupby(QUANTITY, sort=False).quantile(QUANTILE)
-        turns = np.log(slowest).groupby([*QUANTITY, "session", "turn"], sort=False).quantile(QUANTILE).unstack("turn")
-        groups = dict(list(turns.groupby(QUANTITY)))
-        self.logs: dict[Name, Any] = {name: group.mean(axis=1).to_numpy() for name, group in groups.items()}
-        self.noise = {name: abs(group.mean().diff().iloc[-1]) for name, group in groups.items()}
+        turns = np.log(slowest).groupby([*QUANTITY, "session", "turn"], sort=False).median().unstack("turn")
+        turns = turns.reindex(columns=TURNS)
+        self.logs = turns.mean(axis=1).unstack("session")
+        self.noise = abs((turns[TURNS[1]] - turns[TURNS[0]]).groupby(QUANTITY).median())
+        count, medians = self.logs.count(axis=1), self.logs.median(axis=1)
+        self.medians = medians.where(count >= MIN_SESSIONS)
+        self.errors = ERROR_OVER_MAD * self.logs.sub(medians, axis=0).abs().median(axis=1) / np.sqrt(count)
+        exchange = [load.exchange_s for load in run.loads.values() if load.exchange_s is not None]
+        call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
+        self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
 
-    def speed(self, name: Name) -> dict[str, Any]:
-        """Return the seconds per sample, and the rate of its work."""
-        if name not in self.logs:
+    def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the seconds per sample, the rate of its work, and either of them as text."""
+        rows = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)]
+        if rows.empty:
             return {}
-        seconds, first = float(self._quick[name]), self._rows.set_index(QUANTITY).loc[[name]].iloc[0]
-        rate = float(first["work"]) / seconds if first["unit"] != "s" else None
-        return {"seconds": seconds, "rate": rate, "unit": str(first["unit"])}
+        seconds, work, unit = math.exp(self.logs.loc[name].median()), float(rows["work"].iloc[0]), rows["unit"].iloc[0]
+        if unit not in FORMS:
+            return {"seconds": seconds, "speed": format_seconds(seconds)}
+        return {"seconds": seconds, "rate": work / seconds, "speed": FORMS[unit](work / seconds)}
 
-    def missing_reason(self, name: Name) -> str | None:
+    def missing_reason(self, name: tuple[Any, ...]) -> str | None:
         """Return why there are too few undisturbed sessions, or None."""
-        if len(self.logs.get(name, ())) >= MIN_SESSIONS:
+        if not math.isnan(self.medians.get(name, math.nan)):
             return None
         points = self._run.coverage()
         points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
@@ -128,29 +139,22 @@ class _Sessions:
         return str([*busy, *failed, "it was not measured"][0])
 
 
-def _judge(
-    sessions: Any, noise: float, means: Sequence[float], others: Sequence[tuple[float, int]], comparisons: int
-) -> dict[str, Any]:
-    """Return verdict and interval of a quantity with these logarithms per session now, and means of baseline runs.
-
-    `others`: variance and degrees of freedom of the other quantities' baseline means.
-    """
-    within, runs = float(np.var(sessions, ddof=1)) / len(sessions), len(means)
-    if runs < FEW_RUNS:
-        variance, freedom = DRIFT**2 + within, float(DRIFT_FREEDOM)
-    else:
-        own = float(np.var(means, ddof=1))
-        typical = [value / float(fdtri(count, PRIOR_FREEDOM, 0.5)) for value, count in others or [(own, runs - 1)]]
-        freedom = PRIOR_FREEDOM + runs - 1
-        variance = (PRIOR_FREEDOM * float(np.median(typical)) + (runs - 1) * own) / freedom
-    error = math.sqrt(max(variance, within) + variance / runs)
-    reach = float(stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2)) * error
-    difference = float(np.mean(sessions)) - float(np.mean(means))
-    least = max(reach, math.log1p(MIN_RELEVANT_DIFFERENCE), noise)
-    verdict: Verdict = "slower" if difference > least else "faster" if difference < -least else "no change shown"
-    ends = (difference, difference - reach, difference + reach, least)
-    ratios = dict(zip(("ratio", "low", "high", "smallest_change"), map(math.exp, ends), strict=True))
-    return {"verdict": verdict, **ratios}
+def _judge(here: SessionTimes, then: Sequence[SessionTimes], names: Sequence[Any], comparisons: int) -> pd.DataFrame:
+    """Return ratio, its interval, the smallest change and the verdict of these quantities; NaN if not measured."""
+    medians = pd.concat([each.medians for each in then], axis=1).reindex(names)
+    n_runs, between = medians.count(axis=1), medians.var(axis=1)
+    explained = pd.concat([each.errors**2 for each in (here, *then)], axis=1).mean(axis=1).reindex(names)
+    typical = (n_runs - 1) / chdtri(n_runs - 1, 0.5)  # a variance's expectation over its median
+    excess = (between * typical - explained)[n_runs >= FEW_RUNS].median()
+    drift = DRIFT**2 if math.isnan(excess) else max(excess, MIN_DRIFT**2)
+    freedom = PRIOR_FREEDOM + n_runs - 1
+    variance = (PRIOR_FREEDOM * (drift + explained) + (n_runs - 1) * between.fillna(0)) / freedom
+    reach = stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2) * np.sqrt(variance * (1 + 1 / n_runs))
+    change = (here.medians - medians.mean(axis=1)).reindex(names)
+    least = np.maximum(reach, np.maximum(here.noise.reindex(names), math.log1p(MIN_RELEVANT_DIFFERENCE)))
+    verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
+    logs = {"ratio": change, "low": change - reach, "high": change + reach, "smallest_change": least}
+    return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)
 
 
 def timed_rows(run: Run) -> pd.DataFrame:
@@ -159,27 +163,21 @@ def timed_rows(run: Run) -> pd.DataFrame:
     return run.frame().reindex(columns=columns).dropna(subset="seconds")
 
 
-def incomparable_reason(baseline: Run, now: Run) -> str | None:
-    """Return why no times of these runs are comparable: another fixed set, processor, core count, GPU or torch."""
-    return join_words([f"{name}: {text}" for name, text in _differences(baseline, now) if name in DECISIVE]) or None
-
-
-def circumstances(baseline: Run, now: Run) -> list[str]:
-    """Return what else differs and may have caused a change; times are compared all the same."""
-    return [f"{name}: {text}" for name, text in _differences(baseline, now) if name not in DECISIVE]
-
-
-def _differences(baseline: Run, now: Run) -> list[tuple[str, str]]:
+def differences(baseline: Run, now: Run, *, decisive: bool) -> list[str]:
+    """Return how two runs differ in the facts that forbid a comparison, or in others that may have caused a change."""
     then, here = _facts(baseline), _facts(now)
-    pairs = {name: (then.get(name) or "none", here.get(name) or "none") for name in then | here}
-    return [(name, f"{old} in the baseline, {new} now") for name, (old, new) in pairs.items() if old != new]
+    return [
+        f"{name}: {then.get(name) or 'none'} in the baseline, {here.get(name) or 'none'} now"
+        for name in then | here
+        if (then.get(name) or None) != (here.get(name) or None) and (name in DECISIVE) == decisive
+    ]
 
 
 def _facts(run: Run) -> dict[str, Any]:
     machine, rows = run.header.machine, timed_rows(run)
     quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
     gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
-    threads = rows.loc[rows["world_size"] == 1, "threads"].min()
+    threads = rows["threads"].max()
     return {
         "set of quantities": max((point.get("number") or 0 for point in run.header.planned.values()), default=0),
         "processor": machine.cpu,
@@ -191,7 +189,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "Python": machine.python,
         "labkit": str(machine.source),
         "links of GPUs": machine.gpu_links,
-        f"threads of one rank ({THREADS})": None if math.isnan(threads) else int(threads),
+        f"threads ({THREADS})": None if math.isnan(threads) else int(threads),
     }
 
 

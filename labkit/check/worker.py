@@ -24,10 +24,11 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 
-SET = 1
+SET = 2
 """Number of the set; runs of different sets are not comparable."""
 TURNS = ("first", "again")
 THREADS = "OMP_NUM_THREADS"
+PARALLEL_FLOATS = 2**18  # in an operation that starts all threads
 CALLS, SHORT_CALLS = 1000, 20  # of an operator on one element, and of a short all-reduce
 HEAD_DIM = 64
 SHORT_BYTES, LONG_BYTES = 4096, 4 * 2**20
@@ -40,9 +41,6 @@ class CheckPoint(SessionPoint):
 
     device: str = "cpu"
     number: int = SET
-
-    def title(self) -> str:
-        return f"{super().title()}, session {self.session}"
 
 
 class Sizes(NamedTuple):
@@ -71,6 +69,8 @@ class Quantity(NamedTuple):
     calls: int = 1
     work: float = 0.0
     unit: str = "s"
+    uses_all_threads: bool = False
+    """Threads exchange data at a rate that depends on where a host places its cores; a single one does not."""
 
     def sample(self) -> None:
         for _ in range(self.calls):
@@ -82,19 +82,26 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     device = use_device(point.device)
     # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for nested ones
     limit = os.environ.get(THREADS, "").partition(",")[0]
-    if limit.isdecimal():
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), int(limit))))
+    n_threads = max(1, min(torch.get_num_threads(), int(limit))) if limit.isdecimal() else torch.get_num_threads()
     quantities = _one_rank(device) if point.world_size == 1 else dict(_all_ranks(device))
-    turns = {(name, turn): quantity for name, quantity in quantities.items() for turn in TURNS}
+    turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
+    spread = torch.zeros(PARALLEL_FLOATS)
+
+    def set_threads(turn: str) -> None:
+        torch.set_num_threads(n_threads if quantities[turns[turn][0]].uses_all_threads else 1)
+        spread.add_(1)  # starts the threads
+
     samples = time_interleaved(
-        {" ".join(turn): quantity.sample for turn, quantity in turns.items()},
+        {turn: quantities[name].sample for turn, (name, _) in turns.items()},
         device=device,
+        prepare=set_threads,
         before=dist.barrier if point.world_size > 1 else None,
         **point.rounds,
     )
-    for (name, turn), quantity in turns.items():
+    for key, (name, turn) in turns.items():
+        quantity = quantities[name]
         row: dict[str, Any] = {"quantity": name, "turn": turn, "unit": quantity.unit, "work": quantity.work}
-        yield row | {"threads": torch.get_num_threads(), "seconds": samples[f"{name} {turn}"]}
+        yield row | {"threads": n_threads if quantity.uses_all_threads else 1, "seconds": samples[key]}
     if device != "cpu" and point.session == 1 and has_triton():
         yield from kernel_rows()
 
@@ -110,30 +117,35 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
 
 
 def _one_rank(device: str) -> Mapping[str, Quantity]:
-    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, and a training step."""
+    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training step; on one core."""
     sizes = SIZES_ON[torch.device(device).type]
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
-    one = torch.ones(1, device=device)
+    scalar = torch.ones(1, device=device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
     attention = attention_named(sizes.attention)
     passes = problem.passes(attention.attend)
     can_attend = attention.unavailable_reason(torch.device(device), dtype, HEAD_DIM) is None
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
+    matmuls = {dtype: _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}
+    copy = Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES)
+    by_all_threads = {"matmul float32": matmuls["float32"], "copy": copy} if device == "cpu" else {}
     return {
-        **{f"matmul {dtype}": _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")},
-        "copy": Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES),
-        "call": Quantity(partial(torch.add, one, 1), CALLS),
+        **{f"matmul {dtype}": matmul for dtype, matmul in matmuls.items()},
+        "copy": copy,
+        "call": Quantity(partial(torch.add, scalar, 1), CALLS),
         **({"attention": Quantity(lambda: (passes.forward(), passes.backward()))} if can_attend else {}),
         "training step": Quantity(step.run),
+        **{f"{name}, all threads": one._replace(uses_all_threads=True) for name, one in by_all_threads.items()},
     }
 
 
 def _matmul(device: str, dtype: str, size: int) -> Quantity:
+    calls = 1
     if device == "cpu" and dtype == "bfloat16":
-        size //= 2  # many processors have no units for it
+        size, calls = size // 2, 4  # many processors have no units for it
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return Quantity(partial(torch.mm, a, b), work=2.0 * size**3, unit=FLOPS)
+    return Quantity(partial(torch.mm, a, b), calls, 2.0 * size**3 * calls, FLOPS)
 
 
 def _all_ranks(device: str) -> Iterator[tuple[str, Quantity]]:

@@ -1,6 +1,6 @@
-"""Checks of a reader's alternative, which is right or wrong within seconds, and of guesses of the results."""
+"""Correctness of alternatives: the verdicts of a run, a check of a reader's alternative, and guesses of the results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +13,14 @@ from labkit.lab.answers import Answer, Check
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
 from labkit.lab.runs.measure import measure
+from labkit.lab.runs.store import Run
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_plugins import Plugins
 
+ALTERNATIVES = ("implementation", "algorithm", "alternative")
+"""Columns by which labs name what is checked."""
+EVERY = "all"
+"""Name of the alternatives of a point that failed as a whole."""
 NAME = "mine"
 DEADLINE_S = 20.0
 """Deadline of one point; an alternative that takes longer hangs."""
@@ -26,6 +31,46 @@ UNEVEN_BYTES = 4088  # 1,022 elements of float32, which neither three nor four r
 
 Verdict = Literal["right", "wrong", "fails", "hangs"]
 STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """Verdict on one alternative at one place: "ok", "not measured", or how it fails ("wrong", "hangs", ...)."""
+
+    lab: str
+    device: str
+    ranks: int
+    name: str
+    verdict: str
+    reason: str | None = None
+    details: str = ""
+    """Traceback and last output, if a whole point failed."""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict not in ("ok", "not measured")
+
+
+def verdicts(run: Run) -> Iterator[Correctness]:
+    """Yield a verdict per alternative, device, ranks and transport of a run, and per point that did not end well."""
+    frame, lab = run.frame(), run.header.lab
+    name = next((column for column in ALTERNATIVES if column in frame), "point")
+    rows = frame.reindex(columns=[name, "transport", "backend", "device", "world_size", "check", "not_measured"])
+    rows = rows.astype({"device": object, "transport": object})
+    rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"})).fillna("cpu")
+    rows["transport"] = rows["transport"].fillna("")
+    for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
+        over = f" over {transport}" if transport not in ("", one) else ""
+        checks = group["check"].dropna()
+        verdict, _, reason = str(next((check for check in checks if check != "ok"), "ok")).partition(": ")
+        if checks.empty:
+            verdict, reason = "not measured", next(iter(group["not_measured"].dropna()), "it has no check")
+        yield Correctness(lab, str(device), int(ranks), f"{one}{over}", verdict, reason or None)
+    coverage, details = run.coverage(), {point: text for point, _, text in run.failures()}
+    for point in coverage[coverage["status"] != "ok"].to_dict("records"):
+        place = str(point.get("device") or "cpu"), int(point["world_size"])
+        verdict = {"skipped": "not measured", "timeout": "hangs"}.get(point["status"], str(point["status"]))
+        yield Correctness(lab, *place, EVERY, verdict, point["reason"], details.get(point["point"], ""))
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,18 +114,15 @@ def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any
     with TemporaryDirectory(prefix="labkit-check-") as folder:
         plugins = Plugins({NAME: alternative})
         run = measure(lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder))
-    ends = run.coverage()
-    for status, reason in zip(ends["status"], ends["reason"], strict=True):
-        if status != "ok":
-            return AlternativeCheck("hangs" if status == "timeout" else "fails", str(reason))
-    rows = run.frame()
-    checks = rows[rows.eq(NAME).any(axis=1)].get("check", pd.Series(dtype=object)).dropna()
-    if checks.empty:
+    results = [one for one in verdicts(run) if one.name.partition(" over ")[0] in (NAME, EVERY)]
+    first = next((one for one in results if one.is_bad), None)
+    if first is None and any(one.verdict == "ok" for one in results):
+        return AlternativeCheck("right")
+    first = first or next(iter(results), None)
+    if first is None:
         return AlternativeCheck("fails", "it was not measured")
-    for check in checks[checks != "ok"]:
-        kind, _, details = str(check).partition(": ")
-        return AlternativeCheck("wrong" if kind == "wrong" else "fails", details)
-    return AlternativeCheck("right")
+    kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
+    return AlternativeCheck(kinds.get(first.verdict, "fails"), str(first.reason))
 
 
 def check_guesses(guesses: object) -> dict[str, float]:

@@ -24,10 +24,14 @@ def made_run(
     sessions=6,
     machine=None,
     load=None,
+    exchange=(),
     status="ok",
     threads=2,
 ):
-    """A run of one CPU rank; `slower` are factors by quantity, `between` and `drift` are noises of sessions, runs."""
+    """A run of one CPU rank; `slower` are factors by quantity, `between` and `drift` are noises of sessions, runs.
+
+    `exchange` has the seconds of an exchange between ranks per session.
+    """
     generator = np.random.default_rng(seed)
     machine = machine or describe_machine().model_copy(update={"gpus": [], "cores": 2, "cpu_quota": None})
     points = [
@@ -55,7 +59,10 @@ def made_run(
                 values["seconds"] = seconds.tolist()
                 lines.append({"kind": "row", "point": point.id, "rank": 0, "values": values})
         reason = {} if status == "ok" else {"reason": "rank 0 died"}
-        lines.append({"kind": "end", "point": point.id, "status": status, "elapsed_s": 1.0, "load": load} | reason)
+        end = {"kind": "end", "point": point.id, "status": status, "elapsed_s": 1.0, "load": load}
+        if exchange:
+            end["load"] = {"exchange_s": exchange[point.session - 1], **(load or {})}
+        lines.append(end | reason)
     with TemporaryDirectory() as folder:
         path = path or Path(folder) / "made-up.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

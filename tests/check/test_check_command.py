@@ -15,7 +15,7 @@ from labkit.check.archives import write_bundle
 from labkit.check.checking import (
     CHECK,
     CheckConfig,
-    Correctness,
+    CheckResult,
     baseline_folder,
     check_correctness,
     check_machine,
@@ -24,6 +24,7 @@ from labkit.check.checking import (
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
 from labkit.lab.runs.store import Run
+from labkit.lab.user_checks import Correctness
 from labkit.machine import describe_machine
 from tests.check.made_up import made_run
 
@@ -62,14 +63,14 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
     """Truly measured, in one short session; nothing is compared without a baseline."""
     monkeypatch.setattr(checking, "check_correctness", lambda *_: [])
     short = replace(CHECK)  # a new one has profiles of its own
-    short.profiles["quick"] = CheckConfig(repeats=2, warmup=0)
+    short.profiles["quick"] = CheckConfig(repeats=2, warmup=0, sessions=1)
     monkeypatch.setattr(checking, "CHECK", short)
-    result = check_machine([], lambda _: None, sessions=1)
+    result = _check()
     frame = result.run.frame()
     assert (result.run.coverage()["status"] == "ok").all()
     assert frame.groupby(["world_size", "quantity"])["turn"].nunique().eq(2).all()
     assert {"matmul float32", "copy", "attention", "training step, all ranks"} <= set(frame["quantity"])
-    assert {one.verdict for one in result.changes} == {"not comparable"}
+    assert {one.verdict for one in result.changes} == {"not comparable: there is no baseline"}
     assert result.status == 0
 
 
@@ -107,7 +108,7 @@ def test_a_baseline_is_saved_and_compared_with(home, measured):
 def test_a_disturbed_machine_gets_no_baseline(home):
     busy = {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}
     with pytest.raises(ParameterError, match="other programs took"):
-        save_baseline(made_run(1, home / "check.jsonl", load=busy))
+        save_baseline(CheckResult(made_run(1, home / "check.jsonl", load=busy), [], [], []))
 
 
 def _damaged(home):
@@ -203,7 +204,7 @@ def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):
     write_bundle(home / "bundle.zip", result, describe(result))
     with zipfile.ZipFile(home / "bundle.zip") as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
-    assert {"doctor.txt", "check.json", "check.jsonl", "kernels.txt"} <= texts.keys()
+    assert {"doctor.txt", "check.json", "runs/check.jsonl", "kernels.txt"} <= texts.keys()
     for name, text in texts.items():
         assert str(home) not in text, name
         assert "anns-laptop" not in text, name

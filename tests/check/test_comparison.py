@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.check.comparison import circumstances, compare, has_lost_hardware
+from labkit.check.comparison import compare, differences, has_lost_hardware
 from labkit.machine import Gpu
-from tests.check.made_up import made_run
+from tests.check.made_up import QUANTITIES, made_run
 
 BUSY = {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}
 
@@ -30,9 +30,9 @@ def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
 
 def test_a_tenth_more_time_is_seen_on_a_steady_machine_that_was_measured_several_times():
     for seed in range(0, 100, 10):
-        changes = compare(_baseline(seed, 5), made_run(500 + seed, slower={"attention": 1.1}))
-        assert _verdicts(changes).pop("attention") == "slower"
+        changes = compare(_baseline(seed, 3, drift=0.01), made_run(500 + seed, drift=0.01, slower={"attention": 1.1}))
         attention = next(one for one in changes if one.quantity == "attention")
+        assert attention.verdict == "slower"
         assert attention.low < 1.1 < attention.high
         assert sum(one.verdict == "slower" for one in changes) == 1
 
@@ -66,12 +66,29 @@ GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0", 
         ({"load": BUSY}, {}, "in the baseline"),
         ({}, {"status": "failed"}, "rank 0 died"),
         ({}, {"sessions": 2}, "not measured"),
+        ({"exchange": [1e-3] * 6}, {"exchange": [2.1e-3] * 6}, "cores exchange data for 2.1 times as long"),
     ],
 )
 def test_what_cannot_be_compared_says_why(baseline, now, reason):
     changes = compare([] if baseline is None else [made_run(1, **baseline)], made_run(2, **now))
     assert changes
-    assert all(one.verdict == "not comparable" and reason in one.reason for one in changes)
+    assert all(one.verdict.startswith("not comparable: ") and reason in one.verdict for one in changes)
+
+
+def test_cores_that_a_host_moved_are_compared_with_runs_in_that_state():
+    """Moved cores slow some quantities only. A machine on which all is slower, the exchange too, has not moved any."""
+    near, apart, throttled = ([seconds] * 6 for seconds in (1e-3, 2e-3, 1.6e-3))
+    baseline = [
+        made_run(1, exchange=near),
+        made_run(2, exchange=apart, slower={"copy": 1.5}),
+        made_run(3, exchange=near),
+    ]
+    now = made_run(4, exchange=apart, slower={"copy": 1.5})
+    assert set(_verdicts(compare(baseline, now)).values()) == {"no change shown"}
+    now = made_run(4, exchange=[*apart[:4], *near[:2]], slower={"copy": 1.5})
+    assert set(_verdicts(compare(baseline, now)).values()) == {"no change shown"}
+    now = made_run(5, exchange=throttled, slower=dict.fromkeys(QUANTITIES, 1.6))
+    assert set(_verdicts(compare(baseline, now)).values()) == {"slower"}
 
 
 def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
@@ -84,7 +101,7 @@ def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
 
 def test_what_else_differs_is_named_beside_the_comparison():
     now = made_run(2, machine=_machine(system="Linux 99", host="elsewhere"), threads=1)
-    notes = list(circumstances(made_run(1), now))
+    notes = differences(made_run(1), now, decisive=False)
     assert any(note.startswith("system: ") and "Linux 99" in note for note in notes)
     assert any("threads" in note and note.endswith("2 in the baseline, 1 now") for note in notes)
-    assert not list(circumstances(made_run(1), made_run(2)))
+    assert not differences(made_run(1), made_run(2), decisive=False)

@@ -40,14 +40,14 @@ def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_pat
     assert result.status == 3
     write_bundle(tmp_path / "bundle.zip", result, describe(result))
     with zipfile.ZipFile(tmp_path / "bundle.zip") as archive:
-        run = archive.read("check.jsonl").decode()
+        run = archive.read("runs/check.jsonl").decode()
     assert machine.host not in run
     assert all(gpu.name in run for gpu in machine.gpus)
     assert machine.no_gpu_reason is None or machine.no_gpu_reason in run
 
 
 def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
-    change = Change("cuda", 1, "matmul bfloat16", "no change shown", 0.001, 7e14, "FLOP/s")
+    change = Change("matmul bfloat16", "1 rank, cuda", "no change shown", rate=7e14)
     assert describe_peak_share(change, MACHINES["one H100"]) == ", 71% of the peak (published: up to 83%)"
     assert describe_peak_share(change, MACHINES["laptop"]) == ""
     assert describe_peak_share(change, MACHINES["V100"]) == ""

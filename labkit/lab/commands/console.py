@@ -126,7 +126,8 @@ def number(
     """A number with its interval, unit, validity and age; unknown and infinite values are null."""
     age_s = None if measured is None else round((datetime.now(UTC) - measured).total_seconds())
     ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
-    return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **facts}
+    others = {name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
+    return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **others}
 
 
 def _finite(value: float | None) -> float | None:

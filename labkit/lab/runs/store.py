@@ -26,7 +26,7 @@ from labkit.lab.runs.records import (
     parse_record,
 )
 from labkit.machine import Source
-from labkit.machine.load import busy_points
+from labkit.machine.load import Load, busy_points
 
 __all__ = ["Run", "RunFileError", "RunHeader", "find_run"]
 
@@ -131,11 +131,15 @@ class Run:
         ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
+    @property
+    def loads(self) -> dict[str, Load]:
+        """Load of the machine during each point that recorded it."""
+        return {point: end.load for point, end in self._ends.items() if end.load is not None}
+
     @cached_property
     def busy(self) -> dict[str, str]:
         """Points during which the machine was busy or slow, with the reason as a phrase."""
-        loads = {point: end.load for point, end in self._ends.items() if end.load is not None}
-        return busy_points(loads, self.header.machine.cores)
+        return busy_points(self.loads, self.header.machine.cores)
 
     def failures(self) -> Iterator[tuple[str, str, str]]:
         """Yield point, reason and details (traceback, last output) of each point that ended neither ok nor skipped."""
