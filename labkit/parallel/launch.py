@@ -138,6 +138,9 @@ def _run_points(make_group: Callable[[], RankGroup | JobGroup], n_points: int) -
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
+            if isinstance(group, RankGroup) and group.has_lost_ranks():
+                group.close()
+                group = None
             if group is None:
                 group = make_group()
                 if group.start() is not None:

@@ -263,6 +263,18 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
     assert all(is_gone(pid) for pid in pids[0] | pids[2])
 
 
+def test_a_rank_that_dies_between_two_points_costs_none() -> None:
+    pids, statuses = dict[int, int](), list[str]()
+    for item in launch(lambda _: [{"pid": os.getpid()}], [1, 2], world_size=2):
+        if isinstance(item, Row):
+            pids[item.rank] = item.values["pid"]
+        elif isinstance(item, PointEnd):
+            statuses.append(item.status)
+            os.kill(pids[1], signal.SIGKILL)
+            time.sleep(1.0)  # until it is reported
+    assert statuses == ["ok", "ok"]
+
+
 def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
     """A worker that calls alternatives on rank 1 only, and then yields which took part."""
     for name, call in alternatives.items():

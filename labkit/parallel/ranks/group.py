@@ -165,6 +165,10 @@ class RankGroup:
             self._forward_output()
         return PointEnd.from_failure(index, failure, ended - begun, self.facts)
 
+    def has_lost_ranks(self) -> bool:
+        """Return whether a rank has died since the last point."""
+        return bool(connection.wait([self._connection], 0.0))
+
     def close(self) -> None:
         """End the ranks and all their children, and remove the directory. Safe to repeat."""
         self._forward_output()
