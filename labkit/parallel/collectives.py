@@ -304,6 +304,6 @@ def all_gather(
     """
     transport = find_transport(group, tensor.device, transport)
     sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
-    with InPlace(tensor, group, transport, "all_gather", "butterfly") as (vector, via):
+    with InPlace(tensor, group, transport, "all_gather", "butterfly", op="") as (vector, via):
         shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
         via.run(list(chain.from_iterable(copy_steps(cut(shards, via, depth), via))), depth)

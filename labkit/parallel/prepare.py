@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import find_transport
-from labkit.parallel.transport.base import Transport
+from labkit.parallel.transport.base import Transport, checksum
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
@@ -27,9 +27,15 @@ class InPlace:
     __slots__ = ("copy_to", "transport", "vector")
 
     def __init__(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup | None, transport: str | Transport, name: str, by: str
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        transport: str | Transport,
+        name: str,
+        by: str,
+        op: str | None = None,
     ) -> None:
-        """`name` and `by` are the collective and its algorithm, for `recorded_traffic`."""
+        """`name` and `by` are the collective and its algorithm; all ranks call with one `op`, if there is one."""
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensor must be dense, got {tensor.layout}")
@@ -49,6 +55,8 @@ class InPlace:
         else:
             self.copy_to = tensor
             self.vector = tensor.to(selected.device).resolve_neg().resolve_conj().contiguous().view(-1)
+        if op is not None:
+            selected.call = checksum(name, by, op, self.vector.numel(), self.vector.dtype)
         self.transport = count_traffic(selected, name, by, (self.vector,))
 
     def __enter__(self) -> Any:
@@ -79,7 +87,7 @@ class Reduction(InPlace):
         if tensor.dtype not in FLOAT_TYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
             raise ValueError(f"tensor must be of one of the dtypes {names}; got {tensor.dtype}")
-        super().__init__(tensor, group, transport, name, by)
+        super().__init__(tensor, group, transport, name, by, op)
         self.divisor = self.transport.world_size if op == "mean" else 1
         if self.divisor > 1 and tensor.dtype == torch.float16:
             self.vector.div_(self.divisor)

@@ -9,7 +9,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.collectives import all_reduce, butterfly_all_reduce
-from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.collectives import all_gather, all_reduce, butterfly_all_reduce
+from labkit.parallel.exchange import exchange
+from labkit.parallel.launch import run_ranks
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory, transport_in_use
 from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport
@@ -160,14 +162,45 @@ def _check_time_out() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("lengths", [(10, 11), (10, 1_000_000), (100_000, 200_000), (10, 11, 10), (10, 1_000_000, 10)])
-def test_ranks_with_different_lengths_say_so(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(RankError, match="one shape and dtype"):
-        run_ranks(_reduce_other_lengths, lengths, world_size=len(lengths), timeout_s=60)
+def _reduce(length: int, op: str = "sum", dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    return lambda: all_reduce(torch.ones(length, dtype=dtype), op=op, transport=SHARED)
 
 
-def _reduce_other_lengths(lengths: tuple[int, ...]) -> None:
-    all_reduce(torch.ones(lengths[dist.get_rank()]), transport=SHARED)
+def _gather(length: int) -> Callable[[], None]:
+    return lambda: all_gather(torch.ones(length), transport=SHARED)
+
+
+def _exchange(length: int) -> None:
+    others = 1 - dist.get_rank()
+    exchange(torch.ones(3 << 17), others, torch.ones(length), others, transport=SHARED)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(map(_reduce, lengths) for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10), (10, 1_000_000, 10, 10))),
+        (_gather(4), _gather(5)),
+        (_reduce(4, "mean"), _reduce(4)),
+        (_reduce(4, "mean", torch.float16), _reduce(4, "mean", torch.bfloat16)),
+        (_gather(8), _reduce(4)),
+        (partial(_exchange, 3 << 17), partial(_exchange, 2 << 17)),
+    ],
+)
+def test_ranks_that_make_different_calls_say_so(calls: Iterable[Callable[[], None]]) -> None:
+    calls = list(calls)
+    errors = run_ranks(_error_text, calls, world_size=len(calls), timeout_s=60)
+    assert any("the same call, with one shape and dtype" in error for error in errors)
+    assert [error for error in errors if not ("same call" in error or "ended or failed" in error)] == []
+
+
+def _error_text(calls: list[Callable[[], None]]) -> str:
+    """The error of this rank's call, or of the next one."""
+    try:
+        calls[dist.get_rank()]()
+        all_reduce(torch.ones(1), transport=SHARED)
+        return ""
+    except RuntimeError as error:
+        return str(error)
 
 
 def _check_parts() -> list[str]:

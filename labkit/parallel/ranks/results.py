@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = re.compile(
 # gloo, the stores and NCCL, when the process at the other end is gone or never came
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator was aborted"
-    r"|remote process exited|connectFullMesh failed|ended while this rank waited|waited too long for rank"
+    r"|remote process exited|connectFullMesh failed|ended or failed while this rank waited|waited too long for rank"
     r"|one of the others raised",
     re.IGNORECASE,
 )

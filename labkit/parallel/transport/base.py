@@ -21,8 +21,10 @@ A transport promises:
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -53,6 +55,12 @@ class Step(NamedTuple):
     into: torch.Tensor | None = None
 
 
+@lru_cache(1024)
+def checksum(*call: object) -> int:
+    """Return a number for a call, described by names, sizes and dtypes, that is the same in every process."""
+    return zlib.crc32(repr(call).encode())
+
+
 class Transport(ABC):
     """Messages between the ranks of a group. `device`: of the memory that it moves."""
 
@@ -60,6 +68,8 @@ class Transport(ABC):
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.call = 0
+        """Checksum of the collective that `run` is part of: through shared memory, ranks compare it."""
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._vectors: list[torch.Tensor] = []
         self._shape: tuple[int, int, torch.dtype] | None = None

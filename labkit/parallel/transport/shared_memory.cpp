@@ -1,9 +1,9 @@
 // Messages between the ranks of one host, through memory that all of them map (`shared_memory.py`).
 //
 // Each rank has a mailbox: two semaphores and a ring of notes for every other rank, four slots for messages, and a mark
-// that the rank has left the group.
+// that the rank has left the group, or failed in a call.
 //
-//     send      copy the part into a free slot, write a note (which slot, how many bytes), post `filled`
+//     send      copy the part into a free slot, write a note (which slot, how many bytes, of which call), post `filled`
 //     receive   wait for `filled`, read the note, copy or add from the slot straight into place, post `taken`
 //
 // Order. Slot and note are written before `filled` is posted, and again only after the reader's `taken` has been taken.
@@ -149,7 +149,7 @@ struct Mailboxes {
     std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent;  // messages, by the other rank
     std::vector<Message> in_slot[SLOTS] = {};                // that may not have been taken yet
     PyObject* staged = nullptr;  // the part that was copied last
-    long slots_used = 0, staged_step = 0, staged_slot = 0;
+    long slots_used = 0, staged_step = 0, staged_slot = 0, sent_call = 0, expected_call = 0;
     bool is_busy = false;
     PyThreadState* thread = nullptr;
 
@@ -162,8 +162,11 @@ struct Mailboxes {
     long* note(long sender, long target, long number) {
         return reinterpret_cast<long*>(start(sender) + (2 * p + target * NOTES + number % NOTES) * CACHE_LINE);
     }
-    long* mark(long owner) { return note(owner, p, 0); }  // not 0: the rank has left the group
+    long* mark(long owner) { return note(owner, p, 0); }  // not 0: the rank has left the group, or failed
     char* slot(long owner, long number) { return start(owner) + size(p) - (SLOTS - number) * SLOT_BYTES; }
+
+    // Let ranks that wait for this one give up.
+    void leave() { __atomic_store_n(mark(rank), 1, __ATOMIC_SEQ_CST); }
 
     // Take a semaphore that rank `peer` posts.
     void wait(sem_t* awaited, long peer) {
@@ -187,7 +190,7 @@ struct Mailboxes {
             if (is_interrupted) throw Failure{nullptr, ""};
             if (!has_ended && !is_late) continue;
             if (sem_trywait(awaited) == 0) return;  // posted before the other rank ended
-            if (has_ended) refuse(PyExc_RuntimeError, "rank ", peer, " ended while this rank waited for it");
+            if (has_ended) refuse(PyExc_RuntimeError, "rank ", peer, " ended or failed while this rank waited for it");
             refuse(PyExc_TimeoutError, "waited too long for rank ", peer);
         }
     }
@@ -219,7 +222,7 @@ struct Mailboxes {
             memcpy(slot(rank, staged_slot), part.data, part.n_bytes);
         }
         long* place = note(rank, message.target, message.number);
-        place[0] = staged_slot, place[1] = part.n_bytes;
+        place[0] = staged_slot, place[1] = part.n_bytes, place[2] = sent_call;
         sem_post(filled(rank, message.target));
         in_slot[staged_slot].push_back(message);
         sent[message.target]++;
@@ -231,9 +234,10 @@ struct Mailboxes {
         if (!part.n_bytes) return;
         wait(filled(step.source, rank), step.source);
         long* place = note(step.source, rank, received[step.source]++);
-        if (place[1] != part.n_bytes)
-            refuse(PyExc_RuntimeError, "every rank must call with a tensor of one shape and dtype: rank ", step.source,
-                   " sent ", place[1], " bytes to rank ", rank, ", which expected ", part.n_bytes);
+        if (place[1] != part.n_bytes || place[2] != expected_call)
+            refuse(PyExc_RuntimeError, "every rank must make the same call, with one shape and dtype: rank ", step.source,
+                   " sent ", place[1], " bytes to rank ", rank, ", which expected ", part.n_bytes,
+                   place[1] == part.n_bytes ? " of another call" : "");
         char *message = slot(step.source, place[0]), *result = step.into.data ? step.into.data : part.data;
         if (step.is_added)
             COMBINE[part.dtype](result, part.data, message, part.n_bytes, step.divisor);
@@ -281,12 +285,12 @@ struct Mailboxes {
     }
 
     // Other threads may run Python meanwhile. No scope guards: a Python that ends, ends this thread as it comes back.
-    void run(PyObject* list, long depth) {
+    void run(PyObject* list, long depth, long sending, long receiving) {
         if (is_busy) refuse(PyExc_RuntimeError, "another call on this group is not over, or was cut short");
         std::vector<Step> steps;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) steps.push_back(read_step(PyList_GET_ITEM(list, i)));
         std::optional<Failure> failure;
-        is_busy = true;
+        is_busy = true, sent_call = sending, expected_call = receiving;
         thread = PyEval_SaveThread();
         try {
             carry_out(steps, depth);
@@ -294,7 +298,10 @@ struct Mailboxes {
             failure = error;
         }
         PyEval_RestoreThread(thread);
-        if (failure) throw *failure;  // and stay busy: its messages are still there
+        if (failure) {  // and stay busy: its messages are still there
+            leave();
+            throw *failure;
+        }
         is_busy = false;
     }
 };
@@ -321,13 +328,14 @@ Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const lon
 }
 
 void disconnect_mailboxes(Mailboxes* mailboxes) {
-    __atomic_store_n(mailboxes->mark(mailboxes->rank), 1, __ATOMIC_SEQ_CST);
+    mailboxes->leave();
     delete mailboxes;
 }
 
-PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth) {
+// `sending`, `receiving`: checksums of the calls that messages belong to, those of this rank and those of others.
+PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth, long sending, long receiving) {
     try {
-        mailboxes->run(steps, depth);
+        mailboxes->run(steps, depth, sending, receiving);
     } catch (const Failure& failure) {
         if (failure.type) PyErr_SetString(failure.type, failure.text.c_str());
         return nullptr;

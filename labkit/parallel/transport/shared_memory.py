@@ -24,6 +24,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.ranks.torchrun import host_identity
-from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step, Transport
+from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step, Transport, checksum
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
@@ -60,7 +61,7 @@ class SharedTransport(Transport):
         backend: Any = group._get_backend(self.device)
         timeout_s = timeout_s or backend.options._timeout.total_seconds()
         self._slot_bytes, descriptor, failure = 0, -1, ""
-        self._started: list[Step] = []
+        self._rest: Callable[[], None] | None = None  # of a message that was started
         try:
             self._library = load_library()
             self._slot_bytes = self._library.slot_bytes()
@@ -100,22 +101,25 @@ class SharedTransport(Transport):
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        if self._started:
-            self._finish()
-        self._library.run_steps(self._link, [*steps], depth)
+        self._finish()
+        self._library.run_steps(self._link, [*steps], depth, self.call, self.call)
 
     def start(self, step: Step) -> Callable[[], None]:
         """Copy the message into slots; what does not fit follows while pieces of the other message arrive."""
-        outgoing, incoming = map(self._cut, (step.outgoing, step.incoming))
-        self.run([Step(piece, step.target, None, 0) for piece in outgoing[:PIECES_AHEAD]])
+        self._finish()
+        parts = (step.outgoing, step.incoming)
+        run, (outgoing, incoming) = partial(self._library.run_steps, self._link), map(self._cut, parts)
+        calls = [0 if part is None else checksum("exchange", part.numel(), part.dtype) for part in parts]
+        run([Step(piece, step.target, None, 0) for piece in outgoing[:PIECES_AHEAD]], 1, *calls)
         pairs = zip_longest(outgoing[PIECES_AHEAD:], incoming)
-        self._started = rest = [Step(sent, step.target, received, step.source) for sent, received in pairs]
-        return lambda: self._finish() if self._started is rest else None
+        self._rest = rest = partial(run, [Step(sent, step.target, got, step.source) for sent, got in pairs], 2, *calls)
+        return lambda: self._finish() if self._rest is rest else None
 
     def _finish(self) -> None:
         """Complete the message that was started: messages are taken in the order in which they were sent."""
-        rest, self._started = self._started, []
-        self.run(rest, depth=2)
+        if (rest := self._rest) is not None:
+            self._rest = None
+            rest()
 
     def _cut(self, part: torch.Tensor | None) -> Sequence[torch.Tensor]:
         return part.split(self._slot_bytes // part.itemsize) if part is not None and part.numel() else ()
@@ -195,7 +199,7 @@ def _declare(library: ctypes.PyDLL) -> Any:
     library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
     library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
     library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
-    library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long]
+    library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, *[ctypes.c_long] * 3]
     library.run_steps.restype = ctypes.py_object
     return library
 
