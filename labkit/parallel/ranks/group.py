@@ -167,7 +167,7 @@ class RankGroup:
 
     def has_lost_ranks(self) -> bool:
         """Return whether a rank has died since the last point."""
-        return bool(connection.wait([self._connection], 0.0))
+        return self._connection is not None and bool(connection.wait([self._connection], 0.0))
 
     def close(self) -> None:
         """End the ranks and all their children, and remove the directory. Safe to repeat."""
