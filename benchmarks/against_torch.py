@@ -46,6 +46,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 10 << 20, 100 << 20)
 BUCKETS_MB = (None, 5.0, 25.0, 100.0)
 ABOUT_100_MB = TransformerShape(d_model=384, d_ff=1536, n_layers=8, n_heads=6, vocabulary=8_000)
 TOKENS = 64
+MARGIN_S = 0.0005  # until the moment at which ranks begin a turn
 
 Action = Callable[[], Any]
 Times = dict[str, list[float]]
@@ -196,13 +197,13 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
     return lines
 
 
-def start_together(margin_s: float = 0.0005) -> None:
+def start_together() -> None:
     """Return on all ranks at one moment of the clock that they share; they leave a barrier up to 100 us apart.
 
     Window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you
     think".
     """
-    moment = torch.tensor(time.perf_counter() + margin_s, dtype=torch.float64)
+    moment = torch.tensor(time.perf_counter() + MARGIN_S, dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
     start = float(moment)
     if dist.get_world_size() > (os.cpu_count() or 1):  # ranks beyond the cores sleep, so the others arrive

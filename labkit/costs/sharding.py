@@ -1,45 +1,32 @@
 """What each stage of ZeRO holds on a rank, and sends: formulas.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054: memory in section 3.1 and figure 1, bytes in section 7.
-Some parameters may be replicated (FSDP's scalars).
 """
 
 from collections.abc import Mapping
 
+from labkit.costs.communication import Calls
+from labkit.costs.memory import FLOAT32
+from labkit.costs.transformer import ADAMW_STATES
+
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 """What is sharded: nothing, optimizer state, also gradients, also parameters."""
 PARTS = ("parameters", "gradients", "optimizer")
-FLOAT32 = 4
 
 
-def state_bytes(n_parameters: int, stage: str, world_size: int, *, replicated: int = 0) -> Mapping[str, float]:
-    """Bytes that a rank holds from step to step, by part; the optimizer has two numbers per parameter.
-
-    `replicated` parameters are whole on every rank of stage "zero3". ValueError for another stage than `STAGES`.
-    """
+def state_bytes(n_parameters: int, stage: str, world_size: int) -> Mapping[str, float]:
+    """Bytes that a rank holds from step to step, by part, in float32 with AdamW. ValueError for an unknown stage."""
     _check_stage(stage)
-    sharded_from = {"parameters": "zero3", "gradients": "zero2", "optimizer": "zero1"}
-    whole = replicated if stage == "zero3" else 0
-    share = whole + (n_parameters - whole) / world_size
-    return {
-        part: FLOAT32
-        * (2 if part == "optimizer" else 1)
-        * (share if STAGES.index(stage) >= STAGES.index(first) else n_parameters)
-        for part, first in sharded_from.items()
-    }
+    whole = {"parameters": n_parameters, "gradients": n_parameters, "optimizer": ADAMW_STATES * n_parameters}
+    sharded = ("optimizer", "gradients", "parameters")[: STAGES.index(stage)]
+    return {part: FLOAT32 * n / (world_size if part in sharded else 1) for part, n in whole.items()}
 
 
-def moved_bytes(n_bytes: int, stage: str, *, replicated_bytes: int = 0) -> Mapping[str, int]:
-    """Bytes of the tensors that collectives of one step are called with, by collective.
-
-    A reduce-scatter or all-gather of n bytes sends n (p-1)/p per rank, an all-reduce twice that.
-    """
+def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
+    """List the collectives of one step for parameters of `n_bytes`. ValueError for an unknown stage."""
     _check_stage(stage)
-    if stage == "zero3":
-        sharded = n_bytes - replicated_bytes
-        return {"all_gather": 2 * sharded, "reduce_scatter": sharded, "all_reduce": replicated_bytes}
-    averaged = "reduce_scatter" if stage == "zero2" else "all_reduce"
-    return {averaged: n_bytes} | ({} if stage == "ddp" else {"all_gather": n_bytes})
+    averaged = Calls("all_reduce" if stage in STAGES[:2] else "reduce_scatter", n_bytes, 1)
+    return [averaged, Calls("all_gather", n_bytes, {"ddp": 0, "zero3": 2}.get(stage, 1))]
 
 
 def _check_stage(stage: str) -> None:

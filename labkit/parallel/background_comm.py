@@ -69,11 +69,11 @@ class CheckedChannel(Channel):
 
     def _run_checked(self, name: str, action: Callable[[], None], n_trained: int) -> None:
         if self._is_checked and self._error is None:
-            codes = torch.zeros(self.transport.world_size, dtype=torch.float64)
+            codes = torch.zeros(self.transport.world_size, dtype=torch.int64)
             codes[self.transport.rank] = self._names.index(name) + len(self._names) * n_trained
             self.call(all_gather, codes)
             if len(set(codes.tolist())) > 1:
-                pairs = [divmod(int(code), len(self._names)) for code in codes.tolist()]
+                pairs = [divmod(code, len(self._names)) for code in codes.tolist()]
                 got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
                 self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
         if self._error is not None:

@@ -4,9 +4,16 @@ Every rank of a group calls `all_reduce` with a tensor of one shape; afterwards 
 mean, bitwise the same everywhere: each element is computed once and copied, or computed everywhere from the same
 operands in the same order. All functions work in place, for any number of ranks and any length, contiguous or not.
 
-An algorithm is a list of steps: a rank sends a part of the vector to one rank, and receives a part from another, which
-is stored or added to. `transport.run(steps)` carries them out, through memory that the ranks of a host share, or point
-to point (`transport/base.py`). Results do not depend on it, to the bit. The first call in a group is a collective.
+An algorithm opens a `Reduction` (the tensor as a vector, a transport, the divisor of a mean), cuts the vector into
+pieces, and lists steps for `transport.run(steps, depth)`, which does this with `depth` steps in flight:
+
+    for step in steps:
+        send step.outgoing to step.target
+        message = receive from step.source
+        step.incoming = (step.incoming + message if step.add else message) / step.divisor
+
+Messages travel through memory that the ranks of a host share, or point to point. Results do not depend on it, to the
+bit. The first call in a group is a collective.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.

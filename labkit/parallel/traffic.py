@@ -38,6 +38,11 @@ class Collective:
     n_bytes: int  # of the tensor
     sent_bytes: int = 0  # to all other ranks
 
+    @property
+    def is_payload(self) -> bool:
+        """Return whether it carries numbers of a model: integers are notes by which ranks agree."""
+        return "int" not in self.dtype
+
 
 _records: list[list[Collective]] = []  # of the open blocks
 
@@ -96,7 +101,7 @@ class Message(NamedTuple):
     stop: int
 
 
-class Schedule(NamedTuple):
+class MessageSchedule(NamedTuple):
     """All messages, and the vectors' content after each round."""
 
     elements: int  # length of the vector: as few as give every rank a shard of the same length
@@ -104,7 +109,7 @@ class Schedule(NamedTuple):
     held: list[list[list[int]]]  # by round (0: before the first), rank and element: whose shares, one bit per rank
 
 
-def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedule:
+def record_schedule(all_reduce: Callable[..., None], world_size: int) -> MessageSchedule:
     """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`; return its messages.
 
     Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Rounds
@@ -121,7 +126,7 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Schedul
     if errors := [error for end in ends if (error := end.exception())]:
         raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
     rounds = max(rank.round for rank in ranks)
-    return Schedule(
+    return MessageSchedule(
         elements,
         sorted(message for rank in ranks for message in rank.received),
         [[rank.shares_after(number) for rank in ranks] for number in range(rounds + 1)],

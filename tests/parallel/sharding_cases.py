@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from labkit.parallel.sharding import whole_parameters
 from tests.parallel.data_parallel_cases import WIDTH, MixedDtypes, Tied, channels_last, frozen, plain, transformer
 
 STEPS, ROWS = 4, 3
@@ -199,9 +200,7 @@ def train(case: Case, model: nn.Module, make: Callable[..., optim.Optimizer], sh
 
 
 def values(model: nn.Module) -> list[Tensor]:
-    if callable(gather := getattr(model, "gather_full_parameters", None)):
-        return list(gather().values())
-    return [p.detach() for p in getattr(model, "module", model).parameters()]
+    return [value.detach().clone() for value in whole_parameters(model).values()]
 
 
 def furthest(some: list[Tensor], others: list[Tensor]) -> float:

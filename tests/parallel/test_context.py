@@ -139,7 +139,7 @@ def count_bytes(method: str) -> float:
     parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
     with recorded_traffic() as traffic:
         differentiate(METHODS[method], parts)
-    sent = sum(call.sent_bytes for call in traffic if call.dtype != "int64")
+    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
     block = 2 * parts[1].nbytes
     calls = communication.context_parallel_calls(block, 2 * block, p, is_ring=method == "ring")
     return sent - communication.sent_bytes(calls, p)

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from labkit.nn.transformer import RMSNorm
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import FSDP, ShardedOptimizer
+from labkit.parallel.sharding import FSDP, ShardedOptimizer, whole_parameters
 from tests.parallel.data_parallel_cases import WIDTH, Tied, frozen
 
 WORDS, ROWS, LENGTH = 50, 20, 8
@@ -34,11 +34,11 @@ def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.
 
 
 def fsdp_on_after_backward(fsdp_model: Any, optimizer: optim.Optimizer) -> None:
-    fsdp_model.finish_gradient_synchronization()
+    """Do nothing: `backward()` has averaged the gradients."""
 
 
 def fsdp_gather_full_params(fsdp_model: Any) -> dict[str, torch.Tensor]:
-    return fsdp_model.gather_full_parameters()
+    return whole_parameters(fsdp_model)
 
 
 class Words(nn.Module):

@@ -25,8 +25,8 @@ from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import FSDP, ReduceScatterDDP, ShardedOptimizer
-from labkit.parallel.sharding.units import find_units, partition
+from labkit.parallel.sharding import FSDP
+from labkit.parallel.sharding.partition import find_units, partition
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
@@ -53,9 +53,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _zero2(model: nn.Module, **settings: Any) -> tuple[ReduceScatterDDP, ShardedOptimizer]:
-    wrapper = ReduceScatterDDP(model, **settings)
-    return wrapper, ShardedOptimizer(wrapper.parameters(), optim.SGD, wrapper=wrapper, lr=0.1, **settings)
+_zero2 = partial(FSDP, reshard_after_backward=False)
 
 
 def _check_fast_path() -> list[str]:
@@ -84,7 +82,7 @@ def _check_memory() -> list[str]:
     """Shards are total / p and a row at most per tensor; of whole parameters there is one unit at a time."""
     wrong, p = [], dist.get_world_size()
     whole = {name: value.nbytes for name, value in transformer().named_parameters()}
-    by_unit = [sum(s.parameter.nbytes for s in slots) for _, slots in partition(find_units(transformer(), None))]
+    by_unit = [sum(s.parameter.nbytes for s in part.slots) for part in partition(find_units(transformer(), None))]
     for prefetch in (0, 1):
         model = FSDP(transformer(), prefetch=prefetch)
         optimizer = optim.AdamW(model.parameters())
@@ -113,7 +111,7 @@ def _check_memory() -> list[str]:
 
 
 def _check_messages() -> list[str]:
-    """3 Psi (p-1)/p bytes a step, or 2, in the mean over ranks: to the byte, but for notes in float64."""
+    """3 Psi (p-1)/p bytes a step, or 2, in the mean over ranks: to the byte, but for notes."""
     p = dist.get_world_size()
 
     def build() -> nn.Module:
@@ -125,22 +123,22 @@ def _check_messages() -> list[str]:
         return model
 
     trained, frozen = 4 * (7 * 6 + 6 * 7 + 6), 4 * 6 * 6
-    over = {"transport": "point_to_point"}
-    fsdp = FSDP(build(), **over), FSDP(build(), reshard_after_forward=False, **over)
-    part = FSDP(build_frozen(), **over)
-    models: dict[str, tuple[nn.Module, optim.Optimizer, int]] = {
-        "FSDP": (fsdp[0], optim.SGD(fsdp[0].parameters(), lr=0.1), 3 * trained + 3 * frozen),
-        "FSDP, kept": (fsdp[1], optim.SGD(fsdp[1].parameters(), lr=0.1), 2 * trained + 2 * frozen),
-        "FSDP, frozen": (part, optim.SGD(part.parameters(), lr=0.1), 3 * trained + 2 * frozen),
-        "ZeRO-2": (*_zero2(build(), **over), 2 * trained + 2 * frozen),
-        "ZeRO-2, frozen": (*_zero2(build_frozen(), **over), 2 * trained),
+    over: Any = {"transport": "point_to_point"}
+    models: dict[str, tuple[FSDP, int]] = {
+        "FSDP": (FSDP(build(), **over), 3 * trained + 3 * frozen),
+        "FSDP, not resharded": (FSDP(build(), reshard_after_forward=False, **over), 2 * trained + 2 * frozen),
+        "FSDP, frozen": (FSDP(build_frozen(), **over), 3 * trained + 2 * frozen),
+        "ZeRO-2": (_zero2(build(), **over), 2 * trained + 2 * frozen),
+        "ZeRO-2, frozen": (_zero2(build_frozen(), **over), 2 * trained + frozen),
     }
     wrong = []
-    for name, (model, optimizer, moved) in models.items():
-        with recorded_traffic() as traffic:
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
-        n_bytes = torch.tensor(sum(call.sent_bytes for call in traffic if call.dtype != "float64"))
+    for name, (model, moved) in models.items():
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with recorded_traffic() as traffic:
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+        n_bytes = torch.tensor(sum(call.sent_bytes for call in traffic if call.is_payload))
         dist.all_reduce(n_bytes)
         if n_bytes != moved * (p - 1):
             wrong.append(f"{name}: {n_bytes} bytes, {moved * (p - 1)} expected")
@@ -155,7 +153,7 @@ def _check_order() -> list[str]:
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, number=number: events.append(f"run {number}"))
     for number, unit in enumerate(model._units[:3]):
-        unit.allocate = partial(_note_gather, events, number, unit.allocate)  # type: ignore[method-assign]
+        unit.start_gather = partial(_note_gather, events, number, unit, unit.start_gather)  # type: ignore[method-assign]
     for _ in range(2):
         events.clear()
         model(torch.ones(1, 4)).sum().backward()
@@ -164,9 +162,9 @@ def _check_order() -> list[str]:
     return [] if events == forward + backward else [str(events)]
 
 
-def _note_gather(events: list[str], number: int, allocate: Callable[[], None]) -> None:
-    events.append(f"gather {number}")
-    allocate()
+def _note_gather(events: list[str], number: int, unit: Any, start: Callable[[Any], None], channel: Any) -> None:
+    events += [] if unit.is_whole else [f"gather {number}"]
+    start(channel)
 
 
 def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
@@ -234,7 +232,7 @@ def _fail(*_: Any) -> None:
 def _check_any_moment() -> list[str]:
     """States and parameters are shards after an exception, in the middle of a pass, and where units stay whole."""
     wrong = []
-    for options in ({}, {"reshard_after_forward": False}):
+    for options in ({}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
         model = FSDP(plain(), **options)
         expected = {name: _local(value).shape for name, value in model.state_dict().items()}
 
@@ -269,18 +267,7 @@ def _check_any_moment() -> list[str]:
         model(inputs()).sum().backward()
         if furthest([_local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
             wrong.append("zero_grad leaves gradients of no_sync")
-    with contextlib.suppress(KeyboardInterrupt):
-        zero2, optimizer = _zero2(plain())
-        zero2(inputs()).sum().backward()
-        hook = zero2.module[1].register_forward_hook(lambda m, a, y: (y.register_hook(_fail), None)[1])
-        zero2(inputs()).sum().backward()
-    hook.remove()
-    optimizer.zero_grad()
-    zero2(inputs()).sum().backward()
-    once = [_local(p.grad).clone() for p in zero2.parameters()]
-    zero2(inputs()).sum().backward()
-    twice = [_local(p.grad) for p in zero2.parameters()]
-    return wrong if furthest([2 * each for each in once], twice) < 1e-5 else [*wrong, "ZeRO-2 after an exception"]
+    return wrong
 
 
 class Reads(nn.Module):
@@ -308,12 +295,23 @@ def _between_forward_and_backward() -> None:
     loss.backward()
 
 
-def _read_part() -> None:
+def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
     model = FSDP(plain())
     model(inputs()).sum().backward()
-    for p in model.parameters():
-        bool(p.grad.norm() >= 0)  # of all ranks
-        bool(p.grad.isnan().any())
+    _local(next(model.parameters()).grad).fill_(float("nan") if dist.get_rank() else 1.0)
+    return [read(p.grad) for p in model.parameters()]
+
+
+def _check_reductions() -> list[str]:
+    """A condition on a gradient of which each rank has a part is right on all ranks, or refused on all."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    try:
+        answer: Any = _read_gradients(lambda gradient: bool(gradient.isnan().any()))
+    except RuntimeError:
+        answer = "refused"
+    dist.all_gather_object(answers, answer)
+    is_right = all(each == "refused" for each in answers) or all(each[0] and not any(each[1:]) for each in answers)
+    return [] if is_right else [f"isnan().any() is {answers}"]
 
 
 def _hooked() -> nn.Module:
@@ -363,13 +361,10 @@ def _check_refusals() -> list[str]:
         "read without its unit": lambda: FSDP(plain(), units=()).module[0](inputs()),
         "copied": lambda: copy.deepcopy(FSDP(plain())),
         "copied inside": lambda: copy.deepcopy(FSDP(plain()).module),
-        "ZeRO-2, bucket": lambda: ReduceScatterDDP(plain(), bucket_mb=0),
-        "ZeRO-2, hooks": lambda: _hook_zero2(),
         "second derivative": lambda: FSDP(plain())(inputs()).sum().backward(create_graph=True),
         "backward in forward": lambda: FSDP(Force())(inputs()),
-        "ZeRO-2, copied": lambda: copy.deepcopy(ReduceScatterDDP(plain())),
         "changed between forward and backward": _between_forward_and_backward,
-        "a number that each rank has a part of": _read_part,
+        "a norm that each rank has a part of": lambda: _read_gradients(lambda gradient: gradient.norm().item()),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
     for what, call in calls.items():
@@ -380,12 +375,6 @@ def _check_refusals() -> list[str]:
             if "\n" in str(error):
                 wrong.append(f"{what}: {error}")
     return wrong
-
-
-def _hook_zero2() -> None:
-    wrapper = ReduceScatterDDP(plain())
-    next(wrapper.parameters()).register_post_accumulate_grad_hook(lambda p: None)
-    wrapper(inputs())
 
 
 class Force(nn.Module):
@@ -414,12 +403,9 @@ class Unlike(nn.Module):
 def _check_scaler() -> list[str]:
     """What is infinite on one rank makes all skip the step, and torch's clipping takes the norm of everything."""
     wrong = []
-
-    def strategies() -> dict[str, tuple[nn.Module, optim.Optimizer]]:
-        fsdp = FSDP(plain())
-        return {"FSDP": (fsdp, optim.SGD(fsdp.parameters(), lr=0.1)), "ZeRO-2": _zero2(plain())}
-
-    for name, (model, optimizer) in strategies().items():
+    for name, wrap in {"FSDP": FSDP, "ZeRO-2": _zero2}.items():
+        model = wrap(plain())
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
         before, scaler = values(model), torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(model(inputs()).sum()).backward()
         if dist.get_rank():
@@ -489,6 +475,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "hooks": (2, _check_hooks),
     "compiled in place": (2, _check_compiled_in_place),
     "fast path": (2, _check_fast_path),
+    "reductions": (2, _check_reductions),
     "messages of three": (3, _check_messages),
     "saving": (3, _check_saving),
 }

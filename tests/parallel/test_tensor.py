@@ -106,7 +106,7 @@ def count_bytes(sequence_parallel: bool) -> float:
         model(TOKENS, TARGETS).backward()
     calls = communication.tensor_parallel_calls(SHAPE, 2, 12, p, itemsize=8, sequence_parallel=sequence_parallel)
     assert [call.sent_bytes for call in traffic if call.dtype == "int64"] == [16 * (p - 1)]  # two int64
-    sent = sum(call.sent_bytes for call in traffic if call.dtype != "int64")
+    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
     return sent - communication.sent_bytes(calls, p, all_reduce=algorithm)
 
 

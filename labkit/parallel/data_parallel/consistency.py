@@ -51,7 +51,7 @@ def check_replicas(
     """
     state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]
-    device = state[0][1].device if state else device_of(group)
+    device = find_device([tensor for _, tensor in state], group)
     check_same_on_all_ranks("model", settings, described, device, group, refused)
 
 
@@ -109,9 +109,9 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 
 
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of the group's collectives, for a model without tensors."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+def find_device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of the first tensor; without one, that of the group's collectives."""
+    return tensors[0].device if tensors else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def _path(name: str) -> str:

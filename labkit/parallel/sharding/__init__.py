@@ -1,12 +1,12 @@
 """Sharding: each data-parallel rank holds 1/p of the training state instead of a copy (ZeRO, arXiv:1910.02054).
 
-``optimizer``           `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
-``reduce_scatter_ddp``  `ReduceScatterDDP`, with that optimizer ZeRO-2: gradients, too
-``fsdp``                `FSDP`, ZeRO-3: parameters, too
-``gather``              ZeRO-3: `GatherPass._run_unit` gathers parameters, `gather_rows` sends them
-``gradients``           `average_rows` averages gradients; `GradientPass` follows a backward pass
-``units``               the modules whose parameters are gathered together
-``rows``                the rows of a parameter that a rank keeps
+``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
+``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay whole
+``gather``     when FSDP gathers, releases and averages: `GatherPass._run_unit` runs a unit with whole parameters
+``unit``       parameters that are gathered together, whole and in shards, and their gradients
+``partition``  how a model is cut into units
+``rows``       `gather_rows` and `average_rows`: the messages
+``sharded``    a rank's rows as DTensors, and in state dicts
 
 `shard` builds them and torch's by name. Classes are imported on first use: torch's DTensor takes half a second.
 """
@@ -28,17 +28,16 @@ from labkit.parallel.transport import AUTO
 if TYPE_CHECKING:
     from labkit.parallel.sharding.fsdp import FSDP
     from labkit.parallel.sharding.optimizer import ShardedOptimizer
-    from labkit.parallel.sharding.reduce_scatter_ddp import ReduceScatterDDP
 
-__all__ = ["FSDP", "ReduceScatterDDP", "ShardedOptimizer", "shard"]
+__all__ = ["FSDP", "ShardedOptimizer", "shard"]
 
-_MODULES = {"FSDP": "fsdp", "ReduceScatterDDP": "reduce_scatter_ddp", "ShardedOptimizer": "optimizer"}
+_MODULES = {"FSDP": "fsdp", "ShardedOptimizer": "optimizer"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _load(name)
+    if name in _MODULES:
+        return _load(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _load(name: str) -> Any:
@@ -54,7 +53,7 @@ def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from labkit.parallel.sharding.units import find_units
+    from labkit.parallel.sharding.partition import find_units
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for unit in find_units(model, None):  # the model itself comes last
@@ -89,7 +88,7 @@ def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (_ddp, _plain),
     "zero1": (_ddp, _sharded),
-    "zero2": (lambda model, transport: _load("ReduceScatterDDP")(model, transport=transport), _sharded),
+    "zero2": (lambda model, transport: _load("FSDP")(model, transport=transport, reshard_after_backward=False), _plain),
     "zero3": (lambda model, transport: _load("FSDP")(model, transport=transport), _plain),
     "torch_ddp": (_torch_ddp, _plain),
     "torch_zero1": (_torch_ddp, _torch_sharded),
@@ -105,8 +104,8 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
 
     A sharded optimizer is called with (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and
     works with labkit's DDP. A wrapper is called with (model) and returns a module, whose parameters are optimized. Its
-    `finish_gradient_synchronization()`, if any, is called after each backward pass. If it shards parameters, its
-    `gather_full_parameters()` returns whole ones by the model's names.
+    `finish_gradient_synchronization()`, if any, is called after each backward pass. If it shards parameters other than
+    by DTensors, its `gather_full_parameters()` returns whole ones by the model's names.
     """
     if name in (taken := (*LABKITS, *TORCHS)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")

@@ -13,10 +13,11 @@ tensor raises.
 With Psi bytes of parameters on p ranks, each rank sends Psi (p-1)/p bytes three times per step: to gather them for
 the forward pass, to gather them again for the backward pass, and to average gradients. With
 `reshard_after_forward=False` parameters stay whole from forward to backward, which saves the second gather: a rank then
-sends as much as in an all-reduce.
+sends as much as in an all-reduce. With `reshard_after_backward=False` they stay whole from step to step, and only the
+rows that the optimizer has changed are gathered: this is ZeRO-2.
 
-Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.3 (P_os+g+p) and, for the bytes sent, 7.2;
-Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
+Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.2 (P_os+g), 5.3 (P_os+g+p) and, for the
+bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units and prefetching.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,12 +36,12 @@ from labkit.parallel.background_comm import CheckedChannel
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import GatherPass, cast, run_around
-from labkit.parallel.sharding.rows import as_rows, check_shardable, consolidate
-from labkit.parallel.sharding.units import Unit, Units, find_units, partition
+from labkit.parallel.sharding.partition import Units, find_units, partition
+from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable, consolidate
+from labkit.parallel.sharding.unit import Unit
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
-SHARD = "shard"  # key in the metadata of a state_dict; its value is "rank r of p"
 
 
 class FSDP(nn.Module):
@@ -57,6 +58,8 @@ class FSDP(nn.Module):
             Parameters in no unit, or in several, belong to the unit of the model itself, which stays whole throughout a
             forward or backward pass.
         reshard_after_forward: release whole parameters after a unit's forward, and gather them again for its backward.
+        reshard_after_backward: release them after backward. If not, nor after forward, and a unit is gathered again
+            once an optimizer has stepped or torch has changed a shard of it. Shards are then views of whole parameters.
         prefetch: how many units are gathered ahead, in the order of the last forward pass.
         replicate: classes of modules whose parameters are not sharded: ordinary tensors, whole on every rank and used
             in their own dtype. torch's gradient clipping rejects a mixture of these and shards.
@@ -81,6 +84,7 @@ class FSDP(nn.Module):
         reduce_dtype: torch.dtype | None = None,
         units: Units | None = None,
         reshard_after_forward: bool = True,
+        reshard_after_backward: bool = True,
         prefetch: int = 1,
         replicate: tuple[type[nn.Module], ...] = (),
         group: dist.ProcessGroup | None = None,
@@ -91,44 +95,48 @@ class FSDP(nn.Module):
         self.module, self.group = module, group
         self._shard = f"rank {members.rank()} of {members.size()}"
         settings: dict[str, object] = {
-            "compute_dtype, reduce_dtype": (compute_dtype, reduce_dtype),
-            "reshard_after_forward": reshard_after_forward,
-            "prefetch": prefetch,
+            "dtypes": (compute_dtype, reduce_dtype),
+            "reshard": (reshard_after_forward, reshard_after_backward),
+            "prefetch, transport": (prefetch, transport),
             "replicate": [kind.__name__ for kind in replicate],
-            "transport": transport,
         }
         refusal: Exception | None = None
         try:
             _check(module, (compute_dtype, reduce_dtype), prefetch)
-            paths = {each: name for name, each in module.named_modules()}
-            modules = {paths[unit] or "the model": unit for unit in find_units(module, units)}
-            settings["units"] = list(modules)
+            parts = partition(find_units(module, units))
+            settings["units"] = [part.name for part in parts]
         except Exception as error:
             refusal = error
         check_replicas(module, settings, group, refusal)
         device = next(module.parameters()).device
-        gathers, averages = (CheckedChannel(group, device, transport, list(modules)) for _ in range(2))
+        gathers, averages = (CheckedChannel(group, device, transport, [part.name for part in parts]) for _ in range(2))
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
-        self._units: list[Unit] = []
-        for (name, unit), (inside, slots) in zip(modules.items(), partition([*modules.values()]), strict=True):
-            sharded = [slot for slot in slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
-            is_last = unit is module or any(each in modules.values() for each in unit.modules() if each is not unit)
-            dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-            self._units.append(Unit(name, unit, inside, sharded, mesh, is_last=is_last, **dtypes))
-        self._shards = {id(p): shard for unit in self._units for p, shard in zip(unit.whole, unit.shards, strict=True)}
+        self._units = [
+            Unit(
+                part,
+                mesh,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
+                replicate=replicate,
+                keeps_memory=not reshard_after_backward,
+                is_last=part.has_units or part.module is module,
+            )
+            for part in parts
+        ]
+        self._shards = {id(each.whole): each.shard for unit in self._units for each in unit.parameters}
         """Shards by the identity of whole parameters."""
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._schedule = GatherPass(
+        self._pass = GatherPass(
             self._units,
             gathers,
             averages,
             compute_dtype=compute_dtype,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard_after_forward and reshard_after_backward,
             prefetch=prefetch,
             replicated=[p for p in module.parameters() if not isinstance(p, DTensor)],
         )
@@ -148,21 +156,10 @@ class FSDP(nn.Module):
         """Do nothing, so that code for DDP runs. Every backward pass averages: no rank can keep whole gradients."""
         yield
 
-    def finish_gradient_synchronization(self) -> None:
-        """Do nothing: `backward()` has averaged the gradients. Code for labkit's other wrappers may call this."""
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards, even while their unit is whole."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, self._shards.get(id(parameter), parameter)
-
-    @torch.no_grad()
-    def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return whole parameters by the bare module's names, on every rank, in their own dtype. A collective."""
-        return {
-            name.removeprefix(PREFIX): (p.full_tensor() if isinstance(p, DTensor) else p.detach()).clone()
-            for name, p in self.named_parameters()
-        }
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
         """Return the bare module's `state_dict`, in CPU memory, on group rank `to` (None: on all); None on the others.
@@ -181,8 +178,7 @@ class FSDP(nn.Module):
         if assign:
             raise ValueError("expected assign=False: the optimizer has the shards")
         for metadata in getattr(state_dict, "_metadata", {}).values():
-            if (saved := metadata.get(SHARD, self._shard)) != self._shard:
-                raise ValueError(f"expected the shard of {self._shard} or a whole state, got the shard of {saved}")
+            check_shard(metadata.get(SHARD, self._shard), self._shard)
         names = {name.removeprefix(PREFIX): name for name in super().state_dict()}
         return super().load_state_dict({names.get(name, name): each for name, each in state_dict.items()}, strict)
 

@@ -6,42 +6,34 @@
                gradients: start to average these, and release it
     the end    ranks exchange which parameters have gradients, and average the rest
 
-A call during a backward pass (checkpointing) belongs to the pass: its unit stays whole until it has gradients. Second
-derivatives (`create_graph`) and backward passes during a forward pass would keep all units whole, and are refused.
+All ranks average units in the order in which backward reaches them. A call during a backward pass (checkpointing)
+belongs to the pass: its unit stays whole until it has gradients. Second derivatives (`create_graph`) and backward
+passes during a forward pass would keep all units whole, and are refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.utils import _apply_to_tensors
 
-from labkit.parallel.background_comm import CheckedChannel
-from labkit.parallel.backward_pass import tensors_in
-from labkit.parallel.collectives import copy_steps
+from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
+from labkit.parallel.backward_pass import BackwardPass, tensors_in
+from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import cut
-from labkit.parallel.sharding.gradients import Bucket, GradientPass
-from labkit.parallel.sharding.rows import (
-    MESSAGES_IN_FLIGHT,
-    row_strides,
-    rows_by_rank,
-    separate_small,
-    unpack,
-    with_strides,
-)
-from labkit.parallel.sharding.units import Token, Unit
-from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import AUTO, find_transport
-from labkit.parallel.transport.base import Step, Transport
+from labkit.parallel.sharding.unit import Token, Unit, UnitParameter
+
+PATIENCE_S = 1.0  # for other ranks to average a unit during backward
+OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 
 
-class GatherPass(GradientPass):
+class GatherPass:
     """Gathers, releases and averages the units of a model, the last of which is the model itself."""
 
     def __init__(
@@ -55,15 +47,28 @@ class GatherPass(GradientPass):
         prefetch: int,
         replicated: Sequence[nn.Parameter],
     ):
-        super().__init__(units, gathers, averages, replicated=replicated, is_in_order=False)
-        self._units, self._gathers = list(units), gathers
+        """`gathers` also carries the flags at the end of a pass. Every rank has `replicated` parameters whole."""
+        self._units, self._gathers, self._averages = list(units), gathers, averages
         self._compute_dtype, self._reshard, self._n_prefetched = compute_dtype, reshard_after_forward, prefetch
+        self._parameters = [parameter for unit in units for parameter in unit.parameters]
+        self._replicated = list(replicated)
+        self._lock = threading.RLock()  # autograd calls hooks in one thread per device
+        self._pass = BackwardPass()
         self._depth = 0
         self._order: list[Unit] = []
         self._last_order: list[Unit] = []
-        self._hooked: set[nn.Parameter] = set()
+        self._queue: list[Unit] = []
+        """Units in the order in which this backward pass has reached them."""
+        self._n_started = 0
+        """How many of the queue are started, or need not be."""
+        self._waits: list[Wait] = []
+        self._waits_in_backward = True
         for unit in units:
             run_around(unit.module, partial(self._run_unit, unit))
+            for parameter in unit.parameters:
+                if parameter.whole.requires_grad:
+                    hook = self._hook(GatherPass._note_gradient, unit, parameter)
+                    parameter.whole.register_post_accumulate_grad_hook(hook)
 
     # Forward
 
@@ -81,11 +86,10 @@ class GatherPass(GradientPass):
 
     @disable_compile
     def _before_call(self, unit: Unit) -> None:
-        if not self._depth and not self.is_running:
+        if not self._depth and not self._pass.is_running:
             self._begin_forward()
         if not unit.is_attached:
             unit.sync_with_shards()
-            self._hook_gradients(unit)
         if self._is_recomputing:
             unit.ready.clear()
             self._enter_backward(unit)
@@ -94,7 +98,7 @@ class GatherPass(GradientPass):
             position = len(self._order)
             self._order.append(unit)
             if self._last_order[position : position + 1] == [unit]:
-                self._prefetch(self._last_order[position + 1 :])
+                self._prefetch(islice(self._last_order, position + 1, None))
         self._depth += 1
         unit.depth += 1
         unit.attach(whole=True)
@@ -106,40 +110,24 @@ class GatherPass(GradientPass):
         if not unit.depth and not unit.in_backward:
             unit.attach(whole=False)
             if self._reshard or not torch.is_grad_enabled():
-                for each in [unit] if self._depth or self.is_running else self._units:  # and prefetched ones
+                for each in [unit] if self._depth or self._pass.is_running else self._units:  # and prefetched ones
                     each.release()
-
-    def _gather(self, unit: Unit) -> None:
-        """Make the unit's parameters whole. A collective."""
-        self._start_gather(unit)
-        unit.finish_gather()
-
-    def _start_gather(self, unit: Unit) -> None:
-        if not unit.is_whole:
-            unit.allocate()
-            if unit.whole:
-                unit.wait = self._gathers.start_checked(unit.name, partial(self._exchange_rows, unit))
-
-    def _exchange_rows(self, unit: Unit) -> None:
-        unit.copy_own_rows()
-        self._gathers.call(gather_rows, unit.places)
-
-    def _prefetch(self, following: Sequence[Unit]) -> None:
-        for unit in [unit for unit in following if unit.whole][: self._n_prefetched]:
-            self._start_gather(unit)
 
     def _begin_forward(self) -> None:
         if torch.is_grad_enabled():
-            self.abandon_unfinished()
+            self._abandon_unfinished()
         self._last_order, self._order = self._order, []
         for unit in self._units:
             unit.release()
 
-    def _hook_gradients(self, unit: Unit) -> None:
-        for p in unit.whole:
-            if p.requires_grad and p not in self._hooked:
-                self._hooked.add(p)
-                p.register_post_accumulate_grad_hook(self.hook(self.note_gradient, unit))
+    def _gather(self, unit: Unit) -> None:
+        """Make the unit's parameters whole. A collective."""
+        unit.start_gather(self._gathers)
+        unit.finish_gather()
+
+    def _prefetch(self, following: Iterable[Unit]) -> None:
+        for unit in islice((unit for unit in following if unit.parameters), self._n_prefetched):
+            unit.start_gather(self._gathers)
 
     @disable_compile
     def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
@@ -149,39 +137,46 @@ class GatherPass(GradientPass):
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
             unit.pending_inputs.add(token := Token())
-            node.register_prehook(partial(self.hook(self._input_reached, unit), token))
+            node.register_prehook(self._hook(GatherPass._input_reached, unit, token))
         return nodes
 
     @disable_compile
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
+            hook = self._hook(GatherPass._output_reached, unit, unit.gathered_versions)
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
-                node.register_prehook(self.hook(self._output_reached, unit, unit.gathered_versions))
+                node.register_prehook(hook)
 
     # Backward
 
     @property
     def _is_recomputing(self) -> bool:
-        return self.is_running and torch.is_grad_enabled()
+        return self._pass.is_running and torch.is_grad_enabled()
 
-    def begin(self, *_: object) -> None:
+    def _hook(self, method: Callable[..., None], *args: object) -> Callable[..., None]:
+        """Return a hook for autograd that calls a method under the lock. It does not keep this object alive."""
+        owner = weakref.ref(self)
+
+        def call(*more: object) -> None:
+            if (alive := owner()) is not None:
+                with alive._lock:
+                    method(alive, *args, *more)
+
+        return call
+
+    def _begin_backward(self) -> None:
         """Note a sign of a backward pass; the first one begins it."""
-        if torch.is_grad_enabled() or (self._depth and not self.is_running):
-            raise RuntimeError("FSDP differentiates a forward pass once, after it: use ReduceScatterDDP for penalties")
-        super().begin()
-
-    def note_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Note a complete gradient, start to average complete units, and release units that are over."""
-        assert isinstance(bucket, Unit)
-        self.begin()
-        self._note_entry(bucket)
-        super().note_gradient(bucket, parameter)
-        self._release_if_over(bucket)
+        is_running = self._pass.is_running
+        if torch.is_grad_enabled() or (self._depth and not is_running):
+            raise RuntimeError("FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties")
+        if not is_running:
+            self._abandon_unfinished()
+            self._pass.begin(self._end)
 
     def _output_reached(self, unit: Unit, versions: object, gradients: Any) -> None:
         if versions != unit.current_versions():
             raise RuntimeError(f"parameters of {unit.name} changed between forward and backward: step after backward")
-        self.begin()
+        self._begin_backward()
         self._enter_backward(unit)
 
     def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
@@ -197,53 +192,98 @@ class GatherPass(GradientPass):
         if is_new:
             order = list(dict.fromkeys(reversed(self._order)))
             position = order.index(unit) if unit in order else len(order)
-            self._prefetch([other for other in order[position + 1 :] if not other.in_backward])
+            self._prefetch(other for other in order[position + 1 :] if not other.in_backward)
 
     def _note_entry(self, unit: Unit) -> None:
         if not unit.in_backward:
             unit.in_backward = True
-            self.queue_bucket(unit)
+            if not unit.is_last:
+                self._queue.append(unit)
+
+    def _note_gradient(self, unit: Unit, parameter: UnitParameter, whole: Tensor) -> None:
+        """Note a complete gradient, start to average complete units, and release units that are over."""
+        self._begin_backward()
+        self._note_entry(unit)
+        if whole.grad is not None and whole.grad.layout is not torch.strided:
+            raise ValueError(f"expected dense gradients, got a sparse one in {unit.name}")
+        unit.ready.add(parameter)
+        while self._n_started < len(self._queue) and (first := self._queue[self._n_started]).is_complete:
+            if first.trained and not first.is_averaged:
+                self._start_average(first)
+            self._n_started += 1
+        self._release_if_over(unit)
 
     def _release_if_over(self, unit: Unit) -> None:
         if unit.in_backward and not unit.depth and unit.is_over:
             unit.release()
 
-    def reset(self) -> None:
-        """Release all units that nothing needs, and forget this pass."""
-        super().reset()
+    def _start_average(self, unit: Unit) -> None:
+        # One average at a time, else whole gradients of many units would be alive at once. But a rank that does not
+        # use all of a unit starts its average after the pass, and waits for this rank: after one such, do not wait.
+        if self._waits and self._waits_in_backward:
+            self._waits_in_backward = bool(self._waits[-1](PATIENCE_S))
+        with torch.no_grad():
+            self._waits.append(unit.start_average(self._averages))
+
+    # The end of backward
+
+    def _end(self) -> None:
+        try:
+            with torch.no_grad():
+                self._finish()
+        finally:
+            self._reset()
+
+    def _finish(self) -> None:
+        """Average the rest, and assign all averages. A collective."""
+        late, replicated = self._exchange_flags()
+        for unit in dict.fromkeys([*self._queue, *self._units]):
+            if not unit.is_averaged and any(parameter.is_used for parameter in unit.parameters):
+                self._start_average(unit)
+        for unit in late:
+            self._start_average(unit)
+        for p in replicated:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            average = partial(self._averages.call, all_reduce, p.grad)
+            self._waits.append(self._averages.start_checked(END_OF_PASS, average))
+        self._wait()
+        for parameter in self._parameters:
+            parameter.assign_means()
+
+    def _exchange_flags(self) -> tuple[list[Unit], list[nn.Parameter]]:
+        """Note which parameters were used on any rank; return units with late gradients, and replicated parameters."""
+        flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
+        flags += [unit.is_late for unit in self._units] + [p.grad is not None for p in self._replicated]
+        transport = self._gathers.transport
+        by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8, device=transport.device)
+        by_rank[transport.rank] = torch.tensor(flags)
+        self._gathers.start_checked(END_OF_PASS, partial(self._gathers.call, all_gather, by_rank))()
+        on_any = iter(by_rank.any(0).tolist())
+        for parameter in self._parameters:
+            parameter.is_used = next(on_any)
+        return [unit for unit in self._units if next(on_any)], [p for p in self._replicated if next(on_any)]
+
+    def _wait(self) -> None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+
+    def _abandon_unfinished(self) -> None:
+        """Forget a pass that an exception ended, once its collectives are over."""
+        if self._pass.is_unfinished:
+            self._wait()
+            for parameter in self._parameters:
+                parameter.whole.grad = None
+            self._reset()
+
+    def _reset(self) -> None:
+        """Forget this pass, and release all units that no call needs."""
         for unit in self._units:
+            unit.reset_pass()
             if not unit.depth:
                 unit.release()
-
-
-@disable_compile
-def gather_rows(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
-) -> None:
-    """Complete, in place, tensors on one device of which each rank has its rows. A collective.
-
-    Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
-    per rank for n bytes of tensors. Only the rows of small tensors are copied.
-    """
-    tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
-    if not tensors:
-        return
-    via = find_transport(group, tensors[0].device, transport)
-    p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
-    dense = [with_strides(tensor, row_strides(tensor)).to(via.device) for tensor in tensors]
-    blocks = [[rows.view(torch.uint8) for rows in rows_by_rank(each, p)] for each in dense]
-    large, small = separate_small(blocks)
-    packed = [torch.cat(rows) for rows in zip(*small, strict=True)]
-    steps: list[Step] = []
-    for by_rank in [*large, packed] if small else large:
-        steps += chain.from_iterable(copy_steps(cut(by_rank, via, depth), via))
-    count_traffic(via, "all_gather", "butterfly", tensors).run(steps, depth)
-    for vector, rows in zip(packed, zip(*small, strict=True), strict=True):
-        unpack(vector, rows)
-    for tensor, each in zip(tensors, dense, strict=True):
-        if each is not tensor:
-            tensor.copy_(each)
-    torch.autograd.graph.increment_version(tensors)  # messages are written past torch
+        self._queue, self._n_started = [], 0
+        self._pass.reset()
 
 
 def run_around(module: nn.Module, run: Callable[..., Any]) -> None:
@@ -274,7 +314,7 @@ def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:
 def _tensors(value: Any, unit: Unit) -> Iterator[Tensor]:
     """Yield the tensors in a unit's inputs or outputs, and those that its modules have as attributes."""
     yield from tensors_in(value)
-    for module in unit.modules:
-        for name, attribute in vars(module).items():
-            if not name.startswith("_") and isinstance(attribute, Tensor | list | tuple | dict):
-                yield from tensors_in(attribute)
+    for attributes in map(vars, unit.modules):
+        for name in attributes.keys() - OF_EVERY_MODULE:
+            if isinstance(attributes[name], Tensor | list | tuple | dict) and not name.startswith("_"):
+                yield from tensors_in(attributes[name])

@@ -12,26 +12,32 @@ products are those of whole parameters.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, section 5.1 (P_os) and, for the bytes sent, 7.2. The paper reduce-scatters gradients; here a wrapper
-has averaged them. A `ReduceScatterDDP` does as the paper, and makes it ZeRO-2.
+has averaged them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, device_of
-from labkit.parallel.sharding.gather import gather_rows
-from labkit.parallel.sharding.rows import as_gradient, as_rows, check_shardable, consolidate, own_rows, shard_parameter
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, find_device
+from labkit.parallel.sharding.rows import gather_rows, own_rows
+from labkit.parallel.sharding.sharded import (
+    SHARD,
+    as_gradient,
+    as_rows,
+    check_shard,
+    check_shardable,
+    consolidate,
+    shard_parameter,
+)
 from labkit.parallel.transport import AUTO, find_transport, member_group
 
-NO_SETTINGS = ("params", "param_names", "foreach")  # of a parameter group
-SHARD = "shard"  # key in a state_dict: "rank r of p"
 MAX_FOREACH = 300  # parameters per operator: DTensor's first such call takes time in their square
 REFUSED: Mapping[type[Optimizer], str] = {
     optim.LBFGS: "its search direction depends on all parameters together",
@@ -47,7 +53,6 @@ class ShardedOptimizer(Optimizer):
     Args:
         params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one device, dense.
         optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
-        wrapper: a `ReduceScatterDDP`, whose group it takes.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
         settings: of `optimizer_cls`.
@@ -64,16 +69,15 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_cls: Callable[..., Optimizer],
         *,
-        wrapper: Any = None,
         group: dist.ProcessGroup | None = None,
         transport: str = AUTO,
         **settings: Any,
     ):
-        group = group if wrapper is None else wrapper.group
         members = member_group(group)
         self._group, self._transport, self._place = group, transport, (members.rank(), members.size())
         self._shard = f"rank {members.rank()} of {members.size()}"
         self._inner: Any = None
+        """The optimizer of shards, whose groups and state are this one's."""
         self._shards: dict[Tensor, Any] = {}
         """This rank's rows of each parameter, views of its memory: the inner optimizer's parameters."""
 
@@ -84,9 +88,11 @@ class ShardedOptimizer(Optimizer):
                     raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
             self._check_parameters()
             self._mesh = DeviceMesh.from_group(members, self._device.type)
-            self._inner = optimizer_cls([self._shard_group(each) for each in self.param_groups], **settings)
-            self.defaults = self._inner.defaults
-            self._pull_settings()
+            self._make_shards()
+            with self._groups_of_shards():
+                self._inner = optimizer_cls(self.param_groups, **settings)
+                self.defaults, self.state = self._inner.defaults, self._inner.state
+                self.param_groups = self._inner.param_groups
 
         self._run_on_all_ranks(build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport})
         if members.size() > 1:
@@ -102,15 +108,16 @@ class ShardedOptimizer(Optimizer):
         def add() -> None:
             super(ShardedOptimizer, self).add_param_group(param_group)
             self._check_parameters()
-            self._inner.add_param_group(self._shard_group(self.param_groups[number]))
+            self._make_shards()
+            with self._groups_of_shards():
+                self._inner.add_param_group(self.param_groups.pop())
 
         try:
             self._run_on_all_ranks(add, {})
         except BaseException:
-            del self.param_groups[number:], self._inner.param_groups[number:]
+            del self.param_groups[number:]
             self._shards = {p: self._shards[p] for p in self._parameters}
             raise
-        self._pull_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -123,18 +130,15 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("expected dense gradients, got a sparse one")
         for p, shard in self._shards.items():
             shard._local_tensor = own_rows(p.detach(), *self._place)  # a user may have replaced the parameter's data
-            if p.grad is not None:
-                rows = p.grad._local_tensor if isinstance(p.grad, DTensor) else own_rows(p.grad.detach(), *self._place)
-                shard.grad = as_gradient(rows, shard)
-        self._push_settings()
+            shard.grad = None if p.grad is None else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
         try:
-            self._inner.step()
+            with self._groups_of_shards(), self._one_call_per_operator():
+                self._inner.step()
         finally:
             for p, shard in self._shards.items():
                 shard.grad, own = None, own_rows(p.detach(), *self._place)
                 if shard._local_tensor.data_ptr() != own.data_ptr():  # the optimizer has replaced the shard's data
                     own.copy_(shard._local_tensor)
-        self._pull_settings()
         self.gather_parameters()
         return loss
 
@@ -147,9 +151,8 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""
-        state = self._inner.state
-        self.state.update({p: dict(state[shard]) for p, shard in self._shards.items() if shard in state})
-        return {**super().state_dict(), SHARD: self._shard}
+        with self._groups_of_shards():
+            return {**super().state_dict(), SHARD: self._shard}
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
         """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all (None).
@@ -167,17 +170,14 @@ class ShardedOptimizer(Optimizer):
 
         ValueError for the shard of another rank or number of ranks, and for other parameter groups.
         """
-        if (saved := state_dict.get(SHARD, self._shard)) != self._shard:
-            raise ValueError(f"expected the shard of {self._shard} or a whole state, got the shard of {saved}")
-        super().load_state_dict(state_dict)
-        self._inner.state.clear()
-        for p, shard in self._shards.items():
-            if p in self.state:
-                self._inner.state[shard] = {
-                    name: as_rows(name, value, shard) if p.dim() and getattr(value, "shape", None) == p.shape else value
-                    for name, value in self.state[p].items()
-                }
-        self._push_settings()
+        check_shard(state_dict.get(SHARD, self._shard), self._shard)
+        with self._groups_of_shards():
+            super().load_state_dict(state_dict)
+            self._inner.param_groups, self._inner.state = self.param_groups, self.state
+        for shard, state in self.state.items():
+            for name, value in state.items() if shard.dim() else ():
+                if getattr(value, "shape", None) == shard.shape:
+                    state[name] = as_rows(name, value, shard)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("a sharded optimizer is tied to its ranks: save its state_dict()")
@@ -209,32 +209,41 @@ class ShardedOptimizer(Optimizer):
         groups = [] if refusal else self.param_groups
         plain = (bool, int, float, str, tuple)
         described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
-        described += [f"{k}: {v}" for group in groups for k, v in _settings(group).items() if isinstance(v, plain)]
-        device = self._device if described else device_of(self._group)
+        described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
+        device = find_device([p for group in groups for p in group["params"]], self._group)
         check_same_on_all_ranks("optimizer", settings, described, device, self._group, refusal)
 
-    def _shard_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's group."""
-        self._shards |= {p: shard_parameter(p, self._mesh, copy=False) for p in group["params"]}
-        return {**group, "params": [self._shards[p] for p in group["params"]]}
+    def _make_shards(self) -> None:
+        for p in self._parameters:
+            if p not in self._shards:
+                self._shards[p] = shard_parameter(p, own_rows(p.detach(), *self._place), self._mesh)
 
-    def _push_settings(self) -> None:
-        """Copy the groups' settings to the inner optimizer."""
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_settings(group))
-            if "foreach" in inner:  # one call per operator of DTensors instead of one per parameter
-                is_chosen = group["foreach"] is not None or group.get("fused") or group.get("differentiable")
-                needs_loop = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
-                is_short = len(group["params"]) <= MAX_FOREACH
-                inner["foreach"] = group["foreach"] if is_chosen else is_short and not needs_loop
+    @contextmanager
+    def _groups_of_shards(self) -> Iterator[None]:
+        """Put shards into the groups in place of parameters: the groups are the inner optimizer's, too."""
+        for group in self.param_groups:
+            group["params"] = [self._shards[p] for p in group["params"]]
+        try:
+            yield
+        finally:
+            parameters = {shard: p for p, shard in self._shards.items()}
+            for group in self.param_groups:
+                group["params"] = [parameters[shard] for shard in group["params"]]
 
-    def _pull_settings(self) -> None:
-        """Copy the inner optimizer's settings to the groups."""
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(inner))
-            if "foreach" in inner:
-                group.setdefault("foreach", inner["foreach"])
+    @contextmanager
+    def _one_call_per_operator(self) -> Iterator[None]:
+        """Let the inner optimizer call operators of DTensors once for all parameters of a group, if it has a choice."""
+        chosen = [group for group in self.param_groups if _may_use_foreach(group)]
+        for group in chosen:
+            group["foreach"] = True
+        try:
+            yield
+        finally:
+            for group in chosen:
+                group["foreach"] = None
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in NO_SETTINGS}
+def _may_use_foreach(group: Mapping[str, Any]) -> bool:
+    is_open = group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
+    has_tensors = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
+    return is_open and not has_tensors and len(group["params"]) <= MAX_FOREACH

@@ -1,114 +1,42 @@
-"""Rows of parameters: which rank keeps which, as DTensors, in memory and in state dicts.
+"""Rows of tensors on the wire: every rank gathers all rows, or gets the mean of its own.
 
-Rank r of p keeps rows r c to (r+1) c of a parameter of n rows, c = ceil(n / p), as a DTensor with `Shard(0)`. Of a
-scalar, every rank keeps all.
+Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank has all. Rows travel
+from place to place: only those of small tensors are copied, into one message for all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+import torch.distributed as dist
+from torch import Tensor
 
+from labkit.parallel.collectives import add_steps, copy_steps
 from labkit.parallel.data_parallel.consistency import strides_like
-from labkit.parallel.prepare import FLOAT_TYPES, shard_sizes
+from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.prepare import cut, shard_sizes
+from labkit.parallel.traffic import count_traffic
+from labkit.parallel.transport import AUTO, find_transport
+from labkit.parallel.transport.base import Step, Transport
 
 MESSAGES_IN_FLIGHT = 4  # per rank
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
-
-class Sharded(DTensor):
-    """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
-
-    __slots__ = ()
-
-    @property
-    def data(self) -> Tensor:
-        """The same rows, hidden from autograd."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if (value.shape, value.dtype) != (self.shape, self.dtype):
-            raise ValueError(f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)}, {value.dtype}")
-        self._local_tensor = local_rows(value.detach(), self)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
-
-    __deepcopy__ = __reduce_ex__
-
-
-def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which torch would return."""
-    if any(placement.is_partial() for placement in args[0].placements):
-        raise RuntimeError("each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()")
-    return op_call(args[0]._local_tensor)
-
-
-DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+Blocks = list[list[Tensor]]  # [tensor][rank]: vectors
 
 
 def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
     """Return the rows of a rank, a view: (at most c, ...); all of a scalar."""
     if not whole.dim():
         return whole
-    n = len(whole)
-    chunk = -(-n // p)
-    return whole[min(rank * chunk, n) : min((rank + 1) * chunk, n)]
-
-
-@torch.no_grad()
-def as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return this rank's rows of a tensor shaped as `like`, as a DTensor of the same memory."""
-    placements = [Shard(0) if like.dim() else Replicate()]
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like))
-
-
-def shard_parameter(parameter: Tensor, mesh: DeviceMesh, *, copy: bool) -> Any:
-    """Return a parameter of the whole shape with this rank's rows only, copied or in the parameter's memory."""
-    whole = parameter.detach()
-    rows = own_rows(whole, mesh.get_local_rank(), mesh.size())
-    shard: Any = nn.Parameter(as_distributed(rows.clone() if copy else rows, whole, mesh), parameter.requires_grad)
-    shard.__class__ = Sharded  # nn.Parameter(Sharded(...)) would be a plain DTensor
-    shard.__dict__.update(parameter.__dict__)
-    return shard
-
-
-def as_gradient(rows: Tensor, shard: Any) -> Any:
-    """Return the rows as a gradient of the shard."""
-    return Sharded(rows, shard._spec, requires_grad=False)
-
-
-def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
-    """Raise ValueError for parameters that are sharded, sparse or share elements.
-
-    `are_averaged`: also for trained parameters whose gradients labkit's collectives do not add.
-    """
-    ranges = []
-    for name, p in parameters:
-        if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
-            raise ValueError(f"expected whole, dense parameters, each element with memory of its own; {name} is none")
-        if are_averaged and p.requires_grad and p.dtype not in FLOAT_TYPES:
-            raise ValueError(f"expected trained parameters of real floating-point numbers; {name} is {p.dtype}")
-        if p.is_contiguous() and p.numel():
-            ranges.append((p.data_ptr(), p.data_ptr() + p.nbytes))
-    if any(end > start for (_, end), (start, _) in pairwise(sorted(ranges))):
-        raise ValueError("expected parameters that share no elements with each other")
-
-
-# Rows on the wire
+    chunk = -(-len(whole) // p)
+    return whole[rank * chunk : (rank + 1) * chunk]
 
 
 def row_strides(like: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor of this shape whose rows follow each other in memory, each laid out as here."""
-    if not like.dim():
-        return ()
-    return (like[:1].numel(), *strides_like(like[:1])[1:])
+    return (like[:1].numel(), *strides_like(like[:1])[1:]) if like.dim() else ()
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -118,67 +46,74 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def flatten(dense: Tensor) -> Tensor:
+@disable_compile
+def gather_rows(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
+) -> None:
+    """Complete, in place, tensors on one device of which each rank has its rows. A collective.
+
+    Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
+    per rank for n bytes of tensors.
+    """
+    tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
+    if not tensors:
+        return
+    via = find_transport(group, tensors[0].device, transport)
+    depth = max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
+    dense = [with_strides(tensor, row_strides(tensor)).to(via.device) for tensor in tensors]
+    rows = [[part.view(torch.uint8) for part in _by_rank(each, via.world_size)] for each in dense]
+    with _packed(rows, slice(None)) as blocks:
+        steps = chain.from_iterable(chain.from_iterable(copy_steps(cut(b, via, depth), via)) for b in blocks)
+        count_traffic(via, "all_gather", "butterfly", tensors).run(list(steps), depth)
+    for tensor, each in zip(tensors, dense, strict=True):
+        if each is not tensor:
+            tensor.copy_(each)
+    torch.autograd.graph.increment_version(tensors)  # messages are written past torch
+
+
+def average_rows(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, *, transport: str | Transport = AUTO
+) -> list[Tensor]:
+    """Return the mean over ranks of this rank's rows of each gradient. A collective.
+
+    Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
+    to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
+    """
+    device = gradients[0].device
+    via = find_transport(group, device, transport)
+    p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
+    is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
+    whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
+    means = [torch.empty_like(own_rows(each, via.rank, p)) for each in whole]
+    rows = [[*_by_rank(each, p), _flatten(mean)] for each, mean in zip(whole, means, strict=True)]
+    with _packed(rows, slice(-1, None)) as blocks:
+        steps: list[Step] = []
+        for block in blocks:
+            *pieces, totals = cut(block, via, depth)
+            steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
+            if p == 1:
+                block[-1].copy_(block[0])
+        count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    return [mean.to(device) for mean in means]
+
+
+def _flatten(dense: Tensor) -> Tensor:
     """Return all elements in the order of memory, (n,), a view."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def rows_by_rank(whole: Tensor, p: int) -> list[Tensor]:
+def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
     """Return each rank's rows of a tensor with `row_strides`: p vectors, views."""
     width = whole[:1].numel()
-    return list(flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
+    return list(_flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
 
 
-def separate_small(blocks: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Separate each tensor's rows by rank: large ones are sent as they are, small ones are packed together."""
-    large = [by_rank for by_rank in blocks if by_rank[0].nbytes > SMALL_BYTES]
-    return large, [by_rank for by_rank in blocks if by_rank[0].nbytes <= SMALL_BYTES]
-
-
-def unpack(vector: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy a packed vector to its parts."""
-    torch._foreach_copy_(list(parts), vector.split([len(part) for part in parts]))
-
-
-# Rows in state dicts
-
-
-def local_rows(value: Tensor, shard: Any) -> Tensor:
-    """Return this rank's rows of a tensor, whole or sharded. ValueError for shards on another number of ranks."""
-    mesh = shard.device_mesh
-    if not isinstance(value, DTensor):
-        return own_rows(value, mesh.get_local_rank(), mesh.size()).clone()
-    if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(shard.placements):
-        raise ValueError(
-            f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on "
-            f"{value.device_mesh.size()}: save with consolidated_state_dict() or torch.distributed.checkpoint"
-        )
-    return value._local_tensor
-
-
-def as_rows(name: str, value: Any, shard: Any) -> Any:
-    """Return the shard's rows of a tensor, whole or sharded, as a DTensor. ValueError for another shape."""
-    if not isinstance(value, Tensor) or value.shape != shard.shape:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
-    rows = local_rows(value.detach().to(shard.device), shard)
-    return as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
-
-
-@torch.no_grad()
-def consolidate(state: Any, is_wanted: bool) -> Any:
-    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
-
-    A collective, one tensor at a time.
-    """
-
-    def make_whole(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            return full.detach().to("cpu", copy=True) if is_wanted else None
-        if isinstance(value, Mapping):
-            return type(value)((key, make_whole(each)) for key, each in value.items())  # type: ignore[call-arg]
-        return [make_whole(each) for each in value] if isinstance(value, list) else value
-
-    whole = make_whole(state)
-    return whole if is_wanted else None
+@contextmanager
+def _packed(rows: Blocks, received: slice) -> Iterator[Blocks]:
+    """Yield rows to send, those of small tensors in one block; at the end copy the received ones to their places."""
+    small = [block for block in rows if block[0].nbytes <= SMALL_BYTES]
+    parts = list(zip(*small, strict=True))
+    vectors = [torch.cat(part) for part in parts]
+    yield [*(block for block in rows if block[0].nbytes > SMALL_BYTES), *([vectors] if small else [])]
+    for vector, part in zip(vectors[received], parts[received], strict=True):
+        torch._foreach_copy_(list(part), vector.split([len(each) for each in part]))

@@ -110,7 +110,7 @@ def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any
     """Count collectives and the bytes that this rank sends, without the notes by which ranks agree on shapes."""
     with recorded_traffic() as traffic:
         passes.run()
-    calls = [call for call in traffic if call.dtype.startswith(("float", "bfloat"))]
+    calls = [call for call in traffic if call.is_payload]
     p = dist.get_world_size()
     block_bytes, widening = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
     formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)

@@ -242,7 +242,7 @@ def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[st
         return {}
     with recorded_traffic() as traffic:
         trainer.passes()
-    calls, p = [call for call in traffic if call.dtype == "float32"], dist.get_world_size()
+    calls, p = [call for call in traffic if call.is_payload], dist.get_world_size()
     row = {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}
     if (pipeline := trainer.pipeline) is not None:
         share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)

@@ -17,7 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import process_peak, return_memory_when_freed
-from labkit.costs.sharding import PARTS, STAGES, moved_bytes, state_bytes
+from labkit.costs.communication import sent_bytes
+from labkit.costs.sharding import PARTS, STAGES, sharding_calls, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import Workload, build_workload
@@ -30,7 +31,6 @@ from labkit.studies.shared.trainer import Trainer
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
-FLOAT32 = "float32"
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
     {"AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}), "SGD": (SGD, {"lr": 0.5})}
 )
@@ -127,13 +127,13 @@ def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
 
 def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dict[str, Any]]:
     """Bytes that this rank sent in one step, by collective, and the formula's; the ranks' flags are left out."""
-    p, expected = dist.get_world_size(), moved_bytes(model_bytes, name)
+    p = dist.get_world_size()
+    expected = {call.collective: sent_bytes([call], p) for call in sharding_calls(model_bytes, name)}
     sent: Counter[str] = Counter()
     for call in calls:
-        if call.dtype == FLOAT32:
-            sent[call.collective] += call.sent_bytes
+        sent[call.collective] += call.sent_bytes if call.is_payload else 0
     for collective in dict.fromkeys([*expected, *sent]):
-        formula = expected.get(collective, 0) * (2 if collective == "all_reduce" else 1) * (p - 1) / p
+        formula = expected.get(collective, 0.0)
         if formula or sent[collective]:
             row = {"implementation": name, "check": "ok", "collective": collective, "model_bytes": model_bytes}
             yield row | {"sent_bytes": sent[collective], "formula_bytes": formula}

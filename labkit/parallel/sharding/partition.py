@@ -1,0 +1,89 @@
+"""How a model is cut into units, and which parameters belong to which."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+Units = Iterable[type[nn.Module] | nn.Module]
+
+
+def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
+    """Return the units in the order of the model. The last is the model itself, with the parameters of no other.
+
+    None: the items of the outermost lists and sequences, usually layers, and outside of them every module with
+    parameters and a forward. ValueError for a unit that is not in the model, or that has no forward.
+    """
+    if units is None:
+        return [*dict.fromkeys(_layers(module, isinstance(module, nn.Sequential))), module]
+    units = list(units)
+    for unit in units:
+        if not any(each is unit or (isinstance(unit, type) and isinstance(each, unit)) for each in module.modules()):
+            name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
+            raise ValueError(f"expected units that are in the model, or classes of such; got {name}")
+    classes = tuple(unit for unit in units if isinstance(unit, type))
+    matching = [each for each in module.modules() if isinstance(each, classes) or each in units]
+    for each in matching:
+        if not _has_forward(each):
+            raise ValueError(f"expected units that have a forward, got {type(each).__name__}")
+    return [*(each for each in matching if each is not module), module]
+
+
+def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
+    if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):  # it reads its children's parameters
+        return
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        holds_layers = any(isinstance(each, nn.ModuleList | nn.ModuleDict | nn.Sequential) for each in child.modules())
+        if is_list or (holds_layers and not in_list):
+            yield from _layers(child, is_list or isinstance(child, nn.Sequential))
+        elif _has_forward(child):
+            yield child
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+@dataclass
+class Slot:
+    """A parameter, its name in the model, and the modules that have it, each with its name there."""
+
+    parameter: nn.Parameter
+    name: str
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    units: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Part:
+    """A unit's name in the model, and the modules and parameters that are in no unit inside it."""
+
+    name: str
+    module: nn.Module
+    has_units: bool
+    modules: list[nn.Module] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+
+def partition(units: Sequence[nn.Module]) -> list[Part]:
+    """Return the parts of the model, `units[-1]`, by unit. Parameters of several units belong to the last."""
+    model, last = units[-1], len(units) - 1
+    numbers = {unit: number for number, unit in enumerate(units)}
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    parts = [Part(names[unit], unit, any(m in numbers and m is not unit for m in unit.modules())) for unit in units]
+    slots: dict[nn.Parameter, Slot] = {}
+    unit_at: dict[str, int] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        unit_at[path] = number = numbers.get(module, unit_at.get(path.rpartition(".")[0], last))
+        parts[number].modules.append(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slot = slots.setdefault(parameter, Slot(parameter, f"{path}.{name}".lstrip(".")))
+                slot.owners += [(module, name)] if (module, name) not in slot.owners else []
+                slot.units.add(number)
+    for slot in slots.values():
+        parts[last if len(slot.units) > 1 else min(slot.units)].slots.append(slot)
+    return parts

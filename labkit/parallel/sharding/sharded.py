@@ -1,0 +1,135 @@
+"""Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state dicts."""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.sharding.rows import own_rows
+
+SHARD = "shard"  # key in a state_dict or its metadata; its value is "rank r of p"
+
+
+class Sharded(DTensor):
+    """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The same rows, hidden from autograd."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise ValueError(f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)}, {value.dtype}")
+        self._local_tensor = _local_rows(value.detach(), self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
+
+    __deepcopy__ = __reduce_ex__
+
+
+def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which torch would return."""
+    if any(placement.is_partial() for placement in args[0].placements):
+        raise RuntimeError("each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()")
+    return op_call(args[0]._local_tensor)
+
+
+DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+
+
+@torch.no_grad()
+def _as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
+    placements = [Shard(0) if like.dim() else Replicate()]
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like))
+
+
+def shard_parameter(parameter: Tensor, rows: Tensor, mesh: DeviceMesh) -> Any:
+    """Return a parameter of the whole shape and with the attributes of `parameter`, whose memory is `rows`."""
+    shard: Any = nn.Parameter(_as_distributed(rows, parameter.detach(), mesh), parameter.requires_grad)
+    shard.__class__ = Sharded  # nn.Parameter(Sharded(...)) would be a plain DTensor
+    shard.__dict__.update(parameter.__dict__)
+    return shard
+
+
+def as_gradient(rows: Tensor, shard: Any) -> Any:
+    """Return the rows as a gradient of the shard."""
+    return Sharded(rows, shard._spec, requires_grad=False)
+
+
+def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
+    """Raise ValueError for parameters that are sharded, sparse or share elements.
+
+    `are_averaged`: also for trained parameters whose gradients labkit's collectives do not add.
+    """
+    ranges = []
+    for name, p in parameters:
+        if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
+            raise ValueError(f"expected whole, dense parameters, each element with memory of its own; {name} is none")
+        if are_averaged and p.requires_grad and p.dtype not in FLOAT_TYPES:
+            raise ValueError(f"expected trained parameters of real floating-point numbers; {name} is {p.dtype}")
+        if p.is_contiguous() and p.numel():
+            ranges.append((p.data_ptr(), p.data_ptr() + p.nbytes))
+    if any(end > start for (_, end), (start, _) in pairwise(sorted(ranges))):
+        raise ValueError("expected parameters that share no elements with each other")
+
+
+# State dicts
+
+
+def check_shard(saved: str, here: str) -> None:
+    """Raise ValueError for a state_dict of another rank or number of ranks."""
+    if saved != here:
+        raise ValueError(f"expected the shard of {here} or a whole state, got the shard of {saved}")
+
+
+def _local_rows(value: Tensor, shard: Any) -> Tensor:
+    """Return this rank's rows of a tensor, whole or sharded. ValueError for shards on another number of ranks."""
+    mesh = shard.device_mesh
+    if not isinstance(value, DTensor):
+        return own_rows(value, mesh.get_local_rank(), mesh.size()).clone()
+    if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(shard.placements):
+        raise ValueError(
+            f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on "
+            f"{value.device_mesh.size()}: save with consolidated_state_dict() or torch.distributed.checkpoint"
+        )
+    return value._local_tensor
+
+
+def as_rows(name: str, value: Any, shard: Any) -> Any:
+    """Return the shard's rows of a tensor, whole or sharded, as a DTensor. ValueError for another shape."""
+    if not isinstance(value, Tensor) or value.shape != shard.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
+    rows = _local_rows(value.detach().to(shard.device), shard)
+    return _as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
+
+
+@torch.no_grad()
+def consolidate(state: Any, is_wanted: bool) -> Any:
+    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
+
+    A collective, one tensor at a time.
+    """
+
+    def make_whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            return full.detach().to("cpu", copy=True) if is_wanted else None
+        if isinstance(value, Mapping):
+            return type(value)((key, make_whole(each)) for key, each in value.items())  # type: ignore[call-arg]
+        return [make_whole(each) for each in value] if isinstance(value, list) else value
+
+    whole = make_whole(state)
+    return whole if is_wanted else None

@@ -1,0 +1,243 @@
+"""A unit of FSDP: modules whose parameters are gathered, whole and released at the same time, and averaged together.
+
+    shard    for the optimizer: this rank's rows, in the parameter's dtype; always there
+    whole    for the modules: the parameter in the compute dtype, in memory from `start_gather` to `release`
+
+Autograd saves `whole`, or views of it, for the backward pass. Its memory is released and gathered again in between,
+which autograd does not notice. To read released memory is an error: `release` raises the version counter, as a change
+in place would, and `start_gather` resets it.
+"""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from labkit.parallel.background_comm import CheckedChannel, Wait
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.sharding.partition import Part, Slot
+from labkit.parallel.sharding.rows import average_rows, gather_rows, own_rows, row_strides, with_strides
+from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter
+
+_resize = torch.ops.inductor.resize_storage_bytes_.default  # an operator, which the allocation ledger sees
+
+
+class Token:
+    """An input whose gradient a unit's frozen parameters wait for. It goes with its graph."""
+
+
+class UnitParameter:
+    """A parameter, as `shard` and as `whole`, and its gradient in one backward pass."""
+
+    def __init__(self, slot: Slot, mesh: DeviceMesh, compute_dtype: torch.dtype | None, *, is_view: bool):
+        """`is_view`: the shard is a view of `whole`, if it has the same dtype."""
+        value, rank, p = slot.parameter.detach(), mesh.get_local_rank(), mesh.size()
+        keeps_dtype = not value.is_floating_point() or any(isinstance(owner, _BatchNorm) for owner, _ in slot.owners)
+        dtype = value.dtype if keeps_dtype or compute_dtype is None else compute_dtype
+        self.name, self.owners, self.strides = slot.name, slot.owners, row_strides(value)
+        self.place = torch.empty_strided(value.shape, self.strides, dtype=dtype, device=value.device)
+        """Where rows are gathered: the memory of `whole`, which has a version counter of its own."""
+        self.own_place = own_rows(self.place, rank, p)
+        rows = own_rows(value, rank, p)
+        rows = own_rows(self.place.data, rank, p).copy_(rows) if is_view and dtype == value.dtype else rows.clone()
+        self.shard = shard_parameter(slot.parameter, rows, mesh)
+        self.whole = nn.Parameter(self.place.data, value.is_floating_point() or value.is_complex())
+        self.whole.__dict__.update(self.shard.__dict__)
+        self.is_used = False
+        """It got a gradient in this pass; at the end of the pass: on any rank."""
+        self.means: list[Tensor] = []
+        """Averaged rows of this pass."""
+
+    def sync_with_shard(self) -> None:
+        """Freeze or thaw `whole` as the user did the shard; ValueError for one that was replaced, moved or cast."""
+        if any(module._parameters.get(name) is not self.shard for module, name in self.owners):
+            raise ValueError(f"{self.name} was replaced or removed: change the model before wrapping it")
+        if type(self.shard) is not Sharded:
+            raise ValueError(f"{self.name} was moved or cast: move and cast the model before wrapping it")
+        if self.whole.requires_grad != self.shard.requires_grad:
+            self.whole.requires_grad_(self.shard.requires_grad)
+
+    def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the whole gradient, zeros if there is none, and drop it. None: in its own dtype."""
+        gradient, self.whole.grad, dtype = self.whole.grad, None, dtype or self.place.dtype
+        if gradient is None:
+            return torch.empty_strided(self.place.shape, self.strides, dtype=dtype, device=self.place.device).zero_()
+        self.is_used = True
+        return with_strides(gradient.detach().to(dtype), self.strides)
+
+    def assign_means(self) -> None:
+        """Accumulate as autograd does, which never reaches a shard: this runs the hooks that users put on it."""
+        shard = self.shard
+        for mean in self.means if self.is_used else ():
+            gradient = as_gradient(mean.to(shard.dtype), shard)
+            for hook in (shard._backward_hooks or {}).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
+            for hook in (shard._post_accumulate_grad_hooks or {}).values():
+                hook(shard)
+
+
+class Unit:
+    """Modules whose parameters are whole at the same time."""
+
+    n_optimizer_steps = 0
+    """Steps of all optimizers of this process: fused ones raise no version counter."""
+
+    def __init__(
+        self,
+        part: Part,
+        mesh: DeviceMesh,
+        *,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        replicate: tuple[type[nn.Module], ...],
+        keeps_memory: bool,
+        is_last: bool,
+    ):
+        """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules.
+
+        `keeps_memory`: `release` keeps whole parameters in memory. `is_last`: gradients are complete only at the end of
+        a backward pass.
+        """
+        self.name, self.module, self.modules = part.name, part.module, part.modules
+        sharded = [slot for slot in part.slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
+        self.parameters = [UnitParameter(slot, mesh, compute_dtype, is_view=keeps_memory) for slot in sharded]
+        self._reduce_dtype, self._keeps_memory, self.is_last = reduce_dtype, keeps_memory, is_last
+        self.is_whole = self.is_attached = True
+        """Gathered, or being gathered; modules have whole parameters."""
+        self._wait: Wait | None = None
+        self.gathered_versions: list[tuple[int, int, int]] = []
+        """Versions of the shards at the last gather."""
+        self._gathered_step = 0
+        self.depth = 0
+        """Calls of its module in progress."""
+        self.in_backward = False
+        """The backward pass has reached it."""
+        self.trained: list[UnitParameter] = []
+        self.ready: set[UnitParameter] = set()
+        """Parameters whose gradient is complete."""
+        self.is_averaged = False
+        self.pending_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.reached_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.release()
+
+    # Parameters
+
+    def sync_with_shards(self) -> None:
+        """Freeze and thaw whole parameters as the user did the shards. ValueError for replaced ones."""
+        for parameter in self.parameters:
+            parameter.sync_with_shard()
+        self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
+
+    def attach(self, *, whole: bool) -> None:
+        """Put whole parameters, or shards, into the modules."""
+        if whole != self.is_attached:
+            self.is_attached = whole
+            for parameter in self.parameters:
+                for module, name in parameter.owners:
+                    module._parameters[name] = parameter.whole if whole else parameter.shard
+
+    def current_versions(self) -> list[tuple[int, int, int]]:
+        """Return address and versions of each shard and its rows, which tell whether they have changed."""
+        pairs = [(parameter.shard._local_tensor, parameter.shard) for parameter in self.parameters]
+        return [(rows.data_ptr(), rows._version, shard._version) for rows, shard in pairs]
+
+    def start_gather(self, channel: CheckedChannel) -> None:
+        """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
+        if self.is_whole:
+            return
+        self.is_whole, self.gathered_versions = True, self.current_versions()
+        self._gathered_step = Unit.n_optimizer_steps
+        if whole := tuple(parameter.whole for parameter in self.parameters):
+            for parameter in self.parameters if not self._keeps_memory else ():
+                _resize(parameter.place, parameter.place.nbytes)
+            torch._C._autograd._unsafe_set_version_counter(whole, (0,) * len(whole))
+            self._wait = channel.start_checked(self.name, partial(self._gather, channel))
+
+    def _gather(self, channel: CheckedChannel) -> None:
+        pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
+        if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
+            torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
+        channel.call(gather_rows, [parameter.place for parameter in self.parameters])
+
+    def finish_gather(self) -> None:
+        """Wait for a gather in flight."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+    def release(self) -> None:
+        """Put shards into the modules, and release whole parameters, or keep them until a shard changes."""
+        self.attach(whole=False)
+        if self.is_whole:
+            self.finish_gather()
+            is_stale = Unit.n_optimizer_steps > self._gathered_step or self.gathered_versions != self.current_versions()
+            self.is_whole = self._keeps_memory and not is_stale
+            if self.parameters and not self._keeps_memory:
+                for parameter in self.parameters:
+                    _resize(parameter.place, 0)
+                torch.autograd.graph.increment_version([parameter.whole for parameter in self.parameters])
+
+    # Gradients
+
+    @property
+    def has_frozen(self) -> bool:
+        return len(self.trained) < len(self.parameters)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every trained parameter has its gradient."""
+        return len(self.ready) == len(self.trained)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
+        is_complete = self.is_complete and not (self.is_last and self.parameters)
+        return is_complete and not (self.has_frozen and self.pending_inputs)
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether it has gradients that came after its average."""
+        return self.is_averaged and any(parameter.whole.grad is not None for parameter in self.parameters)
+
+    def start_average(self, channel: CheckedChannel) -> Wait:
+        """Start to average gradients, and drop the whole ones. A collective."""
+        self.is_averaged = True
+        gradients = [(parameter, parameter.take_gradient(self._reduce_dtype)) for parameter in self.trained]
+        return channel.start_checked(self.name, partial(_average, channel, gradients), len(gradients))
+
+    def reset_pass(self) -> None:
+        """Forget a backward pass."""
+        for parameter in self.parameters:
+            parameter.is_used, parameter.means = False, []
+        self.is_averaged = self.in_backward = False
+        self.ready.clear()
+        self.pending_inputs |= self.reached_inputs  # autograd may run a graph again
+        self.reached_inputs.clear()
+
+
+def _count_step(*_: object) -> None:
+    Unit.n_optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def _average(channel: CheckedChannel, gradients: Sequence[tuple[UnitParameter, Tensor]]) -> None:
+    by_dtype: dict[torch.dtype, list[tuple[UnitParameter, Tensor]]] = {}
+    for parameter, gradient in gradients:
+        if gradient.dim():
+            by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
+        else:
+            parameter.means.append(gradient.clone())
+            channel.call(all_reduce, parameter.means[-1])
+    for alike in by_dtype.values():
+        means = average_rows([gradient for _, gradient in alike], channel.group, transport=channel.transport)
+        for (parameter, _), mean in zip(alike, means, strict=True):
+            parameter.means.append(mean)
