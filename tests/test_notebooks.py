@@ -223,6 +223,7 @@ def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report,
     assert 'id="largest"' not in index
 
 
+@pytest.mark.slow  # the tour, which is carried out by papermill, too, is quick
 def test_papermill_works_from_any_directory(notebook_by_papermill):
     assert read_notebook_record(notebook_by_papermill).profile == "smoke"
 

@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from labkit.lab.runs.store import Run
+from tests.cases import thinned
 from tests.commands import all_runs, runs_by
 
 
@@ -16,7 +19,8 @@ def _torchrun(*arguments):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_lab_is_measured_by_the_ranks_that_exist_and_a_run_resumed_by_them():
+@pytest.mark.parametrize("is_resumed", thinned([False, True], lambda is_resumed: not is_resumed))
+def test_a_lab_is_measured_by_the_ranks_that_exist_and_a_run_resumed_by_them(is_resumed):
     arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "algorithms=['torch', 'ring']"]
     for setting in ("sizes_bytes=[4096]", "world_sizes=[2, 3]", "transports=[]", "scheduling_bytes=[]"):
         arguments += ["--set", setting]
@@ -30,6 +34,8 @@ def test_a_lab_is_measured_by_the_ranks_that_exist_and_a_run_resumed_by_them():
     assert set(others["status"]) == {"skipped"}
     assert all("this job has 2" in reason for reason in others["reason"])
 
+    if not is_resumed:
+        return
     # As if it had been killed before the end of the last point that these ranks measured.
     lines = path.read_text().splitlines(keepends=True)
     last = max(number for number, line in enumerate(lines) if '"status":"ok"' in line)
