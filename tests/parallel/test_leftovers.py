@@ -129,7 +129,6 @@ QUICK = {
     ("Ctrl-C to all", "asleep"),
     ("ranks stopped, parent killed", "GIL"),
     ("leader, then parent killed", "forks"),
-    ("leader and server killed", "child"),
 }
 
 

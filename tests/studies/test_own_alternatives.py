@@ -128,7 +128,7 @@ def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
 BASELINES = {
     "all_reduce": ["ring"],
     "attention": ["explicit"],
-    "data_parallel": ["torch"],
+    "data_parallel": ["naive"],
     "sharding": ["ddp"],
     "sync_batchnorm": ["plain_local_batch"],
 }
