@@ -3,9 +3,9 @@
     python benchmarks/kernels.py                       # all tiles, for sm_80, 86, 89, 90, 100 and 120
     python benchmarks/kernels.py --capability 90 --kernel grad_kv --head-dim 128 --tile 64,128,8,2
 
-A tile is block_q,block_k,warps,stages (and 1 to specialize warps).  Columns: registers per thread; spill instructions
-inside and outside of loops; KiB of shared memory per block; columns of tensor memory; blocks per multiprocessor;
-instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the tensor cores' peak
+A tile is block_q,block_k,warps,stages (and 1 or 2 to specialize warps).  Columns: registers per thread; spill
+instructions inside and outside of loops; KiB of shared memory per block; columns of tensor memory; blocks per
+multiprocessor; instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the tensor cores' peak
 if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds the shared or tensor memory there is.
 
 Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Compiled
@@ -111,12 +111,13 @@ def compile_tile(
         registers = int(re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1])
         code = _instructions(_run("nvdisasm", "-c", file.name))
     warps = int(getattr(compiled.metadata, "ws_num_warps", warps) or warps)
-    loops = _loops(code)
+    loops = _loops(code, is_specialized=tile.specialize > 0)
     spills = {index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")}
     inside = spills & set().union(*loops)
     main = max(loops, key=lambda loop: (sum(_kind(code[i][0]) == "tensor" for i in loop), -len(loop)), default=set())
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
-    bound, share = _bound([code[i][0] for i in main], tile.warps, flop, dtype, capability)
+    computing = 2 * tile.warps if tile.specialize == 2 else tile.warps  # two groups, of half the queries each
+    bound, share = _bound([code[i][0] for i in main], computing, flop, dtype, capability)
     return Resources(
         registers=registers,
         spills_in_loops=len(inside),
@@ -169,8 +170,11 @@ def _instructions(listing: str) -> list[tuple[str, int | None]]:
     return [(text, labels.get(target[1]) if target else None) for text, target in zip(texts, targets, strict=True)]
 
 
-def _loops(code: list[tuple[str, int | None]]) -> list[set[int]]:
-    """Loops that compute: strongly connected parts of the flow of control that use tensor cores or exponentials."""
+def _loops(code: list[tuple[str, int | None]], *, is_specialized: bool = False) -> list[set[int]]:
+    """Loops that compute: strongly connected parts of the flow of control that use tensor cores or exponentials.
+
+    Specialized warps wait for work in a loop around their programs, which is left out.
+    """
     edges = []
     for index, (text, target) in enumerate(code):
         if target is not None and target < len(code):
@@ -178,12 +182,29 @@ def _loops(code: list[tuple[str, int | None]]) -> list[set[int]]:
         always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
         if not always and index + 1 < len(code):
             edges.append((index, index + 1))
-    sources, ends = np.array(edges).T
-    graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(len(code), len(code)))
-    _, parts = connected_components(graph.tocsr(), connection="strong")
-    members = (set(np.flatnonzero(parts == part).tolist()) for part in range(parts.max() + 1))
+    loops = _cycles(edges)
+    if is_specialized:
+        loops = [inner for loop in loops for inner in _inside(loop, edges) or [loop]]
     kinds = {"tensor", "special"}
-    return [loop for loop in members if len(loop) > 1 and any(_kind(code[i][0]) in kinds for i in loop)]
+    return [loop for loop in loops if any(_kind(code[i][0]) in kinds for i in loop)]
+
+
+def _cycles(edges: list[tuple[int, int]]) -> list[set[int]]:
+    """Strongly connected parts of more than one instruction."""
+    if not edges:
+        return []
+    sources, ends = np.array(edges).T
+    size = max(sources.max(), ends.max()) + 1
+    graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(size, size))
+    _, parts = connected_components(graph.tocsr(), connection="strong")
+    members = (set(np.flatnonzero(parts == part).tolist()) for part in np.flatnonzero(np.bincount(parts) > 1))
+    return list(members)
+
+
+def _inside(loop: set[int], edges: list[tuple[int, int]]) -> list[set[int]]:
+    """Loops inside a loop: the cycles that do not pass its entry."""
+    entries = {end for start, end in edges if end in loop and start not in loop}
+    return _cycles([(start, end) for start, end in edges if {start, end} <= loop - entries])
 
 
 def _name(text: str) -> str:

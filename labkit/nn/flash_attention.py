@@ -45,6 +45,8 @@ HEAD_DIMS = range(16, 257)
 """Head dimensions the kernels take. One that is not a power of two is padded to the next inside the kernel."""
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
+DESCRIPTOR_ALIGNMENT = 16
+"""Bytes of which tensors that are loaded by descriptors (TMA), and their rows, must be multiples."""
 PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
 PRECISION = "tf32x3"
 """float32 matmuls on tensor cores: each operand is split in two TF32 numbers and three of the four products are
@@ -61,7 +63,7 @@ KERNELS: dict[str, Any] = {
 class Tile(NamedTuple):
     """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
 
-    With `specialize`, separate warps load tiles in the forward kernel's main loop.
+    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by tensor descriptors.
     """
 
     block_q: int
@@ -71,12 +73,12 @@ class Tile(NamedTuple):
     specialize: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{' special' * self.specialize}"
+        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{' special' * bool(self.specialize)}"
 
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of a kernel."""
         blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
-        return blocks | ({"WARP_SPECIALIZE": 1} if self.specialize else {})
+        return blocks | ({"WARP_SPECIALIZE": self.specialize} if self.specialize else {})
 
 
 DELTA_TILE = Tile(64, 0, 4, 1)
@@ -189,8 +191,13 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
     constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
     arguments = (*tensors, queries, keys, softmax_scale(q, scale))
     with torch.cuda.device_of(q):  # Triton launches on the current device
+        if not INTERPRETED:
+            # Triton keeps descriptors in memory that it asks for at a launch.
+            triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device))
         if tile is None and not INTERPRETED:
             tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
+            if any(x.data_ptr() % DESCRIPTOR_ALIGNMENT for x in tensors):
+                tiles = tuple(tile for tile in tiles if tile.specialize < 2)
             sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
             # sizes share a tuning up to the next power of two: the best tile varies slowly
             tuning = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
@@ -227,12 +234,15 @@ def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tup
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
     A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have tables of their own. All other GPUs from 8.6 have
-    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too.
+    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too. Tiles that are loaded by
+    descriptors need rows of a multiple of 16 bytes.
     """
     gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "A100" if capability == (8, 0) else "other")
     key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, _padded(head_dim)))]
+    is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
     with Path(__file__).with_name("flash_tiles.csv").open() as file:
-        return tuple(Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key)
+        tiles = [Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key]
+    return tuple(tile for tile in tiles if is_aligned or tile.specialize < 2)
 
 
 @functools.cache

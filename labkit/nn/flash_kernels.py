@@ -11,7 +11,7 @@ Dimension letters (see `attention.py` for the definition of causal):
 
 All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one. GROUP query
 heads share a head of keys and values. The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
-Only plain pointers with masks, no descriptors: Triton 3.6 to 3.9 all run them.
+Plain pointers with masks, which Triton 3.6 to 3.9 all run; descriptors only for Hopper's specialized warps.
 
 Techniques beyond the algorithm:
 
@@ -21,7 +21,9 @@ Techniques beyond the algorithm:
 * Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds. A second
   loop visits the diagonal and the ragged end, in blocks half as large, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
-* Data center Blackwell: separate warps load tiles in the loop over full blocks (WARP_SPECIALIZE).
+* Specialized warps (WARP_SPECIALIZE): on data center Blackwell (1), some warps only load, in the loop over full blocks.
+  On Hopper (2), one group of warps loads by tensor descriptors (TMA) and two compute 64 queries each. Triton 3.7
+  compiles that only if the kernel has a single loop and no other `tl.dot`, so every block is masked there.
 """
 
 # mypy: ignore-errors
@@ -64,6 +66,15 @@ def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_
         return rows < length
     else:
         return dims < HEAD_DIM
+
+
+@triton.jit
+def describe(pointer, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Tensor descriptor of one head, (length, HEAD_DIM), to load (BLOCK, BLOCK_D), zero out of bounds.
+
+    The pointer and HEAD_DIM must be multiples of 16 bytes.
+    """
+    return tl.make_tensor_descriptor(pointer, [length, HEAD_DIM], [HEAD_DIM, 1], [BLOCK, BLOCK_D])
 
 
 @triton.jit
@@ -150,15 +161,21 @@ def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUS
 
 @triton.jit
 def _forward_blocks(
-    accumulator, row_max, row_sum, q, k_ptr, v_ptr, first, last, q_start, keys, exponent_scale,
+    accumulator, row_max, row_sum, q, k_source, v_source, first, last, q_start, keys, exponent_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Update the online softmax with the keys from `first` up to `last`, block by block."""
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    for k_start in tl.range(first, last, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
-        k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    """Update the online softmax with the keys from `first` up to `last`, block by block.
+
+    `k_source` and `v_source` are descriptors if WARP_SPECIALIZE is 2, else pointers.
+    """
+    dtype: tl.constexpr = q.dtype
+    for k_start in tl.range(first, last, BLOCK_K, warp_specialize=WARP_SPECIALIZE > 0):
+        if WARP_SPECIALIZE == 2:
+            k = k_source.load([k_start, 0])
+        else:
+            k = load_tile(k_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
         scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
         scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
         if MASKED:
@@ -168,7 +185,10 @@ def _forward_blocks(
         rescale = tl.exp2(row_max - new_max)
         row_max = new_max
         row_sum = row_sum * rescale + tl.sum(probabilities, 1)
-        v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+        if WARP_SPECIALIZE == 2:
+            v = v_source.load([k_start, 0])
+        else:
+            v = load_tile(v_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
         accumulator = accumulator * rescale[:, None]
         accumulator = dot(probabilities, v, accumulator, dtype, PRECISION, INTERPRETED)
     return accumulator, row_max, row_sum
@@ -178,7 +198,7 @@ def _forward_blocks(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, output_ptr, logsumexp_ptr, queries, keys, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr = False,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr = 0,
 ):  # fmt: skip
     """One program: the output and the logsumexp in base 2 of BLOCK_Q queries."""
     q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
@@ -186,7 +206,12 @@ def forward_kernel(
     k_ptr += head // GROUP * keys * HEAD_DIM
     v_ptr += head // GROUP * keys * HEAD_DIM
 
-    q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
+    if WARP_SPECIALIZE == 2:
+        k_source = describe(k_ptr, keys, BLOCK_K, HEAD_DIM, BLOCK_D)
+        v_source = describe(v_ptr, keys, BLOCK_K, HEAD_DIM, BLOCK_D)
+        q = describe(q_ptr, queries, BLOCK_Q, HEAD_DIM, BLOCK_D).load([q_start, 0])
+    else:
+        q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
     accumulator = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_Q,), -float("inf"), tl.float32)  # of the scaled scores
     row_sum = tl.zeros((BLOCK_Q,), tl.float32)
@@ -195,19 +220,25 @@ def forward_kernel(
     # Every query sees the first key of the first block visited: row_max is finite from there on.
     full_end, visible_end = key_ranges(q_start, keys, BLOCK_Q, BLOCK_K, CAUSAL)
     EDGE_K: tl.constexpr = edge(BLOCK_K)
-    if not WARP_SPECIALIZE:
+    if WARP_SPECIALIZE == 0:
         accumulator, row_max, row_sum = _forward_blocks(
             accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, False, PRECISION, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, 0, PRECISION, INTERPRETED,
         )  # fmt: skip
-    accumulator, row_max, row_sum = _forward_blocks(
-        accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, False, PRECISION, INTERPRETED,
-    )  # fmt: skip
-    if WARP_SPECIALIZE:  # Triton can do this in a kernel's last loop only, so the full blocks come last
+    if WARP_SPECIALIZE < 2:
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, 0, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    else:
+        accumulator, row_max, row_sum = _forward_blocks(
+            accumulator, row_max, row_sum, q, k_source, v_source, 0, visible_end, q_start, keys, exponent_scale,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, 2, PRECISION, INTERPRETED,
+        )  # fmt: skip
+    if WARP_SPECIALIZE == 1:  # Triton can do this in a kernel's last loop only, so the full blocks come last
         accumulator, row_max, row_sum = _forward_blocks(
             accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, True, PRECISION, INTERPRETED,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, 1, PRECISION, INTERPRETED,
         )  # fmt: skip
 
     output = accumulator / row_sum[:, None]

@@ -67,6 +67,7 @@ FIXED_CASES = [
     Case(70, 100, 48, True, F16, leading=()),
 ]
 RANDOM_CASES = _random_cases(200)
+DESCRIPTOR_CASES = [case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous]
 LONG_CASES = [
     Case(1000, 1000, d, causal, dtype) for d in (64, 128, 256) for causal in (False, True) for dtype in (F32, BF16)
 ]
@@ -86,6 +87,13 @@ def test_passes_under_the_interpreter(interpreted_kernels: subprocess.CompletedP
     "case", thinned(FIXED_CASES + RANDOM_CASES, lambda case: case in FIXED_CASES + RANDOM_CASES[:4]), ids=str
 )
 def test_matches_the_oracle(case: Case) -> None:
+    check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the tile is compared with float64 before its first use")
+@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case in DESCRIPTOR_CASES[4:12]), ids=str)
+def test_specialized_warps_with_descriptors_match_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INTERPRETER_TILES, "forward", Tile(64, 32, 4, 1, specialize=2))
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
 
 

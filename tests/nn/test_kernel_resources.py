@@ -33,6 +33,20 @@ def test_the_first_tile_fits_and_spills_nothing_in_a_loop(kernel: str, capabilit
     assert 0.2 < resources.tensor_share <= 1
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warps_specialize_on_hopper(head_dim: int) -> None:
+    tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=head_dim, capability=(9, 0))
+    (tile,) = (tile for tile in tiles if tile.specialize)
+    sizes = {"head_dim": head_dim, "dtype": torch.bfloat16, "capability": 90}
+    resources = compile_tile("forward", tile, causal=True, **sizes)
+    assert not resources.faults(90)
+    assert resources.registers == 168, "12 warps share the registers: two groups compute, one loads"
+    assert resources.instructions < 700, "one group's loop, without the others'"
+    assert all(
+        one.specialize == 0 for one in tiles_for("forward", dtype=torch.bfloat16, head_dim=60, capability=(9, 0))
+    )
+
+
 def test_grouped_heads_and_the_delta_kernel_fit() -> None:
     resources = compile_tile("delta", DELTA_TILE, head_dim=128, dtype=torch.bfloat16, causal=False, capability=80)
     assert not resources.faults(80)
