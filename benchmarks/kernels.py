@@ -5,8 +5,8 @@
 
 A tile is block_q,block_k,warps,stages (and 1 or 2 to specialize warps).  Columns: registers per thread; spill
 instructions inside and outside of loops; KiB of shared memory per block; columns of tensor memory; blocks per
-multiprocessor; instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the tensor cores' peak
-if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds the shared or tensor memory there is.
+multiprocessor; instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the
+tensor cores' peak if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds shared or tensor memory.
 
 Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Compiled
 kernels stay in Triton's cache.  Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.

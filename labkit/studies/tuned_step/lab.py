@@ -44,12 +44,13 @@ NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
-    """One for each model and number of ranks; it records the recommendations of this moment."""
-    device, runs = machine.device(config.device), newest_runs(machine)
+    """One for each model and number of ranks, with the recommendations of this moment. Each rank has a GPU."""
+    device, runs, gpus = machine.device(config.device), newest_runs(machine), len(machine.gpus)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
-    for world_size, model in product(sorted(config.world_sizes), config.models):
-        recommended = recommend(model, config.context_length, runs)
-        usable = [one for one in recommended if device == "cpu" or one.value not in OVER_SHARED_MEMORY]
+    recommended = {model: recommend(model, config.context_length, runs) for model in config.models}
+    ranks = {gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each for each in config.world_sizes}
+    for world_size, model in product(sorted(ranks), config.models):
+        usable = [one for one in recommended[model] if device == "cpu" or one.value not in OVER_SHARED_MEMORY]
         about = {"world_size": world_size, "model": model, "device": device} | vars(join(usable)) | chosen
         backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
         yield TunedStepPoint.of(config, backend=backend, **about)
