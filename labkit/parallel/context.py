@@ -8,7 +8,7 @@ statistics. Meanwhile the next block travels around the ring: p-1 messages forwa
 the blocks follow one step behind, in the accumulator's dtype.
 
 `gather_attention` gathers all keys and values on every rank, and reduce-scatters their gradients. It sends the same
-bytes, but holds p blocks at once instead of two.
+bytes, but holds p blocks at once instead of two or three.
 
 Layouts, for p ranks and causal attention in which query i sees keys up to i:
 

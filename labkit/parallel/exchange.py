@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,13 @@ def start_exchange(
     outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
     place = InPlace(nothing if receive is None else receive, group, transport, "exchange", "direct")
     incoming, via = place.__enter__()
-    finish = via.start(Step(outgoing, to or 0, incoming, source or 0))
+    return partial(_complete, via.start(Step(outgoing, to or 0, incoming, source or 0)), place)
 
-    @disable_compile
-    def complete() -> None:
-        finish()
-        place.__exit__(None, None, None)
 
-    return complete
+@disable_compile
+def _complete(finish: Callable[[], None], place: InPlace) -> None:
+    finish()
+    place.__exit__(None, None, None)
 
 
 def agree(

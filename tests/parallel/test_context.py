@@ -1,5 +1,6 @@
 """Attention over a sequence that is cut over ranks computes what one process does, and needs every message."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,21 @@ def attend_compiled() -> float:
 
 def test_it_goes_into_a_compiled_function() -> None:
     assert run_ranks(attend_compiled, world_size=2) == [0, 0]
+
+
+def count_garbage(method: str) -> int:
+    """Objects that forward and backward leave to the garbage collector, in cycles, with the tensors that they hold."""
+    parts = [split(x, 2) for x in inputs(torch.float32, 8)]
+    differentiate(METHODS[method], parts)
+    gc.collect()
+    gc.disable()
+    differentiate(METHODS[method], parts)
+    return gc.collect()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_are_freed_at_once(method: str) -> None:
+    assert run_ranks(count_garbage, method, world_size=2) == [0, 0]
 
 
 def leave_out_each(method: str, layout: str) -> list[str]:
