@@ -181,7 +181,8 @@ def _attend(
             raise ValueError(f"expected as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
     except ValueError as error:
         refusal = error
-    description = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__}"
+    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    description = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__} {has_backward}"
     agree("shapes and options", description, members, device=q.device, refusal=refusal, transport=transport)
     output: Tensor = _Attention.apply(q, k, v, _Call(method, is_causal, members, layout, transport))
     return output

@@ -14,6 +14,9 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import InPlace
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
+
 
 @disable_compile
 def exchange(
@@ -96,10 +99,13 @@ def agree(
         raise ValueError(f"expected the same {subject} on every rank; those of ranks {others} differ from rank 0's")
 
 
+@disable_compile
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Describe shape and dtype, and of integers the content, too: a checksum that depends on their order."""
-    text = f"{tuple(tensor.shape)} {tensor.dtype}"
-    if tensor.dtype.is_floating_point or tensor.is_complex():
-        return text
-    flat = tensor.detach().flatten().to(torch.int64)
-    return f"{text} {int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())}"
+    """Describe shape, dtype and content: by a checksum that depends on the order of integers, or of rows of floats."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if values.is_floating_point():
+        bits = values.view(INTEGERS[values.itemsize])
+        values = bits.flatten(1).sum(1) if bits.dim() > 1 else bits
+    flat = values.flatten().to(torch.int64)
+    checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
+    return f"{tuple(tensor.shape)} {tensor.dtype} {checksum}"

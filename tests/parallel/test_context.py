@@ -179,6 +179,7 @@ def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
             lambda: ring_attention(q[:, : 2 + rank], k, v),
         ),  # on rank 1, two heads share three
         ("expected the same shapes", lambda: ring_attention(q[: 1 + rank % 2], k[: 1 + rank % 2], v[: 1 + rank % 2])),
+        ("expected the same shapes", lambda: ring_attention(q, k, v.clone().requires_grad_(rank == 1))),
         ("6 parts divide", lambda: split(q[:, :, :5], 2)),
         ("3 parts divide", lambda: context.local_positions(7, layout="contiguous")),
         ("at most 30", lambda: context_parallel(build())(TOKENS)),

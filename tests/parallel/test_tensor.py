@@ -1,6 +1,7 @@
 """Tensor parallelism computes what one process does, sends what its formula says, and needs every message."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,11 +15,21 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel.reducer import Reducer
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP
+from labkit.parallel.sharding import gradients as shard_gradients
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
-from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, assert_refused, find_needless, furthest, gradients
+from tests.parallel.model_parallel_cases import (
+    EXACT,
+    TOLERANCES,
+    assert_refused,
+    find_needless,
+    furthest,
+    gradients,
+    left_out,
+)
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -147,23 +158,31 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks() -> None:
     assert_refused(calls_that_cannot_run, 4)
 
 
+LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
+    "no message": {},
+    "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
+    "an average": {(Reducer, "start"): lambda *_: lambda: None, (shard_gradients, "add_steps"): lambda *_: []},
+}
+
+
 def combine_axes() -> list[str]:
     """Two tensor-parallel groups of two ranks, each with half of the batch: BucketedDDP and FSDP average gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     part, targets, wrong = mesh.get_local_rank("data"), TOKENS.roll(3), []
-    for is_cut in (False, True):
-        for wrap in (BucketedDDP, FSDP):
-            whole = build(seed=dist.get_rank())
-            cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
-            model: Any = wrap(cut, group=mesh.get_group("data"))
+    for is_cut, wrap, (lost, replaced) in product((False, True), (BucketedDDP, FSDP), LOST.items()):
+        whole = build(seed=dist.get_rank())
+        cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
+        model: Any = wrap(cut, group=mesh.get_group("data"))
+        with left_out(0, replaced):
             model(TOKENS[part : part + 1], targets[part : part + 1]).backward()
-            local = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
-            result = cut.gather_state_dict(local)
-            error = furthest(result, reference(targets=targets))
-            if wrap is FSDP:
-                state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
-                error = max(error, furthest(state, build().state_dict()))
-            wrong += [f"{wrap.__name__}: {error}"] if len(result) != 21 or not error <= EXACT else []
+        local = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
+        result = cut.gather_state_dict(local)
+        error = furthest(result, reference(targets=targets))
+        if wrap is FSDP:
+            state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
+            wrong += [] if furthest(state, build().state_dict()) <= EXACT else ["parameters"]
+        if len(result) != 21 or (error <= EXACT) == bool(replaced):
+            wrong.append(f"{wrap.__name__}, {lost} lost: {error}")
     return wrong
 
 
