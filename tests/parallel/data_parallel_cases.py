@@ -302,6 +302,12 @@ def _penalty(model, x, shard, step):
     return outputs.square().mean() + slope.square().mean()
 
 
+def _penalty_alone(model, x, shard, step):
+    """The outputs themselves are not in the loss: backward reaches none of them."""
+    (slope,) = torch.autograd.grad(model(x.requires_grad_()).square().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
 def _each_output(model, x, shard, step):
     """A loss an output, each with a backward pass of its own."""
     return tuple(output.square().mean() for output in model(x))
@@ -356,6 +362,7 @@ CASES = {
         TiedInsideAndOutside, _tied_unlike, micro_batches=2, losses=2, options={"find_unused": True}
     ),
     "gradient penalty": Case(plain, _penalty),
+    "a gradient penalty alone": Case(plain, _penalty_alone, options={"find_unused": True}),
     "a backward pass an output": Case(TwoOutputs, _each_output, options={"find_unused": True}),
     "channels last": Case(channels_last, _images),
     "transformer, checkpointed": Case(transformer, _tokens),

@@ -212,6 +212,10 @@ def _read_weight(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, output: output + module.weight.sum())
 
 
+def _in_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False).square().mean()
+
+
 def _mark(module: nn.Module) -> None:
     module.weight._no_weight_decay = True  # type: ignore[union-attr]
 
@@ -233,6 +237,7 @@ SITUATIONS = {
     "sets": Case(SGD, partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
     "in place on a view": Case(SGD, InPlace),
     "a layer in two checkpoints": Case(SGD, Twice, without=("ZeRO-1",)),
+    "the model in a checkpoint": Case(SGD, loss=_in_checkpoint),
     "two forward passes": Case(SGD, loss=_two_forwards),
     "parameters without a module": Case(SGD, Loose),
     "a layer on some ranks": Case(SGD, LastLayerSometimes, without=("ZeRO-1", *WITH_UNITS)),
@@ -263,7 +268,7 @@ def _check_wrappers_cases(strategy: str, group: dist.ProcessGroup) -> list[str]:
     wrong = []
     for name, case in data_parallel_cases.CASES.items():
         # ZeRO-1 has these wrappers; FSDP's buffers are each rank's own, and it refuses second derivatives.
-        if strategy == "ZeRO-1" or name in ("buffers", "gradient penalty"):
+        if strategy == "ZeRO-1" or name == "buffers" or "penalty" in name:
             continue
         has_units = strategy in WITH_UNITS and ("unused" in name or "unlike" in name)  # ranks use different heads
         make = partial(_fsdp, units=()) if has_units else STRATEGIES[strategy]

@@ -260,7 +260,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self._pass.begin(self._end_pass)
 
     def _end_pass(self) -> None:
-        self._is_armed = False
+        self._is_armed = not any(self._ready)  # after torch.autograd.grad, as for a penalty, backward may follow
         if self.finish_in_backward:
             self.finish_gradient_synchronization()
 
