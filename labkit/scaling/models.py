@@ -198,7 +198,7 @@ def _model(config: Mapping[str, Any], name: str) -> Model:
     if not sizes.get("ffn"):
         ratio = config.get("expansion_ratio", 4)
         sizes["ffn"] = sizes["hidden"] * (ratio if type(ratio) is int and 0 < ratio <= 64 else 4)
-    tied = config.get("tie_word_embeddings", tied)
+    tied = tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
     if not isinstance(tied, bool):
         raise ValueError(f"expected tie_word_embeddings to be true or false, got {str(tied)[:40]!r}")
     return Model(**sizes, ffn_gated=ffn_gated, tied=tied, name=_printable(name))

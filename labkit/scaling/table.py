@@ -26,6 +26,7 @@ ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 LARGEST = 1e9
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
+_AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
 
 _FRAMEWORKS = {
     **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
@@ -73,6 +74,8 @@ class Cells(dict[str, str]):
 
     def integer(self, name: str, default: int | None = None, assumption: str = "") -> int:
         """A whole number, or the default of an empty cell, which is noted if it has a name."""
+        if re.fullmatch(r"\d{1,3}(\.\d{3})+", self.text(name)):
+            raise ValueError(f"expected {name} to be a whole number without points, got {self.text(name)}")
         value = self.number(name)
         if value is None:
             if default is None:
@@ -133,8 +136,8 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
-    """Column names in lower case. ValueError if one is missing, stands twice, or is a prediction."""
-    columns = [column.strip().lower() for column in header]
+    """Return column names, as `kv_heads` for `KV heads`. ValueError for missing, repeated and predicted ones."""
+    columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
     if missing := [column for column in REQUIRED if column not in columns]:
         line = ", ".join(columns)[:60] or "nothing"
         raise ValueError(f"{name} lacks the columns {', '.join(missing)}; its first line has {line}")
@@ -158,12 +161,14 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
 
 
 def _numbers(texts: Mapping[str, str], separator: str) -> Iterator[tuple[str, str]]:
-    """Numbers as spreadsheets write them: 4,000,000 and 4 000 000 are thousands; 0,5 is a half in a file with `;`."""
+    """Read numbers as spreadsheets write them: 4,000,000 or 4 000 000, and 1.600,5 in a file with `;`."""
     for name, text in texts.items():
         if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (separator == ";" and text.count(",") == 1):
             yield name, re.sub(r"\D", "", text)
-        elif separator == ";" and re.fullmatch(r"\d+,\d+", text) and not re.fullmatch(r"\d{1,3},\d{3}", text):
-            yield name, text.replace(",", ".")
+        elif (
+            separator == ";" and re.fullmatch(r"[\d.]+,\d+|\d{1,3}(\.\d{3})+", text) and not _AMBIGUOUS.fullmatch(text)
+        ):
+            yield name, text.replace(".", "").replace(",", ".")
 
 
 def _read_run(cells: Cells) -> Run:

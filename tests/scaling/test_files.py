@@ -80,6 +80,8 @@ SPREADSHEETS = {
     "a separator line": ("sep=;\n" + _text([GOOD], ";")).encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
+    "thousands with points": _text([GOOD | {"vocab": "50.368", "node_network_gbps": "1.600,0"}], ";").encode(),
+    "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
 }
@@ -103,6 +105,7 @@ REFUSED = {
     "nothing": (b"", "lacks the columns"),
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (_text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(), "output of labkit predict"),
+    "points that may be thousands": (_text([GOOD | {"vocab": "50.000"}]).encode(), None),
     "thousands that may be decimals": (_text([GOOD | {"hidden": "4,096"}], ";").encode(), None),
 }
 
@@ -111,7 +114,7 @@ REFUSED = {
 def test_other_files_are_refused_in_a_line(case, tmp_path):
     content, reason = REFUSED[case]
     if reason is None:
-        assert "hidden to be a number" in read_rows(_table(tmp_path, content))[0].refusal
+        assert " to be a " in read_rows(_table(tmp_path, content))[0].refusal
         return
     with pytest.raises(ValueError, match=reason):
         read_rows(_table(tmp_path, content))
