@@ -27,7 +27,7 @@ MANY_BUSY = 0.1
 """Share of busy points from which a run is flagged."""
 MAY_DIFFER = ("seed", "timeout_s", "device")
 """Parameters that may differ in a class."""
-WIDTH, ROW = 640.0, 18.0  # of a strip of dots, in CSS pixels
+REACH = 48.0  # of the axis of a strip of dots, on either side of its middle, in percent
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,9 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
         students[one.name if number == 1 else f"{one.name} ({number})"] = one
     labs = list(dict.fromkeys(lab for one in students.values() for lab in one.runs))
     sections = [_section(load_lab(lab), students) for lab in labs]
-    lines = {name: "; ".join(one.flags) or "nothing" for name, one in students.items()}
-    first = sorted(lines, key=lambda name: not students[name].flags)  # students with flags come first
-    overview = pd.DataFrame([{"student": name, "to look at": lines[name]} for name in first])
-    cells = table(overview, "Students, and what to look at").data
-    sizes = {"n_students": len(students), "width": WIDTH, "row": ROW}
-    write_file(page, render("class_page.html.j2", overview=cells, labs=sections, **sizes))
-    return [f"{name}: {line}" for name, line in lines.items()]
+    flags = {name: "; ".join(one.flags) for name, one in students.items()}
+    write_file(page, render("class_page.html.j2", flags=flags, labs=sections))
+    return [f"{name}: {text or 'nothing to look at'}" for name, text in flags.items()]
 
 
 def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
@@ -127,10 +123,7 @@ def _strip(question: str, text: str, answers: Mapping[str, Mapping[str, Answer]]
     if all(effect == 1 for effect in effects.values()):
         return {}
     reach = max(1.5, *(max(effect, 1 / effect) for effect in effects.values()))
-    dots = [
-        (student, effect, WIDTH / 2 * (1 + 0.96 * math.log(effect) / math.log(reach)))
-        for student, effect in effects.items()
-    ]
+    dots = [(student, effect, 50 + REACH * math.log(effect, reach)) for student, effect in effects.items()]
     return {"question": text, "dots": dots, "ends": [f"{1 / reach:.2g}", f"{reach:.2g}"]}
 
 
@@ -152,6 +145,7 @@ def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
     for name in ["profile"] if "profile" in different else different:
         yield f"{name} {different[name]}, the others {usual[name]}"
-    yield from dict.fromkeys(f"{one.name}: {one.verdict}: {one.reason}" for one in verdicts(run) if one.is_bad)
+    bad = [one for one in verdicts(run) if one.is_bad]
+    yield from dict.fromkeys(f"{one.verdict} ({one.name}): {one.reason or 'interrupted'}" for one in bad)
     if len(run.busy) > MANY_BUSY * len(run.header.planned):
         yield f"busy machine during {len(run.busy)} of {len(run.header.planned)} points"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
+LARGE_CHANGE = 0.1
+"""Smallest visible change from which more runs of the baseline are advised."""
 YOUR_ANSWER = "*Your answer, with the numbers it rests on:*"
 MINE = """def mine(*arguments):
     raise NotImplementedError("write your own here")
@@ -90,7 +92,7 @@ def _save(result: "CheckResult") -> int:
         err.print(plain(error), soft_wrap=True)
         return 1
     n_runs = len(load_baseline(None))
-    advice = "" if n_runs >= FEW_RUNS else f"; {FEW_RUNS} or more, at different hours, show smaller changes"
+    advice = "" if n_runs >= FEW_RUNS else f"; save {FEW_RUNS} or more, at different hours, to see changes of 10%"
     err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
     return 0
 
@@ -146,6 +148,10 @@ def _print(result: "CheckResult") -> None:
         cells = (one.quantity, one.place, speed, ratio, smallest, "" if shared else one.verdict)
         table.add_row(*map(plain, cells))
     out.print(table)
+    if any(one.smallest_change > 1 + LARGE_CHANGE for one in result.changes):
+        out.print(
+            "more baseline runs (`labkit check --save`), at different hours, show smaller changes", soft_wrap=True
+        )
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
         out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {slower}"), soft_wrap=True)
 

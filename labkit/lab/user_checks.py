@@ -19,7 +19,7 @@ from labkit.lab.user_plugins import Plugins
 
 ALTERNATIVES = ("implementation", "algorithm", "alternative")
 """Columns by which labs name what is checked."""
-EVERY = "all"
+EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
 NAME = "mine"
 DEADLINE_S = 20.0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from jsonschema import validate
 from typer.testing import CliRunner
 
 from labkit.__main__ import app, main
@@ -27,6 +28,7 @@ from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import Correctness
 from labkit.machine import describe_machine
 from tests.check.made_up import made_run
+from tests.check.test_documents import SCHEMA
 
 OK = Correctness("all_reduce", "cpu", 2, "ring", "ok")
 WRONG = replace(OK, verdict="wrong", reason="element 3")
@@ -100,7 +102,9 @@ def test_a_baseline_is_saved_and_compared_with(home, measured):
     measured(made_run(2, slower={"attention": 2.0}))
     result = _labkit("check", "--json")
     assert result.exit_code == 3
-    numbers = {one["name"]: one for one in json.loads(result.stdout)["numbers"]}
+    document = json.loads(result.stdout)
+    validate(document, SCHEMA)
+    numbers = {one["name"]: one for one in document["numbers"]}
     assert numbers["attention, 1 rank, cpu"]["validity"] == "slower"
     assert numbers["copy, 1 rank, cpu"]["validity"] == "no change shown"
 

@@ -107,7 +107,7 @@ def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
     lines = write_class_page(folder, page)
     assert len(lines) == 20
     said = dict(line.split(": ", 1) for line in lines)
-    assert all("wrong: element 3" in said[f"Student 0{number}"] for number in range(3))
+    assert all("wrong (ring): element 3" in said[f"Student 0{number}"] for number in range(3))
     assert all("hangs" in said[f"Student 0{number}"] for number in (3, 4))
     assert "profile smoke" in said["Student 05"]
     assert "cannot be read" in said["Broken"]
