@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,8 +24,6 @@ from labkit.machine.load import announced, other_measurements
 from labkit.studies import load_lab
 
 CPU_RANKS = 2
-MAX_RUNS = 10
-"""Newest runs of a baseline that count."""
 
 
 class CheckConfig(TimedConfig):
@@ -122,27 +121,25 @@ def check_machine(
 
 def check_correctness(show: ShowProgress, on_output: Callable[[str], None] | None) -> Iterator[Correctness]:
     """Yield the verdict on each implementation of the labs, on every device and transport of this machine."""
-    devices = ["cpu", *(["cuda"] if describe_machine().gpus else [])]
-    labs = [(device, *pair) for device in devices for pair in _correctness_labs(device)]
+    labs = [(device, *pair) for device in ("cpu", "cuda") for pair in _correctness_labs(device)]
     with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
         for index, (device, lab, config) in enumerate(labs):
             show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
-            run = measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
-            yield from verdicts(run)
+            yield from verdicts(measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output))
 
 
 def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
-    """Yield labs reduced to the points that check results, each with its shortest config."""
+    """Yield labs reduced to the points that check results, each with its shortest config; none without the device."""
     for name, (parameters, is_checked) in CORRECTNESS.items():
         lab = load_lab(name)
         names = lab.config.model_fields
         values = {key: value for key, value in {**ONCE, **parameters, "device": device}.items() if key in names}
-        if "device" in names or device == "cpu":  # a lab without devices has points of every backend
-            yield replace(lab, points=_select(lab, is_checked)), lab.configure("smoke", values)
+        if device == "cpu" or ("device" in names and describe_machine().gpus):  # others have points of every backend
+            yield replace(lab, points=partial(_select, lab, is_checked)), lab.configure("smoke", values)
 
 
-def _select(lab: Lab, is_checked: Callable[[Any], bool]) -> Callable[[Any, Machine], Iterator[Point]]:
-    return lambda config, machine: (point for point in lab.points(config, machine) if is_checked(point))
+def _select(lab: Lab, is_checked: Callable[[Any], bool], config: Any, machine: Machine) -> Iterator[Point]:
+    return filter(is_checked, lab.points(config, machine))
 
 
 def checks_directory() -> Path:
@@ -162,7 +159,7 @@ def load_baseline(against: str | None) -> list[Run]:
     """
     folder = baseline_folder(describe_machine())
     paths = sorted(folder.glob("*.jsonl")) if against is None else [find_run([checks_directory(), folder], against)]
-    runs = [Run.load(path) for path in paths[-MAX_RUNS:]]
+    runs = [Run.load(path) for path in paths]
     for run in runs:
         if run.header.lab != CHECK.name:
             raise ParameterError(f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")

@@ -86,7 +86,7 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
             times = f"{factors[-1]:.1f} times as long as in the baseline"
             reason = f"cores exchange data for {times}: the host moved them; `labkit check --save` adds this state"
         elif reason is None and math.isnan(judged[name]["ratio"]):
-            reason = f"{then[-1].missing_reason(name)}, in the baseline"
+            reason = f"{next(filter(None, (each.missing_reason(name) for each in then)))}, in the baseline"
         facts: dict[str, Any] = {"verdict": f"not comparable: {reason}"} if reason else judged[name]
         changes.append(Change(name[2], f"{counted(name[1], 'rank')}, {name[0]}", **here.speed(name), **facts))
     return changes
@@ -114,7 +114,7 @@ class SessionTimes:
         count, medians = self.logs.count(axis=1), self.logs.median(axis=1)
         self.medians = medians.where(count >= MIN_SESSIONS)
         self.errors = ERROR_OVER_MAD * self.logs.sub(medians, axis=0).abs().median(axis=1) / np.sqrt(count)
-        exchange = [load.exchange_s for load in run.loads.values() if load.exchange_s is not None]
+        exchange = [load.exchange_s for point, load in run.loads.items() if load.exchange_s and point not in run.busy]
         call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
         self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
 
@@ -194,8 +194,11 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def has_lost_hardware(baseline: Run, now: Run) -> bool:
-    """Return whether the machine has fewer cores or GPUs than it had; another processor is another machine."""
-    then, here = baseline.header.machine, now.header.machine
-    cores, now_cores = ((machine.cores, machine.cpu_quota or machine.cores) for machine in (then, here))
-    is_less = now_cores[0] < cores[0] or now_cores[1] < cores[1] or len(here.gpus) < len(then.gpus)
-    return then.cpu == here.cpu and is_less
+    """Return whether ranks have fewer cores, threads or GPUs than before; another processor is another machine."""
+    machines = [run.header.machine for run in (baseline, now)]
+    threads = [timed_rows(run)["threads"].max() for run in (baseline, now)]  # NaN without rows
+    amounts = [
+        (machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), used)
+        for machine, used in zip(machines, threads, strict=True)
+    ]
+    return machines[0].cpu == machines[1].cpu and any(new < old for old, new in zip(*amounts, strict=True))

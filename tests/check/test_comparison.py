@@ -97,6 +97,7 @@ def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
     assert not has_lost_hardware(less, more)
     assert not has_lost_hardware(more, more)
     assert has_lost_hardware(made_run(1, machine=_machine(gpus=[GPU])), more)
+    assert has_lost_hardware(more, made_run(2, threads=1))
 
 
 def test_what_else_differs_is_named_beside_the_comparison():
