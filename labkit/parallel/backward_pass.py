@@ -39,6 +39,18 @@ class BackwardPass:
         self._callback = None
 
 
+def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callable[..., None]:
+    """Return a hook for autograd that calls `method(owner, ...)` under `owner.lock`. It does not keep `owner` alive."""
+    reference = weakref.ref(owner)
+
+    def call(*more: object) -> None:
+        if (alive := reference()) is not None:
+            with alive.lock:
+                method(alive, *args, *more)
+
+    return call
+
+
 class GradientHooks:
     """Calls `call(owner, index, gradient)` when autograd has added the gradient to a parameter's `grad`.
 

@@ -19,17 +19,15 @@ collectives start after backward: an inner pass may still add to a gradient.
 
 import contextlib
 import threading
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.backward_pass import BackwardPass, GradientHooks, tensors_in
+from labkit.parallel.backward_pass import BackwardPass, GradientHooks, tensors_in, weak_hook
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.data_parallel.join import UnevenInputs
 from labkit.parallel.data_parallel.reducer import TORCH, Reducer, check_reducer
@@ -100,7 +98,7 @@ class DataParallel(nn.Module, UnevenInputs):
         broadcast([*module.parameters(), *module.buffers()], group)
         self._broadcasts_next_forward = True
         self._is_armed = False
-        self._lock = threading.Lock()  # autograd calls hooks in one thread per device
+        self.lock = threading.Lock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._ready = [False] * len(trained)
         self._hooks = GradientHooks(self, type(self)._mark_ready, self._parameters_in_order)
@@ -145,7 +143,7 @@ class DataParallel(nn.Module, UnevenInputs):
                 if before != after:
                     raise RuntimeError(f"forward changed {name} in place (max_norm?), by this rank's data alone")
             for node in {tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(_output_reached, weakref.ref(self)))
+                node.register_prehook(weak_hook(self, DataParallel._output_reached))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,9 +203,13 @@ class DataParallel(nn.Module, UnevenInputs):
     def _wait(self) -> None:
         """Wait for collectives in flight."""
 
+    def _output_reached(self, gradients: tuple[Tensor, ...]) -> None:
+        if not self._pass.is_running:
+            self._begin_pass()
+
     def _mark_ready(self, index: int, gradient: Tensor | None) -> None:
         """Note that `p.grad` has the gradient that autograd passes here. Each parameter's hook."""
-        with self._lock:
+        with self.lock:
             if not self._pass.is_running:
                 if not self._is_armed:
                     return
@@ -291,10 +293,3 @@ class DataParallel(nn.Module, UnevenInputs):
     def join_process_group(self) -> dist.ProcessGroup:
         """The process group, never None."""
         return member_group(self.group)
-
-
-def _output_reached(wrapper: "weakref.ref[DataParallel]", gradients: tuple[Tensor, ...]) -> None:
-    if (alive := wrapper()) is not None:
-        with alive._lock:
-            if not alive._pass.is_running:
-                alive._begin_pass()

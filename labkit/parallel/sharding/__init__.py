@@ -158,11 +158,10 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 def held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that this rank holds between steps: parameters, their gradients, the optimizer's state."""
     inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]  # of a sharded optimizer
-    states = [(p, state) for each in (optimizer, *inner) for p, state in each.state.items()]
+    leaves = [leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))]
+    values = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     parameters = list(model.parameters())
-    updated = [*parameters, *(p for p, _ in states)]  # shards have gradients, too
-    gradients = [tensor.grad for tensor in dict.fromkeys(updated) if tensor.grad is not None]
-    values = [value for _, state in states for value in tree_leaves(state) if isinstance(value, Tensor)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     return {"parameters": _local(parameters), "gradients": _local(gradients), "optimizer": _local(values)}
 
 

@@ -21,7 +21,7 @@ bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units a
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import GatherPass, cast, run_around
 from labkit.parallel.sharding.partition import Units, find_units, partition
 from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable, consolidate
-from labkit.parallel.sharding.unit import Unit
+from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
@@ -94,36 +94,24 @@ class FSDP(nn.Module):
         super().__init__()
         self.module, self.group = module, group
         self._shard = f"rank {members.rank()} of {members.size()}"
-        settings: dict[str, object] = {
-            "dtypes": (compute_dtype, reduce_dtype),
-            "reshard": (reshard_after_forward, reshard_after_backward),
-            "prefetch, transport": (prefetch, transport),
-            "replicate": [kind.__name__ for kind in replicate],
-        }
-        refusal: Exception | None = None
+        reshard_after_forward &= reshard_after_backward
+        dtypes, reshard = (compute_dtype, reduce_dtype), (reshard_after_forward, reshard_after_backward)
+        options = Options(*dtypes, *reshard, prefetch, replicate, transport)
+        settings, refusal = dict[str, object](vars(options)), None
         try:
-            _check(module, (compute_dtype, reduce_dtype), prefetch)
+            _check(module, options)
             parts = partition(find_units(module, units))
             settings["units"] = [part.name for part in parts]
         except Exception as error:
             refusal = error
         check_replicas(module, settings, group, refusal)
-        device = next(module.parameters()).device
-        gathers, averages = (CheckedChannel(group, device, transport, [part.name for part in parts]) for _ in range(2))
+        device, names = next(module.parameters()).device, [part.name for part in parts]
+        channels = [
+            CheckedChannel(group, device, transport, names) for _ in range(2)
+        ]  # or ValueError, before any change
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
-        self._units = [
-            Unit(
-                part,
-                mesh,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
-                replicate=replicate,
-                keeps_memory=not reshard_after_backward,
-                is_last=part.has_units or part.module is module,
-            )
-            for part in parts
-        ]
+        self._units = [Unit(part, mesh, options) for part in parts]
         self._shards = {id(each.whole): each.shard for unit in self._units for each in unit.parameters}
         """Shards by the identity of whole parameters."""
         for each in module.modules():
@@ -131,15 +119,8 @@ class FSDP(nn.Module):
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._pass = GatherPass(
-            self._units,
-            gathers,
-            averages,
-            compute_dtype=compute_dtype,
-            reshard_after_forward=reshard_after_forward and reshard_after_backward,
-            prefetch=prefetch,
-            replicated=[p for p in module.parameters() if not isinstance(p, DTensor)],
-        )
+        replicated = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        self._pass = GatherPass(self._units, options, channels, replicated)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -212,12 +193,12 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
             state[name] = as_rows(name, state[name], shard)
 
 
-def _check(module: nn.Module, dtypes: Sequence[torch.dtype | None], prefetch: int) -> None:
+def _check(module: nn.Module, options: Options) -> None:
     """Raise ValueError for arguments that cannot work, and for parameters that cannot be sharded."""
-    if any(dtype is not None and dtype not in FLOAT_TYPES for dtype in dtypes):
-        raise ValueError(f"dtypes must be among {', '.join(map(str, FLOAT_TYPES))}; got {dtypes}")
-    if prefetch < 0:
-        raise ValueError(f"expected to prefetch 0 units or more, got {prefetch}")
+    if wrong := {options.compute_dtype, options.reduce_dtype} - {None, *FLOAT_TYPES}:
+        raise ValueError(f"dtypes must be among {', '.join(map(str, FLOAT_TYPES))}; got {wrong}")
+    if options.prefetch < 0:
+        raise ValueError(f"expected to prefetch 0 units or more, got {options.prefetch}")
     check_module(module, None)
     check_shardable(module.named_parameters(), are_averaged=True)
     if len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1:

@@ -12,7 +12,6 @@ passes during a forward pass would keep all units whole, and are refused.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -24,10 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.utils import _apply_to_tensors
 
 from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
-from labkit.parallel.backward_pass import BackwardPass, tensors_in
+from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.sharding.unit import Token, Unit, UnitParameter
+from labkit.parallel.sharding.unit import Options, Token, Unit, UnitParameter
 
 PATIENCE_S = 1.0  # for other ranks to average a unit during backward
 OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
@@ -37,22 +36,13 @@ class GatherPass:
     """Gathers, releases and averages the units of a model, the last of which is the model itself."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        gathers: CheckedChannel,
-        averages: CheckedChannel,
-        *,
-        compute_dtype: torch.dtype | None,
-        reshard_after_forward: bool,
-        prefetch: int,
-        replicated: Sequence[nn.Parameter],
-    ):
-        """`gathers` also carries the flags at the end of a pass. Every rank has `replicated` parameters whole."""
-        self._units, self._gathers, self._averages = list(units), gathers, averages
-        self._compute_dtype, self._reshard, self._n_prefetched = compute_dtype, reshard_after_forward, prefetch
+        self, units: Sequence[Unit], options: Options, channels: list[CheckedChannel], replicated: list[nn.Parameter]
+    ) -> None:
+        """`channels`: for gathers, and for averages. Every rank has `replicated` parameters whole."""
+        self._units, self._options, self._replicated = list(units), options, replicated
+        self._gathers, self._averages = channels
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
-        self._replicated = list(replicated)
-        self._lock = threading.RLock()  # autograd calls hooks in one thread per device
+        self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
         self._order: list[Unit] = []
@@ -67,7 +57,7 @@ class GatherPass:
             run_around(unit.module, partial(self._run_unit, unit))
             for parameter in unit.parameters:
                 if parameter.whole.requires_grad:
-                    hook = self._hook(GatherPass._note_gradient, unit, parameter)
+                    hook = weak_hook(self, GatherPass._note_gradient, unit, parameter)
                     parameter.whole.register_post_accumulate_grad_hook(hook)
 
     # Forward
@@ -76,7 +66,7 @@ class GatherPass:
         """Gather the unit, call its module, release the unit."""
         self._before_call(unit)
         try:
-            args, kwargs = cast((args, kwargs), self._compute_dtype)
+            args, kwargs = cast((args, kwargs), self._options.compute_dtype)
             inputs = self._watch_inputs(unit, (args, kwargs))
             outputs = call(*args, **kwargs)
             self._watch_outputs(unit, outputs, inputs)
@@ -109,7 +99,7 @@ class GatherPass:
         self._depth -= 1
         if not unit.depth and not unit.in_backward:
             unit.attach(whole=False)
-            if self._reshard or not torch.is_grad_enabled():
+            if self._options.reshard_after_forward or not torch.is_grad_enabled():
                 for each in [unit] if self._depth or self._pass.is_running else self._units:  # and prefetched ones
                     each.release()
 
@@ -126,7 +116,7 @@ class GatherPass:
         unit.finish_gather()
 
     def _prefetch(self, following: Iterable[Unit]) -> None:
-        for unit in islice((unit for unit in following if unit.parameters), self._n_prefetched):
+        for unit in islice((unit for unit in following if unit.parameters), self._options.prefetch):
             unit.start_gather(self._gathers)
 
     @disable_compile
@@ -136,14 +126,14 @@ class GatherPass:
             return set()
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
-            unit.pending_inputs.add(token := Token())
-            node.register_prehook(self._hook(GatherPass._input_reached, unit, token))
+            unit.inputs.add(token := Token())
+            node.register_prehook(weak_hook(self, GatherPass._input_reached, unit, token))
         return nodes
 
     @disable_compile
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
-            hook = self._hook(GatherPass._output_reached, unit, unit.gathered_versions)
+            hook = weak_hook(self, GatherPass._output_reached, unit, unit.gathered_versions)
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
                 node.register_prehook(hook)
 
@@ -152,17 +142,6 @@ class GatherPass:
     @property
     def _is_recomputing(self) -> bool:
         return self._pass.is_running and torch.is_grad_enabled()
-
-    def _hook(self, method: Callable[..., None], *args: object) -> Callable[..., None]:
-        """Return a hook for autograd that calls a method under the lock. It does not keep this object alive."""
-        owner = weakref.ref(self)
-
-        def call(*more: object) -> None:
-            if (alive := owner()) is not None:
-                with alive._lock:
-                    method(alive, *args, *more)
-
-        return call
 
     def _begin_backward(self) -> None:
         """Note a sign of a backward pass; the first one begins it."""
@@ -180,7 +159,6 @@ class GatherPass:
         self._enter_backward(unit)
 
     def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
-        unit.pending_inputs.discard(token)
         unit.reached_inputs.add(token)
         self._release_if_over(unit)
 

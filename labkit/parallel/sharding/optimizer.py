@@ -87,7 +87,7 @@ class ShardedOptimizer(Optimizer):
                 if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
                     raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
             self._check_parameters()
-            self._mesh = DeviceMesh.from_group(members, self._device.type)
+            self._mesh = DeviceMesh.from_group(members, self._parameters[0].device.type)
             self._make_shards()
             with self._groups_of_shards():
                 self._inner = optimizer_cls(self.param_groups, **settings)
@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
 
         self._run_on_all_ranks(build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport})
         if members.size() > 1:
-            find_transport(group, self._device, transport)  # ValueError now, not at the first step
+            find_transport(group, self._parameters[0].device, transport)  # ValueError now, not at the first step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. A collective. ValueError, on all ranks, as at construction; nothing is changed."""
@@ -186,10 +186,6 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[Any]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self._parameters[0].device)
-
     def _check_parameters(self) -> None:
         parameters = self._parameters
         if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
@@ -210,7 +206,7 @@ class ShardedOptimizer(Optimizer):
         plain = (bool, int, float, str, tuple)
         described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
         described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
-        device = find_device([p for group in groups for p in group["params"]], self._group)
+        device = find_device(self._parameters if groups else [], self._group)
         check_same_on_all_ranks("optimizer", settings, described, device, self._group, refusal)
 
     def _make_shards(self) -> None:

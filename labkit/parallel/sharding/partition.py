@@ -63,7 +63,8 @@ class Part:
 
     name: str
     module: nn.Module
-    has_units: bool
+    is_last: bool
+    """Its gradients are complete only at the end of a backward pass: it contains units, or is the model."""
     modules: list[nn.Module] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
 
@@ -73,7 +74,10 @@ def partition(units: Sequence[nn.Module]) -> list[Part]:
     model, last = units[-1], len(units) - 1
     numbers = {unit: number for number, unit in enumerate(units)}
     names = {module: name or "the model" for name, module in model.named_modules()}
-    parts = [Part(names[unit], unit, any(m in numbers and m is not unit for m in unit.modules())) for unit in units]
+    parts = [
+        Part(names[unit], unit, unit is model or any(m in numbers and m is not unit for m in unit.modules()))
+        for unit in units
+    ]
     slots: dict[nn.Parameter, Slot] = {}
     unit_at: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -4,8 +4,7 @@ Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a
 from place to place: only those of small tensors are copied, into one message for all.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -50,25 +49,38 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 def gather_rows(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
 ) -> None:
-    """Complete, in place, tensors on one device of which each rank has its rows. A collective.
+    """Complete, in place, tensors on one device of which each rank has its rows. A collective."""
+    if tensors:
+        plan_gather(tensors, find_transport(group, tensors[0].device, transport))()
+
+
+def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
+    """Return a function that completes tensors in place, each time it is called: a collective.
 
     Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
     per rank for n bytes of tensors.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
-    if not tensors:
-        return
-    via = find_transport(group, tensors[0].device, transport)
-    depth = max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
-    dense = [with_strides(tensor, row_strides(tensor)).to(via.device) for tensor in tensors]
-    rows = [[part.view(torch.uint8) for part in _by_rank(each, via.world_size)] for each in dense]
-    with _packed(rows, slice(None)) as blocks:
-        steps = chain.from_iterable(chain.from_iterable(copy_steps(cut(b, via, depth), via)) for b in blocks)
-        count_traffic(via, "all_gather", "butterfly", tensors).run(list(steps), depth)
-    for tensor, each in zip(tensors, dense, strict=True):
-        if each is not tensor:
+    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
+    dense = [with_strides(tensor, row_strides(tensor)).to(transport.device) for tensor in tensors]
+    copies = [(tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each]
+    blocks, packed = _pack([[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense])
+    pieces = [cut(block, transport, depth) for block in blocks]
+    steps = list(chain.from_iterable(chain.from_iterable(copy_steps(each, transport) for each in pieces)))
+
+    def gather() -> None:
+        for tensor, each in copies:
+            each.copy_(tensor)
+        for vector, parts in packed:
+            torch.cat(parts, out=vector)
+        if tensors:
+            count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
+            torch.autograd.graph.increment_version(tensors)  # messages are written past torch
+        _unpack(packed)
+        for tensor, each in copies:
             tensor.copy_(each)
-    torch.autograd.graph.increment_version(tensors)  # messages are written past torch
+
+    return gather
 
 
 def average_rows(
@@ -85,15 +97,15 @@ def average_rows(
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
     whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
     means = [torch.empty_like(own_rows(each, via.rank, p)) for each in whole]
-    rows = [[*_by_rank(each, p), _flatten(mean)] for each, mean in zip(whole, means, strict=True)]
-    with _packed(rows, slice(-1, None)) as blocks:
-        steps: list[Step] = []
-        for block in blocks:
-            *pieces, totals = cut(block, via, depth)
-            steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
-            if p == 1:
-                block[-1].copy_(block[0])
-        count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    blocks, packed = _pack([[*_by_rank(each, p), _flatten(mean)] for each, mean in zip(whole, means, strict=True)])
+    steps: list[Step] = []
+    for block in blocks:
+        *pieces, totals = cut(block, via, depth)
+        steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
+        if p == 1:
+            block[-1].copy_(block[0])
+    count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    _unpack(packed[-1:])
     return [mean.to(device) for mean in means]
 
 
@@ -108,12 +120,14 @@ def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
     return list(_flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
 
 
-@contextmanager
-def _packed(rows: Blocks, received: slice) -> Iterator[Blocks]:
-    """Yield rows to send, those of small tensors in one block; at the end copy the received ones to their places."""
-    small = [block for block in rows if block[0].nbytes <= SMALL_BYTES]
-    parts = list(zip(*small, strict=True))
-    vectors = [torch.cat(part) for part in parts]
-    yield [*(block for block in rows if block[0].nbytes > SMALL_BYTES), *([vectors] if small else [])]
-    for vector, part in zip(vectors[received], parts[received], strict=True):
-        torch._foreach_copy_(list(part), vector.split([len(each) for each in part]))
+def _pack(blocks: Blocks) -> tuple[Blocks, list[tuple[Tensor, list[Tensor]]]]:
+    """Return large blocks as they are and one for all small ones, whose vectors are returned with their parts, too."""
+    small = [block for block in blocks if block[0].nbytes <= SMALL_BYTES]
+    packed = [(torch.cat(parts), list(parts)) for parts in zip(*small, strict=True)]
+    vectors = [[vector for vector, _ in packed]] if small else []
+    return [block for block in blocks if block[0].nbytes > SMALL_BYTES] + vectors, packed
+
+
+def _unpack(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+    for vector, parts in packed:
+        torch._foreach_copy_(parts, list(vector.split([len(part) for part in parts])))

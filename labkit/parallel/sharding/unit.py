@@ -9,7 +9,8 @@ in place would, and `start_gather` resets it.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,10 +22,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit.parallel.background_comm import CheckedChannel, Wait
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.sharding.partition import Part, Slot
-from labkit.parallel.sharding.rows import average_rows, gather_rows, own_rows, row_strides, with_strides
+from labkit.parallel.sharding.rows import average_rows, own_rows, plan_gather, row_strides, with_strides
 from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter
 
 _resize = torch.ops.inductor.resize_storage_bytes_.default  # an operator, which the allocation ledger sees
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of FSDP, the same on all ranks."""
+
+    compute_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reshard_after_forward: bool
+    reshard_after_backward: bool
+    prefetch: int
+    replicate: tuple[type[nn.Module], ...]
+    transport: str
 
 
 class Token:
@@ -89,29 +103,20 @@ class Unit:
     n_optimizer_steps = 0
     """Steps of all optimizers of this process: fused ones raise no version counter."""
 
-    def __init__(
-        self,
-        part: Part,
-        mesh: DeviceMesh,
-        *,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        replicate: tuple[type[nn.Module], ...],
-        keeps_memory: bool,
-        is_last: bool,
-    ):
-        """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules.
-
-        `keeps_memory`: `release` keeps whole parameters in memory. `is_last`: gradients are complete only at the end of
-        a backward pass.
-        """
-        self.name, self.module, self.modules = part.name, part.module, part.modules
-        sharded = [slot for slot in part.slots if not all(isinstance(owner, replicate) for owner, _ in slot.owners)]
-        self.parameters = [UnitParameter(slot, mesh, compute_dtype, is_view=keeps_memory) for slot in sharded]
-        self._reduce_dtype, self._keeps_memory, self.is_last = reduce_dtype, keeps_memory, is_last
+    def __init__(self, part: Part, mesh: DeviceMesh, options: Options) -> None:
+        """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules."""
+        self.name, self.module, self.modules, self.is_last = part.name, part.module, part.modules, part.is_last
+        self._reduce_dtype, self._keeps_memory = options.reduce_dtype, not options.reshard_after_backward
+        self.parameters = [
+            UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory)
+            for slot in part.slots
+            if not all(isinstance(owner, options.replicate) for owner, _ in slot.owners)
+        ]
         self.is_whole = self.is_attached = True
         """Gathered, or being gathered; modules have whole parameters."""
         self._wait: Wait | None = None
+        self._complete: Callable[[], None] | None = None
+        """Gathers rows once shards are in their places."""
         self.gathered_versions: list[tuple[int, int, int]] = []
         """Versions of the shards at the last gather."""
         self._gathered_step = 0
@@ -123,7 +128,7 @@ class Unit:
         self.ready: set[UnitParameter] = set()
         """Parameters whose gradient is complete."""
         self.is_averaged = False
-        self.pending_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.inputs: weakref.WeakSet[Token] = weakref.WeakSet()
         self.reached_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
         self.release()
 
@@ -164,7 +169,9 @@ class Unit:
         pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
-        channel.call(gather_rows, [parameter.place for parameter in self.parameters])
+        if self._complete is None:
+            self._complete = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
+        self._complete()
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight."""
@@ -177,12 +184,15 @@ class Unit:
         self.attach(whole=False)
         if self.is_whole:
             self.finish_gather()
-            is_stale = Unit.n_optimizer_steps > self._gathered_step or self.gathered_versions != self.current_versions()
-            self.is_whole = self._keeps_memory and not is_stale
+            self.is_whole = self._keeps_memory and self._is_current()
             if self.parameters and not self._keeps_memory:
                 for parameter in self.parameters:
                     _resize(parameter.place, 0)
                 torch.autograd.graph.increment_version([parameter.whole for parameter in self.parameters])
+
+    def _is_current(self) -> bool:
+        """Return whether no shard can have changed since the last gather."""
+        return Unit.n_optimizer_steps == self._gathered_step and self.gathered_versions == self.current_versions()
 
     # Gradients
 
@@ -199,7 +209,7 @@ class Unit:
     def is_over(self) -> bool:
         """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
         is_complete = self.is_complete and not (self.is_last and self.parameters)
-        return is_complete and not (self.has_frozen and self.pending_inputs)
+        return is_complete and (self.inputs <= self.reached_inputs or not self.has_frozen)
 
     @property
     def is_late(self) -> bool:
@@ -218,7 +228,6 @@ class Unit:
             parameter.is_used, parameter.means = False, []
         self.is_averaged = self.in_backward = False
         self.ready.clear()
-        self.pending_inputs |= self.reached_inputs  # autograd may run a graph again
         self.reached_inputs.clear()
 
 
