@@ -262,15 +262,15 @@ def compare_command(
     different, left_out = load_runs(runs)
     for name, reason in left_out.items():
         err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
-    comparisons = compare_runs(different, load_lab)
+    pairs = compare_runs(different, load_lab)
     say = err if as_json else out
-    for line in write_comparison(comparisons, shlex.join(["labkit", "compare", *runs]), page, left_out):
+    for line in write_comparison(pairs, shlex.join(["labkit", "compare", *runs]), page, left_out):
         say.print(plain(line), soft_wrap=True)
     say.print(f"page: {plain(project.path_from_here(page))}", soft_wrap=True)
     if as_json:
         from labkit.lab.commands.console import comparison_numbers
 
-        print_json("compare", comparison_numbers(comparisons), page=str(page), left_out=left_out)
+        print_json("compare", comparison_numbers(pairs), page=str(page), left_out=left_out)
 
 
 app.command("predict")(predict)

@@ -8,6 +8,7 @@ import base64
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +41,29 @@ OUTCOMES = ("agree", "differ", "lost", "gained")
 class Pair:
     """A run compared with the first one of its lab."""
 
-    name: str
-    run: Run
+    lab: Lab
+    runs: tuple[Run, Run]
+    names: tuple[str, str]
     parameters: Mapping[str, tuple[Any, Any]]
     """Parameters in which they differ, with both values."""
     n_shared: int
     n_others: int
     """Points that only one of them planned."""
     answers: Mapping[str, tuple[Answer, Answer]]
-    """By question: the answers of the first run and of this one, on the points that they share."""
+    """By question: the answers of both runs on the points that they share."""
     ratios: pd.DataFrame
     """One row per question, configuration and alternative that both measured."""
 
     def outcomes(self) -> dict[str, str]:
         """Fate of each verdict that one of them has, by question."""
         outcomes = {}
-        for question, (first, other) in self.answers.items():
-            is_measured = first.verdict != "not measured", other.verdict != "not measured"
-            if all(is_measured):
-                outcomes[question] = "agree" if first.verdict == other.verdict else "differ"
-            elif any(is_measured):
-                outcomes[question] = "lost" if is_measured[0] else "gained"
+        for question, answers in self.answers.items():
+            first, other = (answer.verdict != "not measured" for answer in answers)
+            if first and other:
+                outcomes[question] = "agree" if answers[0].verdict == answers[1].verdict else "differ"
+            elif first or other:
+                outcomes[question] = "lost" if first else "gained"
         return outcomes
-
-
-@dataclass(frozen=True)
-class LabComparison:
-    """Runs of one lab, each compared with the first of them, which is called `name`."""
-
-    lab: Lab
-    name: str
-    run: Run
-    pairs: Sequence[Pair]
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
@@ -105,43 +97,38 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     return runs, excluded
 
 
-def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
+def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
     """Return the different runs, and the copies by path: a run with the start, machine and plan of another.
 
     Of a run and a copy made before it was resumed, the one with more ended points stays.
     """
     by_content: dict[Any, Run] = {}
     copies: dict[str, str] = {}
-    for run in {run.path.resolve(): run for run in runs}.values():
+    for run in sorted(runs, key=lambda run: len(run.pending)):
         header = run.header
         content = (header.lab, header.started, tuple(header.machine.identity), tuple(header.planned))
-        earlier = by_content.setdefault(content, run)
-        if earlier is not run:
-            longer, shorter = (run, earlier) if len(run.pending) < len(earlier.pending) else (earlier, run)
-            by_content[content] = longer
-            kind = "a partial copy" if len(shorter.pending) > len(longer.pending) else "a copy"
-            copies[str(shorter.path)] = f"{kind} of {longer.path}"
-    return list(by_content.values()), copies
+        whole = by_content.setdefault(content, run)
+        if whole.path.resolve() != run.path.resolve():
+            kind = "a partial copy" if len(run.pending) > len(whole.pending) else "a copy"
+            copies[str(run.path)] = f"{kind} of {whole.path}"
+    return [run for run in runs if run in by_content.values()], copies
 
 
-def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[LabComparison]:
+def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:
     """Compare the runs of each lab with its first. ParameterError if no two runs of one lab share a point."""
     by_lab: dict[str, list[Run]] = {}
     for run in runs:
         by_lab.setdefault(run.header.lab, []).append(run)
-    several = {lab: group for lab, group in by_lab.items() if len(group) > 1}
-    if not several:
-        raise ParameterError(f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}")
     names = run_names(runs)
-    comparisons = []
-    for name, (first, *others) in several.items():
-        lab = load_lab(name)
-        pairs = [_compare_pair(lab, first, other, names[other.path]) for other in others]
-        comparisons.append(LabComparison(lab, names[first.path], first, pairs))
-    pairs = [pair for comparison in comparisons for pair in comparison.pairs]
+    pairs = []
+    for lab, (first, *others) in by_lab.items():
+        for other in others:
+            pairs.append(_compare_pair(load_lab(lab), (first, other), (names[first.path], names[other.path])))
+    if not pairs:
+        raise ParameterError(f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}")
     if not any(pair.n_shared for pair in pairs):
         raise ParameterError(f"nothing to compare: {'; '.join(map(_unshared_reason, pairs))}")
-    return comparisons
+    return pairs
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
@@ -153,22 +140,22 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     }
 
 
-def _compare_pair(lab: Lab, first: Run, other: Run, name: str) -> Pair:
+def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pair:
     for ignored in (REPEATING | MACHINE_DECIDES, REPEATING | MACHINE_DECIDES | PLACES):
-        keys = [_point_keys(run, ignored) for run in (first, other)]
-        shared = set(keys[0].values()) & set(keys[1].values())
-        if shared:
+        keys = [_point_keys(run, ignored) for run in runs]
+        planned = [set(by_id.values()) for by_id in keys]
+        if shared := planned[0] & planned[1]:
             break
-    one, two = (_answer_shared(lab, run, ids, shared) for run, ids in zip((first, other), keys, strict=True))
+    one, two = (_answer_shared(lab, run, ids, shared) for run, ids in zip(runs, keys, strict=True))
     answers = {question: (one[question], two[question]) for question in one}
-    before, after = first.header.config, other.header.config
+    before, after = (run.header.config for run in runs)
     parameters = {
         parameter: (before.get(parameter), after.get(parameter))
         for parameter in before | after
         if parameter not in REPEATING and before.get(parameter) != after.get(parameter)
     }
-    n_others = len(set(keys[0].values()) ^ set(keys[1].values()))
-    return Pair(name, other, parameters, len(shared), n_others, answers, _ratios(lab, answers))
+    n_others = len(planned[0] ^ planned[1])
+    return Pair(lab, runs, names, parameters, len(shared), n_others, answers, _ratios(lab, answers))
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
@@ -191,7 +178,7 @@ def _answer_shared(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]
 
 def _unshared_reason(pair: Pair) -> str:
     differences = (f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in pair.parameters.items())
-    return f"the runs of {pair.run.header.lab} share no point: {', '.join(differences) or 'none was planned by both'}"
+    return f"the runs of {pair.lab.name} share no point: {', '.join(differences) or 'none was planned by both'}"
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
@@ -219,42 +206,37 @@ def _difference(first: float, first_low: float, first_high: float, ratio: float,
     return "higher" if ratio > first else "lower"
 
 
-def write_comparison(
-    comparisons: Sequence[LabComparison], command: str, page: Path, excluded: Mapping[str, str]
-) -> list[str]:
+def write_comparison(pairs: Sequence[Pair], command: str, page: Path, excluded: Mapping[str, str]) -> list[str]:
     """Write the page, which lists excluded files; return one line per lab and run."""
-    rows = [_overview_row(comparison, pair) for comparison in comparisons for pair in comparison.pairs]
+    rows, lines = list[dict[str, Any]](), list[str]()
+    for pair in pairs:
+        first, other = pair.names
+        outcomes = list(pair.outcomes().values())
+        counts = {name: outcomes.count(name) for name in OUTCOMES}
+        about = {"points shared": pair.n_shared, "different parameters": ", ".join(pair.parameters) or "none"}
+        rows.append({"lab": pair.lab.name, "run": other, "against": first, **counts, **about})
+        fates = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        lines.append(f"{pair.lab.name}: {other} against {first}: answers: {fates or 'none in both'}")
     html = render(
         "compare_page.html.j2",
         command=command,
         overview=cards.table(pd.DataFrame(rows), "Every run compared with the first one of its lab").data,
         excluded=dict(excluded),
         variation_percent=f"{100 * (USUAL_VARIATION - 1):.0f}",
-        labs=[_lab_section(comparison) for comparison in comparisons],
+        labs=[_lab_section(list(group)) for _, group in groupby(pairs, key=lambda pair: pair.lab.name)],
     )
     write_file(page, html)
-    lines = []
-    for row in rows:
-        counts = ", ".join(f"{row[name]} {name}" for name in OUTCOMES if row[name])
-        lines.append(f"{row['lab']}: {row['run']} against {row['against']}: answers: {counts or 'none in both'}")
     return lines
 
 
-def _overview_row(comparison: LabComparison, pair: Pair) -> dict[str, Any]:
-    outcomes = list(pair.outcomes().values())
-    row: dict[str, Any] = {"lab": comparison.lab.name, "run": pair.name, "against": comparison.name}
-    row |= {name: outcomes.count(name) for name in OUTCOMES}
-    return row | {"points shared": pair.n_shared, "different parameters": ", ".join(pair.parameters) or "none"}
-
-
-def _lab_section(comparison: LabComparison) -> dict[str, Any]:
-    ratios = pd.concat([pair.ratios.assign(run=pair.name) for pair in comparison.pairs], ignore_index=True)
+def _lab_section(pairs: Sequence[Pair]) -> dict[str, Any]:
+    ratios = pd.concat([pair.ratios.assign(run=pair.names[1]) for pair in pairs], ignore_index=True)
     return {
-        "name": comparison.lab.name,
-        "title": comparison.lab.title,
-        "runs": {comparison.name: comparison.run} | {pair.name: pair.run for pair in comparison.pairs},
-        "answers": cards.table(_answer_table(comparison), "Verdicts, and the typical ratio of each").data,
-        "pairs": comparison.pairs,
+        "name": pairs[0].lab.name,
+        "title": pairs[0].lab.title,
+        "runs": {name: run for pair in pairs for name, run in zip(pair.names, pair.runs, strict=True)},
+        "answers": cards.table(_answer_table(pairs), "Verdicts, and the typical ratio of each").data,
+        "pairs": pairs,
         "n_ratios": len(ratios),
         "n_different": int((ratios["difference"] != NO_DIFFERENCE).sum()),
         "ratios": cards.table(ratios, f"{len(ratios)} ratios side by side").on_page,
@@ -262,17 +244,17 @@ def _lab_section(comparison: LabComparison) -> dict[str, Any]:
     }
 
 
-def _answer_table(comparison: LabComparison) -> pd.DataFrame:
+def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
     """One row per question that any run answers, one column per run."""
     rows = []
-    for question in comparison.lab.questions:
-        outcomes = [pair.outcomes().get(question.id, "") for pair in comparison.pairs]
+    for question in pairs[0].lab.questions:
+        outcomes = [pair.outcomes().get(question.id, "") for pair in pairs]
         if any(outcomes):
-            row = {"question": question.text, comparison.name: _verdict(comparison.pairs[0].answers[question.id][0])}
-            row |= {pair.name: _verdict(pair.answers[question.id][1]) for pair in comparison.pairs}
+            row = {"question": question.text, pairs[0].names[0]: _describe(pairs[0].answers[question.id][0])}
+            row |= {pair.names[1]: _describe(pair.answers[question.id][1]) for pair in pairs}
             rows.append(row | {"outcome": outcomes[0] if len(outcomes) == 1 else f"{outcomes.count('agree')} agree"})
     return pd.DataFrame(rows)
 
 
-def _verdict(answer: Answer) -> str:
+def _describe(answer: Answer) -> str:
     return answer.verdict if answer.effect == 1 else f"{answer.verdict} ({answer.effect:.2g})"

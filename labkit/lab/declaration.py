@@ -7,6 +7,7 @@ To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.i
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from labkit.lab.answers import Answer, Question
@@ -22,11 +23,6 @@ Register = Callable[[str, Any], dict[str, Any]]
 
 PAPER = {"ratio_within": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
 """Defaults of the profile `paper` of every lab: rounds do not end early."""
-
-
-def refuse_alternatives(name: str, alternative: Any) -> dict[str, Any]:
-    """Refuse alternatives, for a lab that compares nothing a user could add to."""
-    raise ValueError("this lab compares nothing of the kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,7 @@ class Lab:
     """
     plugin_parameter: str | None = None
     """Parameter that names the alternatives, if a user may add to them."""
-    register: Register = field(default=refuse_alternatives)
+    register: Register = lambda name, alternative: {}
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
     preload: tuple[str, ...] = ()
@@ -66,10 +62,11 @@ class Lab:
     keeps_checkpoints: bool = False
     """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run with
     one folder `<point.id>/` per point; None on ranks that must not write."""
-    check_inputs: Callable[[Any, Say], None] = lambda config, say: None
-    """Checks the files that the config names, before anything is planned or fetched. ParameterError for a bad one."""
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
-    """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
+    """Fetches and checks the inputs of all points; returns None, or why nothing can be measured here.
+
+    ParameterError for a bad file that the config names.
+    """
     progress: Callable[[Any, Mapping[str, Any]], str | None] = lambda point, values: None
     """Makes a few words for the progress line from a row of rank 0, or None."""
 
@@ -110,3 +107,9 @@ class Lab:
         if identifier not in questions:
             raise ParameterError(f"no question {identifier!r}{nearest(identifier, questions)}")
         return questions[identifier]
+
+
+def find_lab(name: str) -> Lab:
+    """Import a lab by its name: labs import this package."""
+    lab: Lab = import_module(f"labkit.studies.{name}.lab").LAB
+    return lab

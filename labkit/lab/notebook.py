@@ -109,8 +109,6 @@ class OpenLab:
             check_plugins(self.study, self._plugins)
             begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
             self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
-            for note in self._plugin_failures():
-                display(cards.note(note))
         self._answers = {}
         return self.run.frame()
 
@@ -175,9 +173,9 @@ class OpenLab:
         plot.save(figures_directory() / self.study.name / self.run.name / name)
         return cards.figure(plot, alt, f"{self.study.name}_{name}", caption)
 
-    def _plugin_failures(self) -> dict[str, None]:
+    def _plugin_failures(self, run: Run) -> dict[str, None]:
         """Return which of the reader's alternatives are wrong or failed, and where, each once."""
-        names, frame = list(self._plugins.alternatives), self.run.frame()
+        names, frame = list(self._plugins.alternatives), run.frame()
         metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
         return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))
 
@@ -209,6 +207,8 @@ class OpenLab:
             display(cards.coverage(run))
         else:
             line.show(cards.coverage(run).data)
+        for note in self._plugin_failures(run):
+            display(cards.note(note))
         return run
 
     def _refuse_hanging(self) -> None:

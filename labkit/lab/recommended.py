@@ -1,12 +1,12 @@
-"""Recommendations from this machine's runs, by topic, joined into one configuration of a training step.
+"""The configuration of a training step that this machine's runs recommend, and the lines of a script that uses it.
 
-A recommendation is an alternative that was significantly faster than the default in the newest run of a lab here, on
-the requested model or the measured one nearest in size. It is the best alternative over all configurations of the lab,
+A field gets an alternative that was significantly faster than the default in the newest run of a lab here, on the
+requested model or the measured one nearest in size. It is the best alternative over all configurations of the lab,
 unless the nearest one shows no gain for it.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ import numpy as np
 import pandas as pd
 
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.metric import Metric
+from labkit.lab.answers import Compare
+from labkit.lab.declaration import find_lab
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.lab.units import label
 from labkit.machine import Machine, describe_machine
 
 MAX_LENGTH_RATIO = 2.0  # factor by which a measured sequence may differ in length for its result to apply
+STEP = "forward and backward"
 
 
 @dataclass(frozen=True)
@@ -39,49 +40,31 @@ RANK_FIELDS = ("wrapper",)
 
 
 @dataclass(frozen=True)
-class Recommendation:
-    """A field of `Configuration`, the value to use, and the comparison behind it: its time over the default's."""
-
-    topic: str
-    lab: str
-    value: object
-    reason: str
-    ratio: float = 1.0
-    """1 if the default stays; `low` and `high` are its interval."""
-    low: float = 1.0
-    high: float = 1.0
-
-
-@dataclass(frozen=True)
 class Topic:
-    """A field of `Configuration`, and the lab's comparison that decides it."""
+    """A field of `Configuration`, and the question of a lab that decides it."""
 
     field: str
     lab: str
-    baseline: str
-    metric: Metric
+    question: str
     near: str
-    """Column in which the nearest configuration is found: a model, or "sequence"."""
+    """Column in which the nearest configuration is searched: a model, or "sequence"."""
+    at: Mapping[str, Any]
+    """Values of the rows that count, by column."""
 
-    def recommend(self, frame: pd.DataFrame, model: str, context_length: int) -> Recommendation:
-        """Recommend an alternative from the frame of a run."""
-        table = self.metric.ratios_to(self.baseline, frame)
-        distance = self._distances(table, model, context_length)
+    def choose(self, run: Run, model: str, context_length: int) -> Any:
+        """Choose the value of the field by the ratios of a run."""
+        question = find_lab(self.lab).question(self.question)
+        assert isinstance(question, Compare)
+        table = question.metric.ratios_to(question.baseline, run.frame())
+        for name, value in self.at.items():
+            table = table[table[name] == value]
+        distance, name = self._distances(table, model, context_length), question.metric.compare
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
-            return Recommendation(self.field, self.lab, self.default, "nothing was measured to be faster")
-        best = faster[faster[self.metric.compare] == self.metric.best(table)]
-        row = (best if len(best) else faster).sort_values("ratio").iloc[0]
-        name = row[self.metric.compare]
-        where = label(self.near, row[self.near])
-        reason = f"{name} takes {row['ratio']:.2f} times as long as {self.baseline} with {where}"
-        value = name == "compiled" if isinstance(self.default, bool) else name
-        bounds = (float(row[bound]) for bound in ("ratio", "low", "high"))
-        return Recommendation(self.field, self.lab, value, reason, *bounds)
-
-    @property
-    def default(self) -> object:
-        return getattr(DEFAULT, self.field)
+            return getattr(DEFAULT, self.field)
+        best = faster[faster[name] == question.metric.best(table)]
+        choice = (best if len(best) else faster).sort_values("ratio")[name].iloc[0]
+        return choice == "compiled" if self.field == "compiled" else choice
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
         """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
@@ -92,61 +75,34 @@ class Topic:
         return np.log(sizes / n_parameters(SIZES[model])).abs()
 
 
-def _topic(field: str, lab: str, baseline: str, compare: str, near: str, **where: Any) -> Topic:
-    columns = (near, "batch", "head_dim" if near == "sequence" else "context_length")
-    return Topic(field, lab, baseline, Metric("seconds", compare, columns, where, without=("local",)), near)
-
-
-STEP = "forward and backward"
 TOPICS = (
-    _topic("precision", "precision", "float32", "precision", "model", part="speed", mode=STEP),
-    _topic("attention", "attention", "explicit", "implementation", "sequence", phase=STEP, dtype="float32"),
-    _topic("compiled", "training_step", "eager", "implementation", "size", sweep="compile", precision="float32"),
-    _topic(
-        "wrapper",
-        "data_parallel",
-        "torch",
-        "implementation",
-        "workload",
-        sweep="wrappers",
-        phase="backward",
-        world_size=2,
-    ),
+    Topic("precision", "precision", "autocast_speed", "model", {"mode": STEP}),
+    Topic("attention", "attention", "fastest", "sequence", {"dtype": "float32"}),
+    Topic("compiled", "training_step", "compile", "size", {"precision": "float32"}),
+    Topic("wrapper", "data_parallel", "fastest", "workload", {"world_size": 2}),
 )
 
 
-def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> list[Recommendation]:
-    """Recommend a value for each field of `Configuration`, in its order."""
-    return [
-        topic.recommend(runs[topic.lab].frame(), model, context_length)
-        if topic.lab in runs
-        else Recommendation(topic.field, topic.lab, topic.default, f"{topic.lab} was not measured here")
-        for topic in TOPICS
-    ]
+def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Configuration:
+    """Join what these runs, by lab, recommend; fields of labs without a run keep their default."""
+    chosen = {one.field: one.choose(runs[one.lab], model, context_length) for one in TOPICS if one.lab in runs}
+    return Configuration(**chosen)
 
 
-def join(recommendations: Sequence[Recommendation]) -> Configuration:
-    """Join recommendations into one configuration."""
-    return Configuration(**{one.topic: one.value for one in recommendations})  # type: ignore[arg-type]
-
-
-def newest_runs(machine: Machine | None = None, labs: Container[str] | None = None) -> dict[str, Run]:
-    """Newest run of this machine with rows, by lab; of `labs`, or of those that decide a topic."""
-    here = machine or describe_machine()
-    wanted = {topic.lab for topic in TOPICS} if labs is None else labs
+def newest_runs(machine: Machine) -> dict[str, Run]:
+    """Newest run with rows of this machine, by lab that decides a field."""
     runs: dict[str, Run] = {}
-    folders = (runs_directory(), recorded_directory())
-    files = [path for folder in folders for path in folder.glob("*/*.jsonl")]
+    folders = [parent / topic.lab for parent in (runs_directory(), recorded_directory()) for topic in TOPICS]
+    files = [path for folder in folders for path in folder.glob("*.jsonl")]
     for path in sorted(files, key=lambda path: path.name, reverse=True):
-        lab = path.parent.name
-        if lab in runs or lab not in wanted:
+        if path.parent.name in runs:
             continue
         try:
             run = Run.load(path)
-        except (RunFileError, OSError):
+        except RunFileError:
             continue
-        if run.header.machine.identity == here.identity and not run.frame().empty:
-            runs[lab] = run
+        if run.header.machine.identity == machine.identity and not run.frame().empty:
+            runs[path.parent.name] = run
     return runs
 
 
@@ -158,11 +114,13 @@ def recommended_code(model: str | None, context_length: int | None) -> str:
     if model is not None and model not in SIZES:
         raise ValueError(f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}")
     size, length = model or "small", context_length or 128
-    return write_code(join(recommend(size, length, newest_runs())), size, length)
+    return write_code(recommend(size, length, newest_runs(describe_machine())), size, length)
 
 
 def write_code(chosen: Configuration, model: str, context_length: int) -> str:
     """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
+    loss = "loss = language_model_loss(wrapped(inputs), targets)"
+    autocast = f"with torch.autocast(inputs.device.type, dtype=torch.{chosen.precision}):"
     lines = [
         "import torch",
         "import torch.distributed as dist",
@@ -179,19 +137,10 @@ def write_code(chosen: Configuration, model: str, context_length: int) -> str:
         "",
         "",
         "def train_step(inputs, targets):",
-        *_loss_lines(chosen.precision),
+        *([f"    {loss}"] if chosen.precision == DEFAULT.precision else [f"    {autocast}", f"        {loss}"]),
         "    loss.backward()",
         "    optimizer.step()",
         "    optimizer.zero_grad(set_to_none=True)",
         "    return loss.detach()",
     ]
     return "\n".join(lines)
-
-
-def _loss_lines(precision: str) -> list[str]:
-    if precision == "float32":
-        return ["    loss = language_model_loss(wrapped(inputs), targets)"]
-    return [
-        f"    with torch.autocast(inputs.device.type, dtype=torch.{precision}):",
-        "        loss = language_model_loss(wrapped(inputs), targets)",
-    ]

@@ -11,6 +11,7 @@ Imports nothing heavy but torch: every rank loads this module.
 """
 
 import copy
+import json
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -93,12 +94,9 @@ def count_parameters(name: str) -> int | None:
 
 
 def describe_model(name: str) -> dict[str, Any]:
-    """Columns for the rows of a user's model, by which a run can be read without the model."""
-    if name not in _models:
-        return {}
-    shape = find_shape(name)
-    written = ", ".join(f"{field}={value}" for field, value in asdict(shape).items()) if shape else None
-    return {"is_own_model": True, "model_shape": written}
+    """Column for the rows of a user's `TransformerShape`, by which a run can be read without it."""
+    model = _models.get(name)
+    return {"model_shape": json.dumps(asdict(model))} if isinstance(model, TransformerShape) else {}
 
 
 def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
@@ -106,8 +104,7 @@ def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
     shapes: dict[str, Model] = {}
     for column in {*MODEL_FIELDS} & {*frame.columns} if "model_shape" in frame else ():
         for name, written in frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False):
-            fields = (field.split("=") for field in written.split(", "))
-            shapes[name] = TransformerShape(**{field: int(value) for field, value in fields})
+            shapes[name] = TransformerShape(**json.loads(written))
     return registered_models(shapes)
 
 

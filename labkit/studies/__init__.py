@@ -7,7 +7,6 @@ The first line of any other module of a lab says its purpose. Imports nothing by
 imports `labkit.studies.<lab>.worker` through here.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ LABS = (
 def load_lab(lab: str) -> "Lab":
     """The declaration of a lab, imported on demand. ParameterError for a name that is no lab's."""
     from labkit.lab.config import ParameterError, nearest
+    from labkit.lab.declaration import find_lab
 
     if lab not in LABS:
         raise ParameterError(f"unknown lab {lab!r:.300}{nearest(lab, LABS)}; the labs are {', '.join(LABS)}")
-    declaration: Lab = import_module(f"labkit.studies.{lab}.lab").LAB
-    return declaration
+    return find_lab(lab)

@@ -61,8 +61,7 @@ def run_file(path, *, lab="lab", ring=0.5, sizes=SIZES, point=(), config=(), sta
 
 
 def pair_of(*runs):
-    (comparison,) = compare_runs(runs, load_lab)
-    (pair,) = comparison.pairs
+    (pair,) = compare_runs(runs, load_lab)
     return pair
 
 
@@ -148,8 +147,7 @@ def test_runs_are_named_by_machine_and_by_start_if_they_share_it(tmp_path):
 def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
     (path,) = (recorded_directory() / lab).glob("*.jsonl")
     run = Run.load(path)
-    (comparison,) = compare_runs([run, Run.load(path)], load_real)
-    (pair,) = comparison.pairs
+    (pair,) = compare_runs([run, Run.load(path)], load_real)
     assert set(pair.outcomes().values()) == {"agree"}
     assert set(pair.ratios["difference"]) <= {"none measurable"}
 

@@ -157,7 +157,7 @@ def test_areas_are_steps_that_add_up():
 
 def test_a_timeline_starts_at_its_first_box():
     frame = pd.DataFrame({"start_s": [5.0, 6.0, 7.0], "duration_s": [1.0, 0.5, 0.5], "lane": ["x", "y", "y"]})
-    plot = Timeline(start="start_s", duration="duration_s", lane="lane").plot(frame)
+    plot = Timeline(x="start_s", y="duration_s", lane="lane").plot(frame)
     assert plot.data["start_s"].tolist() == [0, 1, 2]
     axis = plot.figure.axes[0]
     assert texts(axis.get_yticklabels()) == ["x", "y"]
@@ -168,7 +168,7 @@ def test_a_timeline_starts_at_its_first_box():
 def test_a_timeline_of_one_box_per_lane_has_their_values_inside_the_axis():
     frame = pd.DataFrame({"part": ["a", "b", "step"], "at": [0.0, 1.0, 0.0], "seconds": [1.0, 2.0, 3.0]})
     frame = frame.assign(low=[None, None, 2.5], high=[None, None, 9.0])
-    plot = Timeline(start="at", duration="seconds", lane="part").plot(frame)
+    plot = Timeline(x="at", y="seconds", lane="part").plot(frame)
     axis = plot.figure.axes[0]
     assert [(box.get_x(), box.get_x() + box.get_width()) for box in axis.patches] == [(0, 1), (1, 3), (0, 3)]
     assert texts(axis.texts) == ["1 s", "2 s", "3 s"]
@@ -180,7 +180,7 @@ KINDS = {
     "lines": Lines(x="low", y="seconds", hue="phase"),
     "bars": Bars(**BY_MODEL),
     "areas": Areas(x="seconds", y="low", hue="phase"),
-    "timeline": Timeline(start="low", duration="seconds", lane="phase", hue="model"),
+    "timeline": Timeline(x="low", y="seconds", lane="phase", hue="model"),
 }
 
 

@@ -164,7 +164,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     path = _begun(tmp_path, "fine")
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
     nothing = [None, None]  # after a broadcast that only waits for all
-    agreed = iter([None, nothing, None, nothing, None, nothing, []])
+    agreed = iter([None, nothing, None, nothing, []])
     monkeypatch.setattr(measuring, "job_rank", lambda: 1)
     for module in (measuring, executor):
         monkeypatch.setattr(module, "broadcast_from_first_rank", lambda _: next(agreed))
@@ -280,7 +280,7 @@ def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, tm
     def interrupt(config, say):
         raise KeyboardInterrupt
 
-    lab.study = replace(FAKE, check_inputs=interrupt)
+    lab.study = replace(FAKE, prepare=interrupt)
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted$"):
         lab.measure()
     with pytest.raises(ValueError, match="nothing was interrupted"):

@@ -5,7 +5,6 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
-from labkit.lab.pages.execute import _as_in_cell
 from labkit.lab.parameters import literal_assignments, read_parameters
 from labkit.studies import load_lab
 
@@ -119,9 +118,3 @@ def test_literals_are_read_beside_lines_that_set_nothing():
     assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
     with pytest.raises(ValueError, match="malformed"):
         literal_assignments('profile = "smoke"\nrepeats = len(profile)')
-
-
-def test_a_setting_from_outside_wins_over_config_in_the_cell():
-    in_cell = {"profile": "smoke", "repeats": 7, "config": {"batch": 8, "seed": 1}}
-    assert _as_in_cell(in_cell, {"batch": 4, "repeats": 9}) == {"repeats": 9, "config": {"batch": 4, "seed": 1}}
-    assert _as_in_cell(in_cell, {"repeats": 9}) == {"repeats": 9}

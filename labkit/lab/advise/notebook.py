@@ -100,7 +100,7 @@ def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
     frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
     is_large = frame["seconds"] > MIN_SHARE * frame.groupby("layout")["seconds"].transform("max")
     frame = frame[is_large.groupby(frame["part"]).transform("any")]
-    plot = Timeline(panel="layout", start="start_s", duration="seconds", lane="part").plot(frame)
+    plot = Timeline(panel="layout", x="start_s", y="seconds", lane="part").plot(frame)
     return replace(plot, data=plot.data.assign(source=PREDICTED))
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from labkit.lab.compare import LabComparison
+    from labkit.lab.compare import Pair
     from labkit.lab.declaration import Lab
     from labkit.lab.runs.progress import Progress
     from labkit.lab.runs.store import Run
@@ -160,13 +160,12 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
             yield number(f"{name}: {where}", row["ratio"], "ratio", **ends, validity=validity, measured=at, **facts)
 
 
-def comparison_numbers(comparisons: "Iterable[LabComparison]") -> Iterator[dict[str, Any]]:
+def comparison_numbers(pairs: "Iterable[Pair]") -> Iterator[dict[str, Any]]:
     """Yield every ratio that two runs share: the later run's, with that of the first one."""
-    for comparison in comparisons:
-        for pair in comparison.pairs:
-            for question, configuration, *ends, difference in pair.ratios.itertuples(index=False, name=None):
-                first, first_low, first_high, ratio, low, high = map(_finite, ends)
-                facts = {"run": pair.name, "first": first, "first_low": first_low, "first_high": first_high}
-                name = f"{comparison.lab.name}.{question}: {configuration}, {pair.name}"
-                at = pair.run.header.started
-                yield number(name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts)
+    for pair in pairs:
+        for question, configuration, *ends, difference in pair.ratios.itertuples(index=False, name=None):
+            first, first_low, first_high, ratio, low, high = map(_finite, ends)
+            facts = {"run": pair.names[1], "first": first, "first_low": first_low, "first_high": first_high}
+            name = f"{pair.lab.name}.{question}: {configuration}, {pair.names[1]}"
+            at = pair.runs[1].header.started
+            yield number(name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts)

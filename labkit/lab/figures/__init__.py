@@ -7,7 +7,7 @@
 """
 
 from labkit.lab.figures.bars import Areas, Bars, Timeline
-from labkit.lab.figures.figure import RATIO, Figure, Plot
+from labkit.lab.figures.figure import Figure, Plot
 from labkit.lab.figures.lines import Lines
 
-__all__ = ["RATIO", "Areas", "Bars", "Figure", "Lines", "Plot", "Timeline"]
+__all__ = ["Areas", "Bars", "Figure", "Lines", "Plot", "Timeline"]

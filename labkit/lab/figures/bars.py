@@ -1,6 +1,6 @@
 """Bars by category, stacked areas over a numeric axis, and boxes in lanes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +8,11 @@ import pandas as pd
 import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Rectangle
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.figure import Figure, Mark, Plot, ValueFigure, mark_text, plot_nothing, tidy
+from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
 from labkit.lab.units import column, format_value, label
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
@@ -21,18 +22,15 @@ FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars(ValueFigure):
+class Bars(Figure):
     """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`, from zero.
 
-    `low` and `high` directly after the value are its interval. ParameterError for two rows of the same bar.
+    ParameterError for two rows of the same bar.
     """
 
     stacked: bool = False
 
-    def plot(self, frame: pd.DataFrame) -> Plot:
-        data = tidy(frame, self.value, self.x, self.panel, hue=self.color)
-        if data.empty:
-            return plot_nothing(data)
+    def draw_rows(self, data: pd.DataFrame) -> Plot:
         keys = [name for name in dict.fromkeys((self.x, self.panel, self.color)) if name is not None]
         if (twice := data.duplicated(keys)).any():
             bar = data[twice][keys].iloc[0].to_dict()
@@ -58,26 +56,22 @@ class Bars(ValueFigure):
     def _draw_panel(self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str]) -> list[Mark]:
         places = list(dict.fromkeys(rows[self.x]))
         hues = [name for name in colors if (rows[self.color] == name).any()]  # no room for bars of other panels
-        is_alone = self.stacked or self.color == self.x
-        width = GROUP_WIDTH / (1 if is_alone else len(hues))
-        shifts = {name: 0.0 if is_alone else (at - (len(hues) - 1) / 2) * width for at, name in enumerate(hues)}
-        rows = rows.sort_values(self.color, key=lambda names: names.map(hues.index), kind="stable")
-        at = [places.index(place) + shifts[name] for place, name in zip(rows[self.x], rows[self.color], strict=True)]
-        tops = rows.groupby(self.x, sort=False)[self.value].cumsum() if self.stacked else rows[self.value]
-        bottoms = tops - rows[self.value]
+        rows = rows.assign(at=rows[self.x].map(places.index), layer=rows[self.color].map(hues.index))
+        rows = rows.sort_values(["layer", "at"])  # as seaborn draws them
         edge: dict[str, Any] = {"edgecolor": style.PAGE, "linewidth": 0.8}
         if self.stacked:
-            axis.bar(at, rows[self.value], width, bottoms, color=[colors[name] for name in rows[self.color]], **edge)
+            bottoms = rows.groupby("at")[self.value].cumsum() - rows[self.value]
+            axis.bar(rows["at"], rows[self.value], GROUP_WIDTH, bottoms, color=rows[self.color].map(colors), **edge)
         else:
             seaborn.barplot(
                 rows, x=self.x, y=self.value, hue=self.color, order=places, hue_order=hues, palette=colors, ax=axis,
-                width=GROUP_WIDTH, saturation=1, dodge=not is_alone, errorbar=None, legend=False, **edge,
+                width=GROUP_WIDTH, saturation=1, dodge=self.color != self.x, errorbar=None, legend=False, **edge,
             )  # fmt: skip
-            style.draw_intervals(axis, at, rows, [style.TEXT] * len(rows))
-        marks = zip(at, bottoms, tops, rows.to_dict("records"), strict=True)
+        boxes = [patch.get_bbox() for patch in axis.patches if isinstance(patch, Rectangle)]
+        if not self.stacked:
+            style.draw_intervals(axis, [(box.x0 + box.x1) / 2 for box in boxes], rows, [style.TEXT] * len(rows))
         return [
-            Mark(axis, middle - width / 2, bottom, middle + width / 2, top, self._text(row))
-            for middle, bottom, top, row in marks
+            Mark(axis, *box.extents, self._text(row)) for box, row in zip(boxes, rows.to_dict("records"), strict=True)
         ]
 
     def _text(self, row: Mapping[str, Any]) -> str:
@@ -86,7 +80,7 @@ class Bars(ValueFigure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Areas(ValueFigure):
+class Areas(Figure):
     """Parts of a whole over a numeric axis, stacked from the bottom up in `order`.
 
     A value holds until the next `x` (steps, not slopes: memory jumps); a part without a row at some `x` is 0 there.
@@ -94,10 +88,7 @@ class Areas(ValueFigure):
 
     order: tuple[str, ...] = ()
 
-    def plot(self, frame: pd.DataFrame) -> Plot:
-        data = tidy(frame, self.value, self.x, self.panel, hue=self.color)
-        if data.empty:
-            return plot_nothing(data)
+    def draw_rows(self, data: pd.DataFrame) -> Plot:
         panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels))
         colors = style.colors([*self.order, *data[self.color]])
@@ -117,58 +108,55 @@ class Areas(ValueFigure):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Figure):
-    """Boxes from `start` over `duration`, counted from the first start: one lane per name, from the top down.
+    """Boxes that begin at `x` and last `y`, counted from the first: one lane per name, from the top down.
 
-    `low` and `high` directly after the duration are its interval. If each lane has one box, its duration is written
-    next to it.
+    If each lane has one box, its duration is written next to it.
     """
 
-    start: str
-    duration: str
     lane: str
 
-    def plot(self, frame: pd.DataFrame) -> Plot:
-        data = tidy(frame, self.duration, self.start, self.lane, self.panel, hue=self.color)
-        data = data.dropna(subset=[self.start])
-        if data.empty:
-            return plot_nothing(data)
-        data = data.assign(**{self.start: data[self.start] - data[self.start].min()})
+    @property
+    def keys(self) -> list[str]:
+        return [self.lane, *super().keys]
+
+    def draw_rows(self, data: pd.DataFrame) -> Plot:
+        data = data.assign(**{self.x: data[self.x] - data[self.x].min()})
         lanes, colors = list(dict.fromkeys(data[self.lane])), style.colors(data[self.color])
         panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels), LANE_INCHES * len(lanes) + SPARE_INCHES)
         figure.set_figwidth(style.WIDE)
         has_values = not data.duplicated([name for name in (self.panel, self.lane) if name]).any()
-        longest = data.reindex(columns=["high", self.duration]).max(axis=1)
-        reach = (data[self.start] + longest).max() * (1 + ROOM * has_values)
+        longest = data.reindex(columns=["high", self.value]).max(axis=1)
+        reach = (data[self.x] + longest).max() * (1 + ROOM * has_values)
         marks: list[Mark] = []
         for axis, (value, rows) in zip(axes, panels, strict=True):
             axis.set_xlim(0, reach)
             at = rows[self.lane].map(lanes.index)
             colored = rows[self.color].map(colors)
-            axis.barh(at, rows[self.duration], 0.76, rows[self.start], color=colored, linewidth=0)
-            marks += self._finish_boxes(axis, rows.assign(at=at), has_values)
+            axis.barh(at, rows[self.value], 0.76, rows[self.x], color=colored, linewidth=0)
+            marks += self._finish_boxes(axis, at, rows, has_values)
             style.finish_axes(axis, style.panel_title(self.panel, value), grid="x")
             axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
-            style.format_axis(axis.xaxis, self.duration)
+            style.format_axis(axis.xaxis, self.value)
         axes[0].set_ylim(len(lanes) - 0.4, -0.6)
-        title = column(self.duration).axis if has_values else "time since the first event"
+        title = column(self.value).axis if has_values else "time since the first event"
         figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
         style.add_legend(figure, self.color, style.patches(colors))
         return Plot(figure, data, marks)
 
-    def _finish_boxes(self, axis: Axes, rows: pd.DataFrame, has_values: bool) -> Iterator[Mark]:
+    def _finish_boxes(self, axis: Axes, at: Iterable[int], rows: pd.DataFrame, has_values: bool) -> Iterator[Mark]:
         """Draw intervals and values; yield the area and text of each box."""
-        for row in rows.to_dict("records"):
-            begin, length, place = row[self.start], row[self.duration], row["at"]
+        for place, row in zip(at, rows.to_dict("records"), strict=True):
+            begin, length = row[self.x], row[self.value]
             end = begin + length
-            text = mark_text([style.name_text(row[self.lane])], self.duration, row)
+            text = mark_text([style.name_text(row[self.lane])], self.value, row)
             if row.get("low", float("nan")) == row.get("low"):
                 axis.hlines(place, begin + row["low"], begin + row["high"], colors=style.TEXT, linewidth=1.2)
                 end = max(end, begin + row["high"])
             if has_values:
-                _write_value(axis, place, begin, end, format_value(self.duration, length))
+                _write_value(axis, place, begin, end, format_value(self.value, length))
             else:
-                text = f"{text} from {format_value(self.duration, begin)} on"
+                text = f"{text} from {format_value(self.value, begin)} on"
             yield Mark(axis, begin, place + 0.4, begin + length, place - 0.4, text)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -26,10 +26,6 @@ from labkit.lab.figures.style import ALL, FONT, GRID, PAGE, PALETTE, SOFT, TEXT,
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import write_file
 from labkit.lab.units import counted, format_value
-
-RATIO: Literal["ratio"] = "ratio"
-"""Source of a figure: the ratios in the answer's table."""
-Source = Metric | Callable[[Results], pd.DataFrame] | Literal["ratio"]
 
 _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumerate(PALETTE)} | {
     TEXT.lower(): "currentColor",
@@ -112,13 +108,6 @@ class Plot:
         write_file(stem.with_name(stem.name + ".csv"), self.csv())
 
 
-def plot_nothing(data: pd.DataFrame) -> Plot:
-    """Draw a figure that says it has no rows."""
-    figure = Canvas(figsize=(WIDTH, 1.0))
-    figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
-    return Plot(figure, data)
-
-
 def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
     """Text of a point: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
     value = format_value(y, row[y])
@@ -129,9 +118,14 @@ def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Declares a figure of the medians of a metric, of a table of the lab, or of the ratios of an answer (`RATIO`)."""
+    """Declares a figure of a value `y` along `x`: of the answer's table, of a metric's medians, or of another table.
 
-    source: Source = RATIO
+    By default `y` is the value of the metric, or the ratio. `low` and `high` directly after it are its interval.
+    """
+
+    x: str
+    y: str | None = None
+    source: Metric | Callable[[Results], pd.DataFrame] | None = None
     panel: str | None = None
     """Column of panels."""
     hue: str | None = None
@@ -142,16 +136,28 @@ class Figure:
     @property
     def color(self) -> str:
         """Column of colors, or `ALL` for a figure of one color."""
-        return self.hue or (self.source.compare if isinstance(self.source, Metric) else ALL)
+        hue = self.source.compare if isinstance(self.source, Metric) and self.source.compare != self.x else ALL
+        return self.hue or hue
+
+    @property
+    def value(self) -> str:
+        """Column of the y axis."""
+        return self.y or (self.source.value if isinstance(self.source, Metric) else "ratio")
+
+    @property
+    def keys(self) -> list[str]:
+        """Columns that a frame must have."""
+        keys = dict.fromkeys((self.x, self.panel, self.value, self.color))
+        return [name for name in keys if name is not None and name != ALL]
 
     def draw(self, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
         """Draw these results; a figure without rows says so. ParameterError for a missing column."""
-        if isinstance(self.source, Metric):
-            source, frame = self.source, results.frame
-            return self.plot(self.select(source.largest(frame) if source.exact else source.medians(frame)))
-        if callable(self.source):
-            return self.plot(self.select(self.source(results)))
-        return self.plot(pd.DataFrame() if answer_table is None else self.select(answer_table))
+        source, table = self.source, answer_table
+        if isinstance(source, Metric):
+            table = source.largest(results.frame) if source.exact else source.medians(results.frame)
+        elif source is not None:
+            table = source(results)
+        return self.plot(pd.DataFrame() if table is None else self.select(table))
 
     def select(self, table: pd.DataFrame) -> pd.DataFrame:
         """The rows at `at`; columns that the table lacks, or that make panels or colors, select nothing."""
@@ -164,38 +170,25 @@ class Figure:
         return table
 
     def plot(self, frame: pd.DataFrame) -> Plot:
-        """Draw a tidy frame with one row per point, bar or box. ParameterError for a missing column."""
+        """Draw a frame of one row per point, bar or box; without rows, say so. ParameterError for a missing column."""
+        if (rows := self._tidy(frame)).empty:
+            figure = Canvas(figsize=(WIDTH, 1.0))
+            figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
+            return Plot(figure, rows)
+        return self.draw_rows(rows)
+
+    def draw_rows(self, data: pd.DataFrame) -> Plot:
+        """Draw rows that all have a value."""
         raise NotImplementedError
 
-
-@dataclass(frozen=True, kw_only=True)
-class ValueFigure(Figure):
-    """Declares a figure of a value `y` along `x`; by default the value of the metric, or a ratio."""
-
-    x: str
-    y: str | None = None
-
-    @property
-    def color(self) -> str:
-        return ALL if self.hue is None and super().color == self.x else super().color
-
-    @property
-    def value(self) -> str:
-        """Column of the y axis."""
-        return self.y or (self.source.value if isinstance(self.source, Metric) else "ratio")
-
-
-def tidy(frame: pd.DataFrame, y: str, *columns: str | None, hue: str) -> pd.DataFrame:
-    """Select the rows that have a value and the columns of a figure; the hue `ALL` becomes a column of empty texts.
-
-    `low` and `high` directly after `y` are its interval. ParameterError for a missing column.
-    """
-    names = [name for name in dict.fromkeys((*columns, y, hue)) if name not in (None, ALL)]
-    frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
-    if missing := [str(name) for name in names if name not in frame]:
-        raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
-    place = list(frame.columns).index(y)
-    if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:  # a frame has intervals of one column only
-        names[names.index(y) + 1 : names.index(y) + 1] = ["low", "high"]
-    extra = {ALL: ""} if hue == ALL else {}
-    return frame[list(dict.fromkeys(names))].dropna(subset=[y]).assign(**extra)
+    def _tidy(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Select the rows that can be drawn and the columns of the figure; `ALL` becomes a column of empty texts."""
+        names = self.keys
+        frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
+        if missing := [name for name in names if name not in frame]:
+            raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
+        place, at = list(frame.columns).index(self.value), names.index(self.value)
+        if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:  # a frame has intervals of one column only
+            names[at + 1 : at + 1] = ["low", "high"]
+        rows = frame[list(dict.fromkeys(names))].dropna(subset=[self.x, self.value])
+        return rows.assign(**{ALL: ""}) if self.color == ALL else rows

@@ -12,7 +12,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.figure import Mark, Plot, ValueFigure, mark_text, plot_nothing, tidy
+from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
 from labkit.lab.units import column, label
 
 MAX_LINES = 6  # in a panel; more cannot be told apart
@@ -25,11 +25,10 @@ AT = "at"  # column of places on the x axis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines(ValueFigure):
+class Lines(Figure):
     """One line per `hue`, one panel per `panel`; a panel with more than six lines becomes several.
 
-    `low` and `high` directly after the value are its interval. An `x` of names gets dots instead of lines, and so do
-    several points at one `x`.
+    An `x` of names gets dots instead of lines, and so do several points at one `x`.
     """
 
     log: str = "xy"
@@ -39,16 +38,13 @@ class Lines(ValueFigure):
         if not set(self.log) <= set("xy"):
             raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {self.log!r}")
 
-    def plot(self, frame: pd.DataFrame) -> Plot:
-        rows = tidy(frame, self.value, self.x, self.panel, hue=self.color)
-        if rows.empty:
-            return plot_nothing(rows)
-        names = None if _has_numbers(rows[self.x]) else list(dict.fromkeys(rows[self.x]))
-        hues, at = sorted(set(rows[self.color])), rows[self.x]
+    def draw_rows(self, data: pd.DataFrame) -> Plot:
+        names = None if _has_numbers(data[self.x]) else list(dict.fromkeys(data[self.x]))
+        hues, at = sorted(set(data[self.color])), data[self.x]
         if names:  # dots of several colors stand side by side
             step = 0.0 if self.color == self.x else SPREAD / len(hues)
-            at = at.map(names.index) + step * (rows[self.color].map(hues.index) - (len(hues) - 1) / 2)
-        rows = rows.assign(**{AT: at})
+            at = at.map(names.index) + step * (data[self.color].map(hues.index) - (len(hues) - 1) / 2)
+        rows = data.assign(**{AT: at})
         data = rows.sort_values([AT, self.color], kind="stable")
         colors, markers = style.colors(hues), style.markers(hues)
         panels = list(self._panels(rows))

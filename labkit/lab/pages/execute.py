@@ -173,8 +173,10 @@ def execute_notebook(
         KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks have ended.
     """
     in_cell = notebook_parameters(notebook, target.name)
-    values = _as_in_cell(in_cell, parameters)
-    check_parameters(study, in_cell | values)
+    check_parameters(study, in_cell | dict(parameters))
+    values = {name: value for name, value in parameters.items() if name in in_cell}
+    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
+        values["config"] = ((in_cell | values).get("config") or {}) | others
     write_file(target, notebook)
     papermill_engines.register(ENGINE, _Engine)
     try:
@@ -196,16 +198,6 @@ def execute_notebook(
     except RuntimeError as error:  # nbclient: the kernel died
         kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
-
-
-def _as_in_cell(in_cell: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by the names of the cell, all others in `config`: they win over the values in the cell."""
-    values = {name: value for name, value in parameters.items() if name in in_cell}
-    others = {name: value for name, value in parameters.items() if name not in in_cell}
-    more = values.get("config", in_cell.get("config")) or {}
-    if isinstance(more, dict) and (others or more.keys() & values.keys()):
-        values["config"] = {name: value for name, value in more.items() if name not in values} | others
-    return values
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:

@@ -130,6 +130,12 @@ class LabRecord(BaseModel, frozen=True):
         return self.run is not None and self.run.identity == list(describe_machine().identity)
 
     @property
+    def first_answer(self) -> AnswerRecord | None:
+        """The lab in one line: the answer to the first question that was measured."""
+        answers = self.run.answers if self.run else []
+        return next((answer for answer in answers if answer.verdict != "not measured"), None)
+
+    @property
     def failures(self) -> list[MissingPoints]:
         return [one for one in self.run.missing if one.status in FAILED] if self.run else []
 

@@ -8,12 +8,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 from labkit.lab.calibration import FRESH, LIMITS, newest_calibration
 from labkit.lab.config import LabConfig, ParameterError
-from labkit.lab.declaration import Lab
+from labkit.lab.declaration import Lab, find_lab
 from labkit.lab.point import Point
 from labkit.lab.project import check_writable, runs_directory
 from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
@@ -60,7 +59,6 @@ def measure(
         config = with_plugin_names(study, config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
-        _check_inputs(study, config, on_progress)
         points = study.plan(config, describe_machine())
         if only_plugins:
             points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
@@ -96,8 +94,6 @@ def resume(
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     with registered(study.register, plugins):  # the run's config names them
         config = study.configure(run.header.profile, run.header.config)
-        if run.pending:
-            _check_inputs(study, config, on_progress)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
         if job_rank() > 0:
@@ -130,7 +126,7 @@ def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
 
 def calibrate(on_progress: ShowProgress, on_output: OnOutput) -> None:
     """Measure a short run of the lab `limits`."""
-    limits: Lab = import_module(f"labkit.studies.{LIMITS}.lab").LAB  # by name: labs import this package
+    limits = find_lab(LIMITS)
     config = limits.configure("quick", SHORT_LIMITS)
     measure(limits, config, profile="quick", on_progress=on_progress, on_output=on_output)
 
@@ -160,13 +156,11 @@ def _check_job() -> None:
         raise ParameterError(str(error)) from None
 
 
-def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
-    """ParameterError on every rank for a bad file that the config names."""
-    _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
-
-
 def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
-    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available."""
+    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available.
+
+    ParameterError on every rank for a bad file that the config names.
+    """
 
     def prepare() -> str | None:
         machine = describe_machine()

@@ -17,7 +17,7 @@ from labkit.costs.communication import ALL_REDUCE_COSTS, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
 from labkit.machine import Machine
@@ -171,7 +171,7 @@ LAB = Lab(
             table=torch_times,
             configuration=CONFIGURATION,
             says="{n_bytes} take {seconds}, {times_the_shortest} times as long as the smallest size.",
-            figure=Lines(source=torch_times, x="n_bytes", y="seconds", hue="world_size", panel="backend"),
+            figure=Lines(x="n_bytes", y="seconds", hue="world_size", panel="backend"),
         ),
         Report(
             id="bandwidth",
@@ -180,7 +180,7 @@ LAB = Lab(
             pick=lambda table: table["busbw_gb_per_s"].where(table["line"] != PEAK).idxmax(),
             configuration=CONFIGURATION,
             says="{world_size} ranks reach a bus bandwidth of {busbw_gb_per_s} GB/s with {n_bytes}.",
-            figure=Lines(source=bandwidth, x="n_bytes", y="busbw_gb_per_s", hue="line", log="x"),
+            figure=Lines(x="n_bytes", y="busbw_gb_per_s", hue="line", log="x"),
         ),
         Compare(
             id="algorithms",
@@ -190,7 +190,7 @@ LAB = Lab(
             names=NAMES,
             topic="all_reduce",
             advice="Where this machine's ranks send point to point, average by {name}{where}.",
-            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size"),
+            figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
         Check(
             id="alpha_beta",
@@ -200,7 +200,7 @@ LAB = Lab(
             measured="seconds",
             predicted="predicted_s",
             configuration=CONFIGURATION,
-            figure=Lines(source=RATIO, x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"),
+            figure=Lines(x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"),
         ),
         Compare(
             id="transports",
@@ -221,7 +221,7 @@ LAB = Lab(
             names=NAMES,
             topic="scheduling",
             advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by `chrt -b 0`.",
-            figure=Lines(source=RATIO, x="n_bytes", hue="algorithm", panel="world_size"),
+            figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
     ],
 )

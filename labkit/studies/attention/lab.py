@@ -15,7 +15,7 @@ from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explici
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Sessions, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
 from labkit.machine import Machine
@@ -182,7 +182,7 @@ LAB = Lab(
             names=NAMES,
             topic="attention",
             advice="Use {name}{where}.",
-            figure=Lines(source=RATIO, x="sequence", hue="implementation", panel="dtype", at=AT),
+            figure=Lines(x="sequence", hue="implementation", panel="dtype", at=AT),
         ),
         Compare(
             id="peak_memory",
@@ -202,7 +202,7 @@ LAB = Lab(
             subject="byte counts",
             within=1.02,
             configuration=CONFIGURATION,
-            figure=Lines(source=held, x="sequence", y="saved_bytes", hue="implementation", panel="dtype", at=AT),
+            figure=Lines(x="sequence", y="saved_bytes", hue="implementation", panel="dtype", at=AT),
         ),
         Report(
             id="end_of_memory",

@@ -5,6 +5,7 @@ compared with one process. Each seed is one sample: results after the last epoch
 peak memory are compared with torch's.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,7 +63,7 @@ class CifarConfig(LabConfig):
         if archive is None:
             return None
         path = Path(archive).expanduser() if archive.startswith("~/") else Path(archive)
-        if kind_of_path(path) != "file":
+        if kind_of_path(path) != "file" or not os.access(path, os.R_OK):
             raise ValueError("should be the path of CIFAR-100's binary archive, and there is no file to read")
         return str(path.resolve())
 
@@ -86,32 +87,19 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
 
 
-def check_inputs(config: CifarConfig, say: Callable[[str], None]) -> None:
-    """Check that the given archive is complete and has CIFAR-100's format."""
-    if config.archive is not None:
-        _check_archive(Path(config.archive), say)
-
-
 def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
-    """Fetch CIFAR-100's archive unless one is given or already here, and check it."""
-    if config.archive is not None or config.dataset == DIGITS:
+    """Fetch CIFAR-100's archive unless one is given or already here, and check that it is complete."""
+    if config.archive is None and config.dataset == DIGITS:
         return None
     try:
-        path = fetch_cifar100(datasets_directory(), say)
+        path = Path(config.archive) if config.archive else fetch_cifar100(datasets_directory(), say)
+        say("checking the archive")
+        read_cifar100(path)
     except DatasetError as error:
         raise ParameterError(f"cifar100: {error}") from None
     except ConnectionError as error:
         return f"{error}; give a local archive with --set archive=PATH, or use --set dataset=digits"
-    _check_archive(path, say)
     return None
-
-
-def _check_archive(path: Path, say: Callable[[str], None]) -> None:
-    say("checking the archive")
-    try:
-        read_cifar100(path)
-    except DatasetError as error:
-        raise ParameterError(f"cifar100: {error}") from None
 
 
 def describe_progress(point: TrainingPoint, values: Mapping[str, Any]) -> str | None:
@@ -199,7 +187,6 @@ LAB = Lab(
     worker=train,
     points=points,
     keeps_checkpoints=True,
-    check_inputs=check_inputs,
     prepare=prepare,
     progress=describe_progress,
     questions=[

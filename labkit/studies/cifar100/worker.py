@@ -97,72 +97,48 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     for name, result in checks.items():
         if result["check"] != "ok":
             yield describe(name) | {"phase": EPOCH} | result
-    right = [name for name, result in checks.items() if result["check"] == "ok"]
-    training = _Training(point, recipe, data, right)
+    trainers = {name: Trainer(name, recipe, point.seed) for name, one in checks.items() if one["check"] == "ok"}
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
-    rows = training.resume(load_checkpoint(path))
+    done, rows = _resume(point, trainers, load_checkpoint(path))
     if not rows and point.has_memory:
-        rows = [_peak_memory(name, recipe, data, point.seed) for name in right]
+        rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
     yield from rows
-    while training.epochs_done < point.epochs:
-        epoch = [row | checks[row["implementation"]] for row in training.epoch()]
-        rows += epoch
-        save_checkpoint(path, training.state(rows))
-        yield from epoch
+    for epoch in range(done + 1, point.epochs + 1):
+        turns = turn_order(trainers, epoch, seed=point.id)  # shuffled as by the clock; a resume keeps the order
+        timed = [_time_epoch(trainers[name], epoch, data, point.seed) | checks[name] for name in turns]
+        rows += [row | {"warm_up": epoch == done + 1} for row in timed]
+        states = {name: trainer.state() for name, trainer in trainers.items()}
+        save_checkpoint(path, {"point": point.id, "epoch": epoch, "trainers": states, "rows": gather_json(rows)})
+        yield from rows[-len(timed) :]
 
 
-class _Training:
-    """All implementations of one seed, epoch by epoch."""
+def _resume(
+    point: TrainingPoint, trainers: dict[str, Trainer], state: dict[str, Any] | None
+) -> tuple[int, list[dict[str, Any]]]:
+    """Load a checkpoint, if there is one of all these implementations; return its epoch, and their rows in it."""
+    if state is None or state["point"] != point.id or not trainers.keys() <= state["trainers"].keys():
+        return 0, []
+    for name, trainer in trainers.items():
+        trainer.load(state["trainers"][name])
+    rows = state["rows"][dist.get_rank()]
+    return state["epoch"], [row for row in rows if row.get("implementation") in (None, *trainers)]
 
-    def __init__(self, point: TrainingPoint, recipe: Recipe, data: RankData, names: list[str]):
-        self.point, self.data = point, data
-        self.epochs_done = 0
-        self._trainers = {name: Trainer(name, recipe, point.seed) for name in names}
-        self._is_warm = False
-        self._watch = Stopwatch(recipe.device)
 
-    def epoch(self) -> list[dict[str, Any]]:
-        """The next epoch of every implementation, in the shuffled order of the clock, which a resume keeps."""
-        epoch = self.epochs_done + 1
-        turns = turn_order(self._trainers, epoch, seed=self.point.id)
-        rows = [self._time_epoch(self._trainers[name], epoch) for name in turns]
-        self.epochs_done, self._is_warm = epoch, True
-        return rows
-
-    def _time_epoch(self, trainer: Trainer, epoch: int) -> dict[str, Any]:
-        with guarded_turn(trainer.implementation, trainer.recipe.device):
-            dist.barrier()
-            self._watch.start()
-            total, n_images = trainer.epoch(*self.data.training, self.point.seed, epoch)
-            self._watch.stop()
-            sums = torch.stack([total, torch.tensor(n_images).to(total)])
-            dist.all_reduce(sums)
-            loss, accuracy = trainer.validate(*self.data.validation, self.data.validated)
-        row = describe(trainer.implementation) | {"phase": EPOCH, "epoch": epoch}
-        row |= {"epoch_s": self._watch.seconds[-1], "warm_up": not self._is_warm}
-        if dist.get_rank() == 0:  # equal on all ranks
-            row |= {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy_percent": 100 * accuracy}
+def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict[str, Any]:
+    """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are equal on all ranks."""
+    watch = Stopwatch(trainer.recipe.device)
+    with guarded_turn(trainer.implementation, trainer.recipe.device):
+        dist.barrier()
+        watch.start()
+        total, n_images = trainer.epoch(*data.training, seed, epoch)
+        watch.stop()
+        sums = torch.stack([total, torch.tensor(n_images).to(total)])
+        dist.all_reduce(sums)
+        loss, accuracy = trainer.validate(*data.validation, data.validated)
+    row = describe(trainer.implementation) | {"phase": EPOCH, "epoch": epoch, "epoch_s": watch.seconds[-1]}
+    if dist.get_rank() > 0:
         return row
-
-    def state(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """Contents of the checkpoint: the trainers' state, and the rows of every rank."""
-        trainers = {name: trainer.state() for name, trainer in self._trainers.items()}
-        return {
-            "point": self.point.id,
-            "epochs_done": self.epochs_done,
-            "trainers": trainers,
-            "rows": gather_json(rows),
-        }
-
-    def resume(self, state: dict[str, Any] | None) -> list[dict[str, Any]]:
-        """Load a checkpoint, if there is one of all these implementations; return their rows in it."""
-        if state is None or state["point"] != self.point.id or not self._trainers.keys() <= state["trainers"].keys():
-            return []
-        for name, trainer in self._trainers.items():
-            trainer.load(state["trainers"][name])
-        self.epochs_done = state["epochs_done"]
-        rows: list[dict[str, Any]] = state["rows"][dist.get_rank()]
-        return [row for row in rows if row.get("implementation") in (None, *self._trainers)]
+    return row | {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy_percent": 100 * accuracy}
 
 
 def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:

@@ -114,7 +114,7 @@ LAB = Lab(
             subject="efficiencies",
             reference="the layout's",
             configuration=CONFIGURATION,
-            figure=Lines(source=efficiency, x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
+            figure=Lines(x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
         ),
         *(
             Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(RING,), names=NAMES)
@@ -133,7 +133,7 @@ LAB = Lab(
             subject="bytes sent",
             reference="those of the formula",
             configuration=CONFIGURATION,
-            figure=Lines(source=sent, x="sequence", y="sent_bytes", hue="way", panel="world_size"),
+            figure=Lines(x="sequence", y="sent_bytes", hue="way", panel="world_size"),
         ),
         Compare(
             id="memory",

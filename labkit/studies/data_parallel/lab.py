@@ -14,7 +14,7 @@ from pydantic import Field
 from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Bars, Lines, Timeline
+from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.nn.training import RESNET50
@@ -98,9 +98,9 @@ def _points(config: DataParallelConfig, names: list[str], about: dict[str, Any])
         yield DataParallelPoint.of(config, sweep="buckets", alternatives=swept, **about)
     # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
     visible = [name for name in names if name not in OVER_SHARED_MEMORY]
-    for sweep, shown in (("timeline", [name for name in PROFILED if name in visible]), ("memory", visible)):
-        if shown:
-            yield DataParallelPoint.of(config, sweep=sweep, alternatives=shown, **about)
+    for sweep, alternatives in (("timeline", [name for name in PROFILED if name in visible]), ("memory", visible)):
+        if alternatives:
+            yield DataParallelPoint.of(config, sweep=sweep, alternatives=alternatives, **about)
 
 
 def communication(results: Results) -> pd.DataFrame:
@@ -196,7 +196,7 @@ LAB = Lab(
             configuration=CONFIGURATION,
             says="With {workload}, averaging makes a step {longer_percent}% longer; "
             "backward hides {hidden_percent}% of the communication.",
-            figure=Timeline(source=timeline, start="start_s", duration="duration_s", lane="row", hue="lane"),
+            figure=Timeline(source=timeline, x="start_s", y="duration_s", lane="row", hue="lane"),
         ),
         Report(
             id="throughput",
@@ -205,9 +205,7 @@ LAB = Lab(
             pick=bucketed_row,
             configuration=CONFIGURATION,
             says="{world_size} ranks process {samples_per_s} samples per second: {of_linear_percent}% of linear.",
-            figure=Lines(
-                source=throughput, x="world_size", y="samples_per_s", hue="implementation", panel="workload", log=""
-            ),
+            figure=Lines(x="world_size", y="samples_per_s", hue="implementation", panel="workload", log=""),
         ),
         Compare(
             id="fastest",
@@ -229,7 +227,7 @@ LAB = Lab(
             topic="bucket_size",
             advice="Use buckets of {name}{where}.",
             keep="Keep the default buckets (25 MiB, the first one 1 MiB).",
-            figure=Lines(source=RATIO, x="bucket", hue="implementation", panel="context_length", log="y"),
+            figure=Lines(x="bucket", hue="implementation", panel="context_length", log="y"),
         ),
         Compare(
             id="accumulation",

@@ -13,9 +13,8 @@ from labkit.lab.point import TimedPoint
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, find_transport, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
-from labkit.studies.shared.alternatives import row_of, time_guarded
+from labkit.studies.shared.alternatives import row_of, timed_rows
 
-CALLS = "calls"
 GLOO, SHARED_MEMORY = "gloo", "shared memory"
 
 
@@ -33,31 +32,21 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
         transports[SHARED_MEMORY] = SHARED
     for n_bytes in sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        checks = {
-            name: row_of(name, partial(_check, way, tensor), device=device)["check"] for name, way in ways.items()
-        }
-        calls = {(name, ALL_REDUCE): partial(way, tensor) for name, way in ways.items() if checks[name] == "ok"}
-        for name, transport in transports.items():
-            if checks[name] != "ok":
-                continue
-            via = find_transport(None, torch.device(device), transport)
-            for what, (steps, depth) in _messages(via, tensor).items():
-                calls[name, what] = partial(via.run, steps, depth)
-            calls[name, DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
-        names = {f"{name}, {what}": (name, what) for name, what in calls}
+        rows, calls = dict[str, dict[str, Any]](), dict[str, Callable[[], Any]]()
+        for name, way in ways.items():
+            check = row_of(name, partial(_check, way, tensor), device=device)
+            every = {ALL_REDUCE: partial(way, tensor)}
+            if check["check"] == "ok":
+                via = find_transport(None, torch.device(device), transports[name])
+                for what, (steps, depth) in _messages(via, tensor).items():
+                    every[what] = partial(via.run, steps, depth)
+                doubling = partial(recursive_doubling_all_reduce, op="sum", transport=transports[name])
+                every[DOUBLING] = partial(doubling, tensor)
+            for what, call in every.items():
+                calls[f"{name}, {what}"] = call
+                rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check
         timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
-        samples, failed = time_guarded(
-            {name: {CALLS: calls[key]} for name, key in names.items()},
-            alternative_of=lambda name: name.partition(", ")[0],
-            prepare=partial(_zero, tensor),
-            **timing,
-        )
-        for way, check in checks.items():
-            if check != "ok":
-                yield {"way": way, "what": ALL_REDUCE, "n_bytes": n_bytes, "check": check}
-        for name, (way, what) in names.items():
-            timed = {"check": failed[way]} if way in failed else {"check": "ok", "seconds": samples[name][CALLS]}
-            yield {"way": way, "what": what, "n_bytes": n_bytes} | timed
+        yield from timed_rows(rows, calls, alternative_of=_way, prepare=partial(_zero, tensor), **timing)
 
 
 def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
@@ -86,6 +75,10 @@ def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step
 
 def _check(way: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> dict[str, str]:
     return {"check": first_wrong(way, tensor) or "ok"}
+
+
+def _way(turn: str) -> str:
+    return turn.partition(", ")[0]
 
 
 def _zero(tensor: torch.Tensor, _turn: str) -> None:

@@ -191,13 +191,7 @@ LAB = Lab(
             pick=lambda table: table["flops_per_s"].where(table["dtype"] == "float32").idxmax(),
             configuration=("device", "dtype"),
             says="Matmuls in {dtype} reach {flops_per_s} ({shape}).",
-            figure=Lines(
-                source=lambda results: matmuls(results).dropna(subset="rows"),
-                x="rows",
-                y="flops_per_s",
-                hue="dtype",
-                panel="device",
-            ),
+            figure=Lines(x="rows", y="flops_per_s", hue="dtype", panel="device"),
         ),
         Report(
             id="memory",
@@ -206,7 +200,7 @@ LAB = Lab(
             pick=lambda table: table.query("operation == 'add' and device == device.max()")["n_bytes"].idxmax(),
             configuration=("device",),
             says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
-            figure=Lines(source=memory, x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),
+            figure=Lines(x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),
         ),
         Compare(
             id="threads",
@@ -231,7 +225,7 @@ LAB = Lab(
             pick=lambda table: table["of_operators_percent"].idxmax(),
             configuration=("model", "batch", "context_length", "device"),
             says="{of_operators_percent}% of the operators of {model} are bound by {bound}, by their counts.",
-            figure=Lines(source=roofline, x="intensity", y="flops_per_s", hue="bound"),
+            figure=Lines(x="intensity", y="flops_per_s", hue="bound"),
         ),
         Report(
             id="smallest_difference",

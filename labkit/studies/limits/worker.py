@@ -19,12 +19,13 @@ from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
 from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.limits.exchange import CALLS, exchange
-from labkit.studies.shared.alternatives import time_guarded
+from labkit.studies.limits.exchange import exchange
+from labkit.studies.shared.alternatives import time_guarded, timed_rows
 
 MIN_ROUNDS = 3  # for which a matmul must leave time
 MIN_FLOPS_PER_S = 2e8  # a CPU reaches more even if it converts every number: less is a stall
 MIN_LIMIT_S = 0.5  # for a matmul, however short rounds are
+CALLS = "calls"
 SAMPLE_S = 1e-3  # short calls are repeated until a sample takes about this long
 MAX_CALLS = 200
 CHAINS = (2, 16, 64)  # operators, each with another one in the backward pass
@@ -75,12 +76,14 @@ def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any)
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
     number = {key: max(1, min(MAX_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
-    repeated = {key: {CALLS: partial(_repeat, right[key].run, n)} for key, n in number.items()}
-    samples, failed_later = time_guarded(repeated, **point.rounds, **options)
-    failed |= failed_later
-    for key, call in calls.items():
-        row = {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
-        yield row | ({"seconds": [s / number[key] for s in samples[key][CALLS]]} if key in samples else {})
+    repeated = {key: partial(_repeat, right[key].run, n) for key, n in number.items()}
+    rows = {
+        key: {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
+        for key, call in calls.items()
+    }
+    for row in timed_rows(rows, repeated, **point.rounds, **options):
+        seconds = {"seconds": [s / number[row[name]] for s in row["seconds"]]} if "seconds" in row else {}
+        yield row | seconds
 
 
 def _repeat(run: Callable[[], Any], number: int) -> None:
@@ -191,13 +194,9 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
         about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "check": call.check}
-        if call.check != "ok":
-            yield about
-            continue
+        rows = {turn: about | {"repetition": turn} for turn in ("first", "second")}
         timing = point.rounds | {"seed": f"{point.id} {operation}"}
-        samples = time_interleaved(dict.fromkeys(("first", "second"), call.run), **timing)
-        for turn, seconds in samples.items():
-            yield about | {"repetition": turn, "seconds": seconds}
+        yield from timed_rows(rows, dict.fromkeys(rows, call.run), **timing)
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Areas, Bars, Lines
+from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
 from labkit.lab.user_models import find_shape, model_names, user_model_names
@@ -185,7 +185,7 @@ LAB = Lab(
             verdict="counted",
             configuration=("size", "precision", "batch", "context_length"),
             says="A full step of {size} peaks at {peak_bytes} with {context_length} tokens.",
-            figure=Lines(source=by_context, x="context_length", y="peak_bytes", hue="kind", panel="size"),
+            figure=Lines(x="context_length", y="peak_bytes", hue="kind", panel="size"),
         ),
         Report(
             id="where_it_goes",
@@ -195,7 +195,7 @@ LAB = Lab(
             verdict="counted",
             configuration=("size", "batch", "context_length"),
             says="At {context_length} tokens, {of_peak_percent}% of {size}'s peak is {part}.",
-            figure=Bars(source=parts_of_peak, x="model", y="of_peak_percent", hue="part", stacked=True),
+            figure=Bars(x="model", y="of_peak_percent", hue="part", stacked=True),
         ),
         Report(
             id="largest_allocations",
@@ -223,7 +223,7 @@ LAB = Lab(
             metric=SEGMENT_TIME,
             baseline=NO_CHECKPOINTS,
             names=SEGMENT_NAMES,
-            figure=Lines(source=RATIO, x="segment", hue="size", log=""),
+            figure=Lines(x="segment", hue="size", log=""),
         ),
         Report(
             id="largest_model",

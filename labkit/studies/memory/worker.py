@@ -1,10 +1,10 @@
 """Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
 
 A measured peak is the allocator's. Counting (`counting.py`) allocates nothing, so models are counted that this machine
-cannot hold. A checkpoint point has both peaks, and times, by segment length.
+cannot hold. A checkpoint point has counted peaks and times by segment length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import check_and_time
 
 MEASURED, COUNTED, CHECKPOINT = "measured", "counted", "checkpoint"
 INFERENCE, FORWARD, FULL_STEP = "inference", "forward", "full_step"
@@ -114,38 +114,29 @@ def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row per segment length: measured and counted peak, the error of gradients, seconds per step.
+    """One row per segment length: counted peak, the error of gradients, seconds per step.
 
-    Without repeats, peaks are counted only. Peaks come first: they must not include the step that is checked and timed.
-    If the step without checkpointing cannot run, nothing is compared with it, and nothing is timed.
+    Without repeats, peaks are counted only. If the step without checkpointing cannot run, nothing is compared with it,
+    and nothing is timed.
     """
     rows: dict[str, dict[str, Any]] = {}
-    counted = {segment: _count_segment(point, segment) for segment in point.segments}
-    if not point.repeats:
-        yield from ({"table": "checkpoint", "segment": segment} | row for segment, row in counted.items())
-        return
     for segment in point.segments:
-        peak = row_of(str(segment), partial(_segment_peak, point, segment), device=point.device)
-        rows[str(segment)] = {"table": "checkpoint", "segment": segment} | counted[segment] | peak
-    step = TrainingStep(**_step_arguments(point))
-    expected: dict[str, torch.Tensor] = {}
-    for name, row in rows.items():
-        if "check" not in row:
-            row |= row_of(name, partial(_check_segment, step, row["segment"], expected), device=point.device)
-            step.drop_gradients()
-    expected.clear()
-    calls = {name: partial(_run_with_segment, step, row["segment"]) for name, row in rows.items()}
-    yield from timed_rows(rows, calls, device=point.device, **point.rounds)
+        counted = count_phases((FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment)))
+        rows[str(segment)] = {
+            "table": "checkpoint",
+            "segment": segment,
+            "counted_bytes": counted.peak(FULL_STEP).n_bytes,
+        }
+    if not point.repeats:
+        yield from rows.values()
+        return
+    step, expected = TrainingStep(**_step_arguments(point)), dict[str, torch.Tensor]()
 
+    def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
+        segment = rows[name]["segment"]
+        return _check_segment(step, segment, expected), partial(_run_with_segment, step, segment)
 
-def _segment_peak(point: MemoryPoint, segment: int) -> dict[str, int]:
-    (row,) = _measure_peaks(replace(point, phases=(FULL_STEP,), checkpoint_segment=segment, repeats=1))
-    return {"peak_bytes": row["peak_bytes"][0]}
-
-
-def _count_segment(point: MemoryPoint, segment: int) -> dict[str, int]:
-    counted = count_phases((FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment)))
-    return {"counted_bytes": counted.peak(FULL_STEP).n_bytes}
+    yield from check_and_time(rows, check, device=point.device, **point.rounds)
 
 
 def _check_segment(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -153,10 +144,12 @@ def _check_segment(step: TrainingStep, segment: int, expected: dict[str, torch.T
     if segment != NO_CHECKPOINTS and not expected:
         return {"check": "no gradients without checkpointing to compare with"}
     step.model.checkpoint_segment = segment
-    step.forward()
-    step.backward()
-    actual = gradients(step.model)
-    step.drop_gradients()
+    try:
+        step.forward()
+        step.backward()
+        actual = gradients(step.model)
+    finally:
+        step.drop_gradients()
     if segment == NO_CHECKPOINTS:
         expected |= actual
     error = largest_difference(actual, expected)

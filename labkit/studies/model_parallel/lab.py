@@ -115,7 +115,7 @@ SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
 BY_AXIS = partial(Bars, source=axes, x="axis", panel="world_size")
-GANTT = Timeline(source=tasks, start="start_s", duration="duration_s", lane="lane", hue="task")
+GANTT = Timeline(source=tasks, x="start_s", y="duration_s", lane="lane", hue="task")
 HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",

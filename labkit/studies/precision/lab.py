@@ -15,7 +15,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Lines
+from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine import Machine
 from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
@@ -110,7 +110,7 @@ LAB = Lab(
             names=NAMES,
             topic="precision",
             advice="To save time, train under {name}{where}.",
-            figure=Lines(source=RATIO, x="model", hue="mode", log="y"),
+            figure=Lines(x="model", hue="mode", log="y"),
         ),
         Report(
             id="accumulation",

@@ -185,9 +185,7 @@ LAB = Lab(
             subject="bytes held",
             reference="those of the formulas",
             configuration=("size", "world_size"),
-            figure=Bars(
-                source=held, x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT
-            ),
+            figure=Bars(x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT),
         ),
         Check(
             id="sent",
@@ -199,15 +197,7 @@ LAB = Lab(
             subject="bytes sent",
             reference="those of the formulas",
             configuration=("size", "optimizer", "transport", "world_size"),
-            figure=Bars(
-                source=sent,
-                x="implementation",
-                y="sent_bytes",
-                hue="collective",
-                panel="world_size",
-                stacked=True,
-                at=AT,
-            ),
+            figure=Bars(x="implementation", y="sent_bytes", hue="collective", panel="world_size", stacked=True, at=AT),
         ),
         Compare(
             id="time",

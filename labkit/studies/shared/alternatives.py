@@ -118,6 +118,8 @@ def timed_rows(
     rows: Mapping[str, dict[str, Any]],
     actions: Mapping[str, Action | Mapping[str, Action]],
     column: str = "phase",
+    *,
+    alternative_of: Callable[[str], str] = str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield each row with the `seconds` of its action, or the reason of its failure.
@@ -127,10 +129,11 @@ def timed_rows(
     """
     phases = {name: one if isinstance(one, Mapping) else {"": one} for name, one in actions.items()}
     right = {name: parts for name, parts in phases.items() if rows[name].get("check", "ok") == "ok"}
-    samples, failed = time_guarded(right, **options)
+    samples, failed = time_guarded(right, alternative_of=alternative_of, **options)
     for name, row in rows.items():
         if name not in samples:
-            yield row | ({"check": failed[name]} if name in failed else {})
+            reason = failed.get(alternative_of(name))
+            yield row | ({} if reason is None else {"check": reason})
         for phase, seconds in samples.get(name, {}).items():
             yield row | ({column: phase} if phase else {}) | {"seconds": seconds}
 

@@ -15,7 +15,7 @@ from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
-from labkit.lab.figures import RATIO, Bars, Lines
+from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine import Machine
@@ -196,7 +196,7 @@ LAB = Lab(
             pick=lambda table: table.index[table["phase"] == BACKWARD][-1],
             configuration=CONFIGURATION,
             says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
-            figure=Lines(source=step_times, x="size", y="seconds", hue="phase", log="y"),
+            figure=Lines(x="size", y="seconds", hue="phase", log="y"),
         ),
         Report(
             id="shares",
@@ -214,7 +214,7 @@ LAB = Lab(
             measured="seconds",
             predicted="predicted_s",
             configuration=CONFIGURATION,
-            figure=Lines(source=RATIO, x="size", y="measured_over_predicted", hue="phase", log="y"),
+            figure=Lines(x="size", y="measured_over_predicted", hue="phase", log="y"),
         ),
         Compare(
             id="compile",

@@ -19,6 +19,7 @@ from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.compiler import prepare_compiler
+from labkit.studies.shared.gradient_check import TOLERANCES
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
@@ -28,10 +29,6 @@ COMPILE_S = 4.0  # planned per layer, as measured on two CPU cores
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 MAX_PROFILED_PASSES = 6
-
-# Relative to a tensor's largest gradient. Order of sums and fused roundings change it by some hundred units of float32
-# in 12 layers; a wrong kernel is off by the size of the gradient itself.
-TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The tuned step: all recommendations of the other labs joined into one configuration, compared with the default."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
-from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, join, newest_runs, recommend
+from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, newest_runs, recommend
 from labkit.lab.units import join_words
 from labkit.machine import Machine
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
@@ -50,8 +51,10 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
     recommended = {model: recommend(model, config.context_length, runs) for model in config.models}
     ranks = {gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each for each in config.world_sizes}
     for world_size, model in product(sorted(ranks), config.models):
-        usable = [one for one in recommended[model] if device == "cpu" or one.value not in OVER_SHARED_MEMORY]
-        about = {"world_size": world_size, "model": model, "device": device} | vars(join(usable)) | chosen
+        base = recommended[model]
+        if device != "cpu" and base.wrapper in OVER_SHARED_MEMORY:
+            base = replace(base, wrapper=DEFAULT.wrapper)
+        about = {"world_size": world_size, "model": model, "device": device} | vars(base) | chosen
         backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
         yield TunedStepPoint.of(config, backend=backend, **about)
 

@@ -19,14 +19,11 @@ from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.compiler import prepare_compiler
-from labkit.studies.shared.gradient_check import check_completeness
+from labkit.studies.shared.gradient_check import TOLERANCES, check_completeness
 
 DEFAULT_NAME, JOINED = "default", "joined"
 TORCH = "torch"
 """The wrapper of the default."""
-# Relative to the largest gradient of a tensor: differences from the order of sums, or from 8 significant bits.
-FLOAT32_TOLERANCE = 1e-3
-HALF_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +87,10 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
     """Seconds of a step by configuration, in turns; if their gradients differ, only the default's and the reason."""
     device, steps = use_device(point.device), dict[str, TrainingStep]()
-    tolerance = FLOAT32_TOLERANCE if point.precision == "float32" else HALF_TOLERANCE
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         steps[name] = make_step(point, name, device)
-        return {"check": "ok"} if name == DEFAULT_NAME else _check(steps, tolerance), steps[name].run
+        return {"check": "ok"} if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision]), steps[name].run
 
     rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
     before = dist.barrier if dist.is_initialized() else None
@@ -111,13 +107,11 @@ def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
         _run_passes(step)
         both.append({name: gradient.clone() for name, gradient in gradients(step.model).items()})
         step.drop_gradients()
-    error = largest_difference(both[1], both[0])
-    if not dist.is_initialized():
-        return {"error": error, "check": verdict(error, tolerance)}
-    error = max_over_ranks(error)
+    error = max_over_ranks(largest_difference(both[1], both[0]))
     checks = [verdict(error, tolerance)]
-    for step in steps.values() if checks == ["ok"] else ():
-        checks.append(check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step)))
+    if dist.is_initialized() and checks == ["ok"]:
+        for step in steps.values():
+            checks.append(check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step)))
     return {"error": error, "check": next((one for one in checks if one != "ok"), "ok")}
 
 
