@@ -137,7 +137,9 @@ class Compare(Question):
             advice=None if is_undecided else advice,
             effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
             change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
-            scope=f"{_count(words, rows, better, worse)}: {describe_scope(rows, metric.configuration)}",
+            scope=": ".join(
+                filter(None, (_count(words, rows, better, worse), describe_scope(rows, metric.configuration)))
+            ),
             notes=notes,
         )
 
@@ -189,10 +191,10 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternativ
 
 
 def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> str:
-    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations" if they agree."""
+    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations"; "" for one."""
     n = len(rows)
     if n in (len(better), len(worse)) or not len(better) + len(worse):
-        return {1: "the only configuration", 2: "both configurations"}.get(n, f"all {n} configurations")
+        return {1: "", 2: "both configurations"}.get(n, f"all {n} configurations")
     parts = [f"{words[name]} in {len(some)}" for name, some in (("better", better), ("worse", worse)) if len(some)]
     return ", ".join([f"{parts[0]} of {n} configurations", *parts[1:]])
 

@@ -27,7 +27,6 @@ from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
-from labkit.lab.units import format_seconds
 from labkit.machine import describe_machine
 from labkit.parallel.ranks.torchrun import describe_hosts
 
@@ -86,7 +85,6 @@ class RunRecord(BaseModel, frozen=True):
     run: str
     """Path relative to the project."""
     started: datetime
-    duration_s: float
     profile: str
     identity: list[str | None]
     """Identity of the machine; runs with equal ones are of one machine."""
@@ -103,17 +101,17 @@ class RunRecord(BaseModel, frozen=True):
     answers: list[AnswerRecord]
 
     @property
-    def coverage_line(self) -> str:
-        """ "63 of 103 points in 64 s, profile quick, 2026-11-23"."""
+    def origin(self) -> str:
+        """ "quick, 2026-11-23, 63 of 103 points"; without the points if all were measured."""
         n_measured, n_planned = self.coverage.get("ok", 0), sum(self.coverage.values())
-        time = format_seconds(self.duration_s)
-        return f"{n_measured} of {n_planned} points in {time}, profile {self.profile}, {self.started:%Y-%m-%d}"
+        points = f", {n_measured} of {n_planned} points" if n_measured < n_planned else ""
+        return f"{self.profile}, {self.started:%Y-%m-%d}{points}"
 
 
 class LabRecord(BaseModel, frozen=True):
     """Record of a lab's page; `run` is None if its notebook failed, for the reason in `error`."""
 
-    format_version: Literal[7] = 7
+    format_version: Literal[8] = 8
     """Raised whenever a field that the index reads changes its name or meaning."""
     lab: str
     title: str
@@ -143,12 +141,11 @@ class LabRecord(BaseModel, frozen=True):
 def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: bool) -> RunRecord:
     """Make the record of a run, for its page and for the index."""
     coverage, machine = run.coverage(), run.header.machine
-    busy_s = float(coverage["elapsed_s"][coverage["point"].isin(run.busy)].sum())
-    duration_s = float(coverage["elapsed_s"].sum())
+    is_busy = coverage["point"].isin(run.busy)
+    busy_share = coverage["elapsed_s"][is_busy].sum() / max(coverage["elapsed_s"].sum(), 1e-9)
     return RunRecord(
         run=relative_to_project(run.path),
         started=run.header.started,
-        duration_s=duration_s,
         profile=run.header.profile,
         identity=list(machine.identity),
         machine=machine.label,
@@ -156,7 +153,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
         provenance=list(provenance_rows(lab, run).items()),
         coverage=coverage["status"].value_counts().to_dict(),
         missing=missing_points(run),
-        is_busy=busy_s > 0 and busy_s >= BUSY_SHARE * duration_s,
+        is_busy=bool(is_busy.any() and busy_share >= BUSY_SHARE),
         python=_joined_code(run),
         answers=[
             AnswerRecord(
@@ -267,7 +264,6 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     answers = [answer for record in usable if record.run for answer in record.run.answers]
     python = {record.lab: record.run.python for record in usable if record.run and record.run.python}
     tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
-    topics = _recommendations(answers, tuned)
     machine = machine_rows(describe_machine(), elsewhere=False)
     html = render(
         "index_page.html.j2",
@@ -279,8 +275,8 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         busy=[record.title for record in records if record.is_here and record not in usable],
         tuned=None if to_come else tuned,  # it joins the answers of all labs
         python=python,
-        topics=topics,
-        unsettled=[title for title in TOPICS.values() if title not in topics],
+        changes=next((answer for answer in answers if answer.id == "ingredients"), None),
+        topics=_recommendations(answers, has_joined=tuned is not None),
         largest=_largest_differences(answers),
         missing=[lab.title for lab, path in paths.values() if not path.is_file()],
     )
@@ -289,25 +285,22 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     return page
 
 
-def _recommendations(answers: Iterable[AnswerRecord], tuned: AnswerRecord | None) -> dict[str, AnswerRecord]:
+def _recommendations(answers: Iterable[AnswerRecord], *, has_joined: bool) -> dict[str, AnswerRecord]:
     """The title of each topic that has advice, with its strongest answer: one that changes something comes first.
 
-    If the joined configuration is not better than the default, no part of it is recommended.
+    Once the joined configuration was measured, its parts are not recommended: it has them, or does without.
     """
-    is_refuted = tuned is not None and not tuned.is_better
     best: dict[str | None, AnswerRecord] = {}
     for answer in sorted(answers, key=lambda answer: (answer.is_better, answer.size)):
-        if answer.advice:
+        if answer.advice and not (has_joined and answer.topic in JOINED_TOPICS and answer.is_better):
             best[answer.topic] = answer
-    return {
-        title: best[topic]
-        for topic, title in TOPICS.items()
-        if topic in best and not (is_refuted and topic in JOINED_TOPICS and best[topic].is_better)
-    }
+    return {title: best[topic] for topic, title in TOPICS.items() if topic in best}
 
 
 def _largest_differences(answers: Iterable[AnswerRecord]) -> list[AnswerRecord]:
-    """The answers with the largest effects, without those that everybody expects."""
-    differing = [answer for answer in answers if answer.verdict in ("yes", "no", "it depends") and answer.change]
-    surprising = [answer for answer in differing if not answer.is_expected]
-    return sorted(surprising, key=lambda answer: -answer.size)[:MAX_LARGEST]
+    """The largest clear effect of each lab, without those that everybody expects, by size."""
+    largest: dict[str, AnswerRecord] = {}
+    for answer in sorted(answers, key=lambda answer: answer.size):
+        if answer.verdict in ("yes", "no") and answer.change and not answer.is_expected:
+            largest[answer.lab] = answer
+    return sorted(largest.values(), key=lambda answer: -answer.size)[:MAX_LARGEST]

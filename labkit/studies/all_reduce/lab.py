@@ -170,7 +170,7 @@ LAB = Lab(
             text="How does the time of an all-reduce grow with its size and the number of ranks?",
             table=torch_times,
             configuration=CONFIGURATION,
-            says="{n_bytes} take {seconds}, {times_the_shortest} times as long as the smallest size.",
+            says="Between {world_size} ranks, an all-reduce of {n_bytes} takes {seconds}.",
             figure=Lines(x="n_bytes", y="seconds", hue="world_size", panel="backend"),
         ),
         Report(
@@ -189,7 +189,7 @@ LAB = Lab(
             baseline=TORCH,
             names=NAMES,
             topic="all_reduce",
-            advice="Where this machine's ranks send point to point, average by {name}{where}.",
+            advice="Between ranks that share no memory, average by {name}{where}.",
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
         Check(
@@ -210,7 +210,7 @@ LAB = Lab(
             among=(SHARED, POINT_TO_POINT),
             names=NAMES,
             topic="transport",
-            advice="Average CPU tensors of one machine's ranks by {name}{where}.",
+            advice="On one machine, average CPU tensors by {name}{where}.",
             figure=Lines(source=TRANSPORT_TIME, x="n_bytes", panel="world_size"),
         ),
         Compare(
@@ -220,7 +220,7 @@ LAB = Lab(
             baseline="default",
             names=NAMES,
             topic="scheduling",
-            advice="Run CPU ranks under SCHED_BATCH{where}: labkit's are, others by `chrt -b 0`.",
+            advice="Run CPU ranks under SCHED_BATCH{where}. labkit does; start other programs with `chrt -b 0`.",
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
     ],

@@ -195,7 +195,7 @@ LAB = Lab(
             text="How well does the net learn?",
             table=last_epochs,
             configuration=("dataset", "implementation"),
-            says="On {dataset}, {implementation} classifies {accuracy_percent}% of the validation images correctly.",
+            says="On {dataset}, the net classifies {accuracy_percent}% of the validation images correctly.",
             figure=Lines(source=by_epoch, x="epoch", y="validation_loss", hue="implementation", log=""),
         ),
         Check(
@@ -231,7 +231,7 @@ LAB = Lab(
             baseline=LOCAL,
             names=NAMES,
             topic="batch_norm",
-            advice="With so few images per rank, synchronize batch norm{where}.",
+            advice="If a rank has few images, synchronize batch norm{where}.",
         ),
     ],
 )

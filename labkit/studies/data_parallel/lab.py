@@ -66,6 +66,9 @@ AT = {"world_size": None, "batch": None, "context_length": None}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     TORCH: "torch's DDP",
+    "bucketed": "BucketedDDP",
+    "bucketed_shared": "BucketedDDP through shared memory",
+    "naive_shared": "NaiveDDP through shared memory",
     DEFAULT_BUCKETS: "the default size",
     EVERY: "averaging after every micro-batch",
     LAST: "a step under no_sync",

@@ -204,6 +204,7 @@ LAB = Lab(
         ),
         Compare(
             id="threads",
+            is_expected=True,
             text="Do more threads make an operator faster?",
             metric=THREADS,
             baseline=1,

@@ -234,7 +234,7 @@ LAB = Lab(
             configuration=("batch", "context_length"),
             topic="largest_model",
             says="{size}: a full step needs {peak_bytes} of {machine_bytes}.",
-            advice="Train models of up to the size {size} (batch {batch}, {context_length} tokens, float32, AdamW).",
+            advice="Train models up to {size} (batch {batch}, {context_length} tokens, float32, AdamW).",
         ),
         Check(
             id="counted_against_measured",

@@ -207,7 +207,7 @@ LAB = Lab(
             among=STAGES[1:],
             names=NAMES,
             topic="sharding",
-            advice="Shard as {name} does{where}.",
+            advice="If memory is short, shard as {name} does{where}: a step takes less time, too.",
             keep="Shard only to save memory.",
             figure=Bars(source=PARTS_OF_STEP, x="implementation", hue="part", panel="transport", stacked=True, at=AT),
         ),

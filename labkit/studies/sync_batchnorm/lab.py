@@ -92,6 +92,7 @@ LAB = Lab(
     questions=[
         Compare(
             id="price",
+            is_expected=True,
             text="Is a synchronized layer as fast as plain BatchNorm?",
             metric=TIME,
             baseline=PLAIN,

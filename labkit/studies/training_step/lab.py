@@ -227,6 +227,7 @@ LAB = Lab(
         ),
         Compare(
             id="first_step",
+            is_expected=True,
             text="Is a later step of a process faster than its first one?",
             metric=FIRST_STEP,
             baseline=FIRST,

@@ -20,7 +20,7 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
 
 FIELDS = tuple(Configuration.__dataclass_fields__)
-WORDS = {"attention": "{} attention", "compiled": "torch.compile"}
+WORDS = {"attention": "{} attention", "compiled": "torch.compile", "wrapper": "the {} wrapper"}
 
 
 class TunedStepConfig(TimedConfig):
@@ -69,7 +69,7 @@ def ingredients(results: Results) -> pd.DataFrame:
 def _describe_changes(row: dict[str, object]) -> str:
     fields = [name for name in FIELDS if row["world_size"] != 1 or name not in RANK_FIELDS]
     changed = [name for name in fields if row[name] != getattr(DEFAULT, name)]
-    return join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "nothing"
+    return join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "the defaults"
 
 
 LAB = Lab(
@@ -94,10 +94,10 @@ LAB = Lab(
         ),
         Report(
             id="ingredients",
-            text="What does the joined configuration change?",
+            text="What does the joined configuration use?",
             table=ingredients,
             configuration=("model", "world_size"),
-            says="With {model}: {changes}.",
+            says="With {model} it uses {changes}.",
         ),
     ],
 )
