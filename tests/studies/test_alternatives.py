@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from labkit.parallel.collectives import ring_all_reduce
 from labkit.parallel.launch import Retry, Row, launch
-from labkit.studies.shared.alternatives import Failed, describe_failure, run_guarded, time_guarded
+from labkit.studies.shared.alternatives import describe_failure, row_of, time_guarded
 
 NO_PLAN = r"failed: ValueError: no plan, line \d+ of test_alternatives.py"  # where it was raised
 
@@ -85,8 +85,8 @@ def _in_turns(_):
 
     sent = []
     for action in (out_of_memory, out_of_memory_later, next_message, halfway, right):
-        result = run_guarded(action.__name__, action, device="cpu")
-        yield {"name": action.__name__, "result": result.reason if isinstance(result, Failed) else result}
+        row = row_of(action.__name__, lambda action=action: {"result": action()}, device="cpu")
+        yield {"name": action.__name__, "result": row.get("check", row.get("result"))}
 
 
 def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():

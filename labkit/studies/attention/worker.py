@@ -20,7 +20,7 @@ from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
-from labkit.studies.shared.alternatives import Failed, run_guarded, timed_rows
+from labkit.studies.shared.alternatives import row_of, timed_rows
 from labkit.studies.shared.compiler import prepare_compiler
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
@@ -85,16 +85,14 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
         if problem is None:
             problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
         passes = problem.passes(attention_named(name).attend)
-        result = run_guarded(name, partial(_examine, point, problem, passes, name), device=point.device)
-        if isinstance(result, Failed):
+        row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
+        yield row
+        if row["check"] != "ok":
             passes.release()
-            yield row | {"check": result.reason}
             continue
-        yield row | result
-        if result["check"] == "ok":
-            right[name] = passes
-            if point.session == 1:
-                yield {"implementation": name, "phase": "saved", "saved_bytes": _held_bytes(passes)}
+        right[name] = passes
+        if point.session == 1:
+            yield {"implementation": name, "phase": "saved", "saved_bytes": _held_bytes(passes)}
     yield from _time(point, right)
 
 

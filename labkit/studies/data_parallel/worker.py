@@ -23,7 +23,7 @@ from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.data_parallel.timeline import profile_step
-from labkit.studies.shared.alternatives import Failed, check_and_time, run_guarded
+from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
 from labkit.studies.shared.trainer import BACKWARD, Trainer
 
@@ -104,13 +104,15 @@ def _describe(name: str) -> dict[str, Any]:
     return {"alternative": name, "implementation": implementation, "bucket": bucket}
 
 
-def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = False) -> None:
+def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = False, then_update: bool = False) -> None:
     """Add up gradients of micro-batches, averaged after each of them, or after the last one only (`no_sync`)."""
     for micro_batch in range(micro_batches):
         is_silent = only_last and micro_batch < micro_batches - 1
         with trainer.model.no_sync() if is_silent else nullcontext():
             trainer.forward()
             trainer.backward()
+    if then_update:
+        trainer.update()
 
 
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
@@ -153,7 +155,7 @@ def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str
         wrapper, _, averaged = name.partition(", ")
         trainer = make_trainer(wrapper, workload, device)
         run = partial(accumulate, trainer, point.micro_batches, only_last=averaged == LAST)
-        return _check(trainer, run, expected), partial(_accumulate_and_update, trainer, run)
+        return _check(trainer, run, expected), partial(run, then_update=True)
 
     rows = {
         f"{name}, {averaged}": _describe(name) | {"averaged_after": averaged}
@@ -163,27 +165,23 @@ def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str
     yield from check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds)
 
 
-def _accumulate_and_update(trainer: Trainer, run: Callable[[], None]) -> None:
-    run()
-    trainer.update()
-
-
 def _look_at_each(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """The timeline or the peak memory of a step, one wrapper after the other."""
     for name in point.alternatives:
         dist.barrier()
-        rows = run_guarded(name, partial(_look, point.sweep, name, workload, device), device=device)
-        for row in [{"check": rows.reason}] if isinstance(rows, Failed) else rows:
+        result = row_of(name, partial(_look, point.sweep, name, workload, device), device=device)
+        for row in result.pop("rows", [result]):
             yield _describe(name) | row
 
 
-def _look(sweep: str, name: str, workload: Workload, device: str) -> list[dict[str, Any]]:
+def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, Any]:
+    """Return the row of this wrapper, or several as `rows`."""
     make = partial(make_trainer, name, workload, device)
     trainer = make()
     verdict = check_completeness(dict(trainer.model.named_parameters()), partial(accumulate, trainer))
     if verdict != "ok":
-        return [{"check": verdict}]
+        return {"check": verdict}
     if sweep == "timeline":
-        return profile_step(trainer.phases, device)
+        return {"rows": profile_step(trainer.phases, device)}
     del trainer
-    return [{"check": "ok", "peak_bytes": peak_of_second(make, Trainer.step, device=device)}]
+    return {"check": "ok", "peak_bytes": peak_of_second(make, Trainer.step, device=device)}

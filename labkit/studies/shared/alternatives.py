@@ -1,6 +1,6 @@
 """Run and time alternatives so that the failure of one costs no other: its error is the reason in its own row.
 
-`run_guarded` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On one rank the
+`row_of` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On one rank the
 point continues after a failure. Several ranks may have left collectives halfway, and the next alternative would meet
 these. So if any rank raises, dies or hangs, the point is measured again by new ranks without that alternative, whose
 row has the reason. A rank that alone is out of memory costs the point: the other alternatives' tensors may be to blame.
@@ -9,9 +9,8 @@ row has the reason. A rank that alone is out of memory costs the point: the othe
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,43 +22,28 @@ from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
-T = TypeVar("T")
 Action = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Takes the place of an alternative's result."""
-
-    reason: str
-    """For the `check` of its row: "failed: RuntimeError: ..."."""
 
 
 class OutOfMemoryEverywhere(Exception):
     """All ranks are out of memory in one turn: that alternative needs more than there is."""
 
 
-def run_guarded(alternative: str, action: Callable[[], T], *, device: str) -> T | Failed:
-    """Run the action and return its result, or the reason if this alternative fails now or failed before.
+def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
+    """Run `check` and return its columns; a `check` with the reason if this alternative fails now or failed before.
 
     Raises if the device is dead, and on several ranks for every failure.
     """
     if (reason := current_alternative.excluded_reason(alternative)) is not None:
-        return Failed(reason)
+        return {"check": reason}
     try:
         with guarded_turn(alternative, device):
-            return action()
+            return dict(check())
     except Exception as error:
         if _is_one_of_several():
             raise
         current_alternative.end()
-        return Failed(describe_failure(error, device))
-
-
-def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
-    """Run `check` and return its columns; if it fails, a `check` with the reason."""
-    row = run_guarded(alternative, check, device=device)
-    return {"check": row.reason} if isinstance(row, Failed) else dict(row)
+        return {"check": describe_failure(error, device)}
 
 
 @contextmanager
