@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_float_dtype
 
 from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
@@ -211,8 +212,6 @@ class Check(Question):
     """Plural noun for the measured quantity."""
     reference: str = "the prediction"
     """Noun for the predicted quantity."""
-    configuration: tuple[str, ...] = ()
-    """Columns that describe what the table covers."""
     needs_calibration: bool = False
     """Whether the prediction uses the machine's calibration."""
 
@@ -230,9 +229,14 @@ class Check(Question):
             self._headline(verdict, ratios, factors, n_close),
             table.assign(measured_over_predicted=ratios),
             effect=float(ratios.median()),
-            scope=f"{n_close} of {counted(len(table), 'comparison')}: {describe_scope(table, self.configuration)}",
+            scope=f"{n_close} of {counted(len(table), 'comparison')}: {describe_scope(table, self.keys(table))}",
             notes=results.missing,
         )
+
+    def keys(self, table: pd.DataFrame) -> list[str]:
+        """Columns that name the rows: those before the measured one, without other measurements."""
+        before = table.columns[: list(table.columns).index(self.measured)]
+        return [name for name in before if not is_float_dtype(table[name])]
 
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
         if verdict == "yes":

@@ -23,9 +23,9 @@ from labkit.lab.project import kind_of_path, recorded_directory, runs_directory,
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import labels
 
-REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "turns", "timeout_s"}
+REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "timeout_s"}
 """Parameters of how often and how long: runs that differ in them are comparable."""
-MACHINE_DECIDES = {"session", "turn", "passes", "most_bytes", "machine_bytes", "archive", "peak_flops_per_s"}
+MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 """Further fields of a point that do not change what is measured."""
 PLACES = {"device", "backend"}
 """Fields that may differ between machines if they share no point otherwise."""

@@ -144,8 +144,7 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
     if answer.table is None:
         return answer
     table = answer.table.reset_index(drop=True)
-    place = list(table.columns).index(question.measured)
-    names = labels(table, list(table.columns[:place]))
+    names = labels(table, question.keys(table))
     column = pd.Series(np.nan, index=table.index)
     for guess, value in guesses.items():
         rows = [row for row, name in enumerate(names) if set(guess.split(", ")) <= set(name.split(", "))]
@@ -153,7 +152,7 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
             hint = f"{len(rows)} rows, such as {names[rows[0]]!r}" if rows else f"no row{nearest(guess, names)}"
             raise ParameterError(f"guess: {guess!r} belongs to {hint}")
         column[rows[0]] = value
-    table.insert(place, "your_guess_s", column)
+    table.insert(list(table.columns).index(question.measured), "your_guess_s", column)
     guessed = table.dropna(subset="your_guess_s")
     if guessed.empty:
         return replace(answer, table=table)

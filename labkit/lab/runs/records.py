@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
@@ -110,14 +110,14 @@ class Again(_PointRecord):
 
 
 class Resumption(BaseModel):
-    """A run was resumed: when, from which source, by which command. Older files lack some fields."""
+    """A run was resumed: when, by which command, from which source."""
 
     model_config = ConfigDict(frozen=True)
 
-    kind: Literal["resumed"] = "resumed"
-    at: datetime | None = None
-    command: str | None = None
-    source: Source | None = Field(default=None, validation_alias=AliasChoices("source", "git"))  # `git` in older runs
+    kind: Literal["resumed"]
+    at: datetime
+    command: str
+    source: Source | None = None
 
 
 Record = Row | End | Again | Resumption

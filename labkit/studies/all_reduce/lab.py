@@ -199,7 +199,6 @@ LAB = Lab(
             table=predictions,
             measured="seconds",
             predicted="predicted_s",
-            configuration=CONFIGURATION,
             figure=Lines(x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"),
         ),
         Compare(

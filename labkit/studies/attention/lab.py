@@ -201,7 +201,6 @@ LAB = Lab(
             predicted="predicted_bytes",
             subject="byte counts",
             within=1.02,
-            configuration=CONFIGURATION,
             figure=Lines(x="sequence", y="saved_bytes", hue="implementation", panel="dtype", at=AT),
         ),
         Report(

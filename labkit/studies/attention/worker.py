@@ -32,7 +32,6 @@ FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
 MARGIN = 1.1  # over the formulas: allocators round up, and matmuls have workspaces
 TOO_SLOW = "right, but too slow to time"
 WARM_UP_TOKENS = 64
-COMPILE_S = 5.0  # planned per shape, as measured on two CPU cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +51,6 @@ class AttentionPoint(SessionPoint):
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
-
-    @property
-    def planned_s(self) -> float:
-        return super().planned_s + COMPILE_S * (COMPILED in self.implementations)
 
     @property
     def needed_bytes(self) -> float:

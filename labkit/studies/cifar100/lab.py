@@ -145,36 +145,30 @@ NAMES = {
 
 def by_epoch(results: Results) -> pd.DataFrame:
     """Median over the seeds of losses and accuracy, by implementation and epoch."""
-    keys = ["dataset", "implementation", "epoch"]
-    rows = results.rows([*keys, *RESULTS]).dropna(subset=list(RESULTS))
-    return rows.groupby(keys, sort=False)[list(RESULTS)].median().reset_index()
+    return (
+        _rows(results).groupby(["dataset", "implementation", "epoch"], sort=False)[list(RESULTS)].median().reset_index()
+    )
 
 
 def last_epochs(results: Results) -> pd.DataFrame:
     """After the last epoch, by implementation: medians over the seeds, and the smallest and largest accuracy."""
-    rows = _last_results(results)
-    if rows.empty:
-        return rows
-    groups = rows.groupby(["dataset", "implementation"], sort=False)
+    groups = _select_last_epochs(_rows(results)).groupby(["dataset", "implementation"], sort=False)
     accuracy = groups["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
     return groups[list(RESULTS)].median().join(accuracy).reset_index()
 
 
 def same_training(results: Results) -> pd.DataFrame:
     """After the last epoch, each seed's results with labkit's parts and with torch's, by batch norm."""
-    rows, keys = _last_results(results).rename(columns=RESULTS), ["batch_norm", "seed", "result"]
-    if rows.empty:
-        return pd.DataFrame(columns=[*keys, LABKIT, TORCH])
+    rows, keys = _select_last_epochs(_rows(results)).rename(columns=RESULTS), ["batch_norm", "seed", "result"]
     long = rows.melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")
     wide = long.pivot_table(index=keys, columns="wrapper", values="value")
     return wide.reindex(columns=[LABKIT, TORCH]).reset_index().rename_axis(columns=None)
 
 
-def _last_results(results: Results) -> pd.DataFrame:
-    """Losses and accuracy of each seed after the last epoch."""
-    rows = results.rows(["dataset", "implementation", "wrapper", "batch_norm", "epoch", "seed", *RESULTS])
-    rows = rows.dropna(subset=list(RESULTS))
-    return _select_last_epochs(rows) if len(rows) else rows
+def _rows(results: Results) -> pd.DataFrame:
+    """Losses and accuracy by seed and epoch."""
+    columns = ["dataset", "implementation", "wrapper", "batch_norm", "epoch", "seed", *RESULTS]
+    return results.rows(columns).dropna(subset=list(RESULTS))
 
 
 LAB = Lab(
@@ -207,7 +201,6 @@ LAB = Lab(
             within=1.03,
             subject="losses and accuracies",
             reference="torch's",
-            configuration=("batch_norm", "result"),
         ),
         Compare(
             id="time",

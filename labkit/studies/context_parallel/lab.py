@@ -79,7 +79,7 @@ def efficiency(results: Results) -> pd.DataFrame:
 
 def sent(results: Results) -> pd.DataFrame:
     """Collectives and bytes in both passes of the rank that sends most, with the formula."""
-    keys, values = [*CONFIGURATION, "way"], ["calls", "sent_bytes", "formula_sent_bytes"]
+    keys, values = [*CONFIGURATION, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(keys, sort=False)[values].max().reset_index()
 
@@ -113,7 +113,6 @@ LAB = Lab(
             within=1.25,
             subject="efficiencies",
             reference="the layout's",
-            configuration=CONFIGURATION,
             figure=Lines(x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
         ),
         *(
@@ -132,7 +131,6 @@ LAB = Lab(
             within=1.01,
             subject="bytes sent",
             reference="those of the formula",
-            configuration=CONFIGURATION,
             figure=Lines(x="sequence", y="sent_bytes", hue="way", panel="world_size"),
         ),
         Compare(

@@ -30,6 +30,7 @@ from labkit.studies.shared.trainer import BACKWARD, Trainer
 DEFAULT_BUCKETS = "default"
 EVERY, LAST = "every micro-batch", "the last micro-batch"
 WAITING = "waiting"
+ONE_BY_ONE = ("memory", "timeline")  # sweeps that measure one wrapper after the other
 N_COPIES = 3  # of the parameters per alternative: parameters, gradients, messages
 
 
@@ -53,12 +54,8 @@ class DataParallelPoint(TimedPoint):
         return RESNET50_PARAMETERS if self.workload == RESNET50 else n_parameters(SIZES[self.workload])
 
     @property
-    def contests(self) -> int:
-        return int(self.sweep not in ("memory", "timeline"))
-
-    @property
     def needed_bytes(self) -> float:
-        models = len(self.alternatives) * (2 if self.sweep == "accumulation" else 1) if self.contests else 1
+        models = 1 if self.sweep in ONE_BY_ONE else len(self.alternatives) * (1 + (self.sweep == "accumulation"))
         return N_COPIES * (models + 1) * 4 * self.parameters
 
 
@@ -73,7 +70,7 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
         device=device,
         seed=point.batch_seed(dist.get_rank()),
     ).copied()
-    if not point.contests:
+    if point.sweep in ONE_BY_ONE:
         yield from _look_at_each(point, workload, device)
     elif point.sweep == "accumulation":
         yield from _time_accumulation(point, workload, device)

@@ -244,7 +244,6 @@ LAB = Lab(
             predicted="counted_bytes",
             within=1.02,
             subject="measured peaks",
-            configuration=("size", "context_length", "precision", "phase"),
         ),
     ],
 )

@@ -73,7 +73,7 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
 
 def sent(results: Results) -> pd.DataFrame:
     """Collectives and bytes per step of the rank that sends most; seconds, and those of compute and messages."""
-    keys, values = [*TENSOR_KEYS, "way"], ["calls", "sent_bytes", "formula_sent_bytes"]
+    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
     table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
     medians = TENSOR_TIME.medians(results.frame)[[*keys, "seconds"]]
@@ -159,13 +159,12 @@ LAB = Lab(
                 within=within,
                 subject=subject,
                 reference="those of the formula",
-                configuration=keys,
                 figure=figure,
             )
-            for name, text, within, subject, table, keys, figure in (
-                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, TENSOR_KEYS, None),
-                ("busy", WORKS, 1.15, "shares", pipelines, PIPELINE_KEYS[:-1], BUSY),
-                ("held", HOLDS, 1.01, "counts", pipelines, PIPELINE_KEYS[:-1], GANTT),
+            for name, text, within, subject, table, figure in (
+                ("sent_bytes", SENDS, 1.01, "bytes sent", sent, None),
+                ("busy", WORKS, 1.15, "shares", pipelines, BUSY),
+                ("held", HOLDS, 1.01, "counts", pipelines, GANTT),
             )
         ),
         *(

@@ -184,7 +184,6 @@ LAB = Lab(
             within=1.01,
             subject="bytes held",
             reference="those of the formulas",
-            configuration=("size", "world_size"),
             figure=Bars(x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT),
         ),
         Check(
@@ -196,7 +195,6 @@ LAB = Lab(
             within=1.01,
             subject="bytes sent",
             reference="those of the formulas",
-            configuration=("size", "optimizer", "transport", "world_size"),
             figure=Bars(x="implementation", y="sent_bytes", hue="collective", panel="world_size", stacked=True, at=AT),
         ),
         Compare(

@@ -58,10 +58,6 @@ class ShardingPoint(TimedPoint):
     """Ranks on this host, which share its memory."""
 
     @property
-    def contests(self) -> int:
-        return int(self.kind == "time")
-
-    @property
     def needed_bytes(self) -> float:
         models = 1 if self.kind == "memory" else len(self.implementations) + 1
         return models * COPIES * 4 * n_parameters(SIZES[self.size])

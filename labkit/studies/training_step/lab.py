@@ -159,7 +159,7 @@ def matmul_shares(results: Results) -> pd.DataFrame:
 def top_operators(results: Results) -> pd.DataFrame:
     """The five operators that take most of a full step, by model."""
     rows = OPERATORS.select(results.frame)
-    rows = rows[(rows["profiled"] == STEP) & (rows["operator"] != "all others")]  # of older runs
+    rows = rows[rows["profiled"] == STEP]
     keys = ["device", "size", "operator"]
     if rows.empty:
         return rows[[*keys, "self_s"]]
@@ -213,7 +213,6 @@ LAB = Lab(
             table=predictions,
             measured="seconds",
             predicted="predicted_s",
-            configuration=CONFIGURATION,
             figure=Lines(x="size", y="measured_over_predicted", hue="phase", log="y"),
         ),
         Compare(

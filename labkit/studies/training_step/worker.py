@@ -25,7 +25,6 @@ INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "o
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
 EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
-COMPILE_S = 4.0  # planned per layer, as measured on two CPU cores
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 MAX_PROFILED_PASSES = 6
@@ -43,15 +42,6 @@ class TrainingStepPoint(TimedPoint):
     batch: int = 4
     context_length: int = 128
     trial: int = 0
-
-    @property
-    def contests(self) -> int:
-        return int(self.sweep in ("phases", "compile"))
-
-    @property
-    def planned_s(self) -> float:
-        shape = find_shape(self.size) if self.sweep == "compile" else None
-        return super().planned_s + COMPILE_S * (shape.n_layers if shape else 0)
 
     @property
     def needed_bytes(self) -> float:
