@@ -49,6 +49,10 @@ class MemoryPoint(TimedPoint):
     """Whether a counted point also has the timeline and the largest allocations of its full step."""
 
     @property
+    def contests(self) -> int:
+        return int(self.kind == CHECKPOINT and self.repeats > 0)
+
+    @property
     def needed_bytes(self) -> float:
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
