@@ -1,6 +1,7 @@
 """GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about those that can."""
 
 import subprocess
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from labkit.__main__ import main
 from labkit.bench.check import deterministic_math
 from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
-from labkit.lab.point import skip_reason
+from labkit.lab.point import Point
 from labkit.machine import description, gpus
 from labkit.machine.load import Load, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
@@ -20,6 +21,18 @@ H100, V100 = ("NVIDIA H100 80GB HBM3", 9, 0), ("Tesla V100-SXM2-16GB", 7, 0)
 MIG = ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0)
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
 GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Point):
+    """A point of one tensor per rank."""
+
+    device: str = "cuda"
+    n_bytes: int
+
+    @property
+    def needed_bytes(self):
+        return self.n_bytes
 
 
 @pytest.mark.parametrize(
@@ -152,8 +165,8 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
     gpu = dict(doctor.machine_rows())["gpu"]
     assert gpu.startswith("3x NVIDIA H100 80GB HBM3, 80 GiB, ")
     assert "68.4 GiB, " in gpu
-    assert skip_reason(machine, "cuda", 50 * GIB) is None
-    assert "available" in skip_reason(machine, "cuda", 60 * GIB, ranks=2)  # 2 * 30000 MiB for both
+    assert Large(n_bytes=50 * GIB).skip_reason(machine) is None
+    assert "available" in Large(n_bytes=30 * GIB, world_size=2).skip_reason(machine)  # 2 * 30000 MiB for both
     again = description.Machine.model_validate_json(machine.model_dump_json())
     assert again == machine
 

@@ -25,7 +25,7 @@ from pandas.api.types import is_float_dtype
 from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
 from labkit.lab.units import counted, format_factor, format_value, label
-from labkit.lab.wording import describe_region, describe_regions, describe_scope, phrasing, quotable
+from labkit.lab.wording import describe_region, describe_scope, phrasing, quotable
 
 Verdict = Literal[
     "yes", "no", "it depends", "no clear difference", "undecided", "measured", "counted", "predicted", "not measured"
@@ -153,7 +153,6 @@ class Compare(Question):
         name = alternatives[0] if len(alternatives) == 1 else best
         quoted = better if len(better) else worse
         region = describe_region(rows, better, metric.configuration) if len(better) else None
-        where = describe_regions(rows, better, metric.configuration) if len(better) else None
         some = "in most configurations" if 2 * len(better) > len(rows) else "in some configurations"
         return {
             "name": f"any of {len(alternatives)} alternatives" if name is None else self._name(name),
@@ -163,7 +162,7 @@ class Compare(Question):
             "worse": phrases.worse,
             "noun": phrases.noun,
             "region": region if region and len(re.findall(r"\d+", region)) <= 1 else some,
-            "where": "" if len(better) == len(rows) else f" {where}" if where else f" ({phrases.better} {some})",
+            "where": "" if len(better) == len(rows) else f" {region}" if region else f" ({phrases.better} {some})",
         }
 
     def _name(self, alternative: Any) -> str:

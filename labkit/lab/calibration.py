@@ -74,17 +74,13 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
 
 
 def describe_calibration(run: Run) -> str:
-    """Name the calibration behind a run's predictions, with doubts about its age, source and disturbances."""
+    """Name the calibration behind a run's predictions, and whether the machine was disturbed then."""
     calibration = run.header.calibration
     if calibration is None:
         return "nothing: the machine was not calibrated (labkit measure limits)"
     text = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
-    if run.header.started - calibration.measured > FRESH:
-        text += ", more than a day before this run"
     if calibration.is_disturbed:
         text += ", while the machine was slow or busy for a part: predictions may be too long"
-    if calibration.source and calibration.source != str(run.header.machine.source):
-        text += f", by another source ({calibration.source})"
     return text
 
 

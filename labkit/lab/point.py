@@ -97,12 +97,14 @@ class Point:
     def skip_reason(self, machine: "Machine") -> str | None:
         """Return why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
         device, ranks = getattr(self, "device", "cpu"), ranks_here(self.world_size)
-        if self.refusal:
-            return self.refusal
+        if reason := self.refusal or machine.no_device_reason(device):
+            return reason
         if self.backend == "nccl" and ranks > len(machine.gpus) > 0:
             return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
-        process_bytes = RANK_BYTES if device == "cpu" else 0
-        return skip_reason(machine, device, ranks * (process_bytes + self.needed_bytes), ranks=ranks)
+        gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]  # one per rank, as far as there are enough
+        available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
+        needed = ranks * (self.needed_bytes + (RANK_BYTES if device == "cpu" else 0))
+        return None if needed <= available else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
 
     @property
     def start_s(self) -> float:
@@ -201,17 +203,3 @@ def planned_s(points: Iterable[Point]) -> float:
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:
     """Group neighbors that can share ranks."""
     return [list(group) for _, group in groupby(points, key=lambda point: point.ranks_key)]
-
-
-def skip_reason(machine: "Machine", device: str, needed_bytes: float, *, ranks: int = 1) -> str | None:
-    """Return why `ranks` ranks cannot have `needed_bytes` together here ("needs 51 GiB, 22 GiB available"), or None.
-
-    On "cuda" each rank has a GPU, as far as there are enough, and the smallest of them decides.
-    """
-    if reason := machine.no_device_reason(device):
-        return reason
-    gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
-    available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
-    if needed_bytes <= available:
-        return None
-    return f"needs {format_bytes(needed_bytes)}, {format_bytes(available)} available"

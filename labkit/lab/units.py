@@ -122,13 +122,10 @@ _ENDINGS: tuple[tuple[str, str, Form], ...] = (
     ("_bytes", "", format_bytes),
     ("_s", "", format_seconds),
     ("_percent", " (%)", format_number),
-    ("_ns_per_byte", " (ns/byte)", format_number),
 )
 _COLUMNS = {
     "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
     "bytes": Column("bytes", "memory", format_bytes, "{value}"),
-    "bucket_mb": Column("bucket (MiB)", "bucket size (MiB)", format_number, "buckets of {value} MiB"),
-    "buckets": Column("buckets", "number of buckets", format_number, "{value} buckets"),
     "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
     "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
     "seconds": Column("time", "time", format_seconds),
@@ -143,8 +140,6 @@ _COLUMNS = {
     "bytes_per_s": Column("bytes per second", "bytes per second", format_rate),
     "flops": Column("FLOPs", "FLOPs", format_flops),
     "ratio": Column("ratio", "ratio of times", format_number),
-    "warmup": Column("warm-up steps", "warm-up steps", format_number),
-    "n_elements": Column("n elements", "n elements", format_number, "{value} elements"),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
     "sweep": Column("sweep", "sweep", format_number, is_internal=True),
     "panel": Column("panel", "panel", format_number, is_internal=True),

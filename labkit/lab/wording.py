@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -10,7 +9,6 @@ from labkit.lab.units import column, counted, format_factor, join_words, label, 
 
 TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
 UNEVEN = 2.0  # an interval whose ends differ by more than this factor gives no size
-MAX_REGIONS = 2
 MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 
 
@@ -100,35 +98,6 @@ def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str
         if theirs == set(ordered[: len(theirs)]):
             return f"up to {label(name, max(theirs))}"
     return None
-
-
-def describe_regions(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
-    """Describe `rows` by one region, or by a region per value of one column.
-
-    For example "up to 64 KiB with 2 ranks and up to 1 MiB with 4 ranks". None for more than `MAX_REGIONS` regions.
-    """
-    if (region := describe_region(table, rows, along)) is not None:
-        return region
-    for name in sorted(along, key=lambda name: table[name].nunique()):
-        regions: dict[str | None, list[Any]] = {}
-        for value, group in table.groupby(name):
-            better = group[group.index.isin(rows.index)]
-            is_whole = len(better) == len(group)
-            if len(better):
-                regions.setdefault("" if is_whole else describe_region(group, better, along), []).append(value)
-        if None not in regions and len(regions) <= MAX_REGIONS and table[name].nunique() > 1:
-            word = {"dtype": "in", "world_size": "with"}.get(name, "at")
-            parts = [f"{text} {word} {_label_list(name, values)}".strip() for text, values in regions.items()]
-            return join_words(parts)
-    return None
-
-
-def _label_list(name: str, values: Sequence[Any]) -> str:
-    """Label values, with a shared unit said once: "4 and 6 ranks", "float32"."""
-    *first, last = [label(name, value) for value in values]
-    number, _, unit = last.partition(" ")
-    is_shared = number[:1].isdigit() and all(text[:1].isdigit() and text.partition(" ")[2] == unit for text in first)
-    return join_words([*(text.partition(" ")[0] if is_shared else text for text in first), last])
 
 
 def describe_scope(table: pd.DataFrame, columns: Sequence[str]) -> str:

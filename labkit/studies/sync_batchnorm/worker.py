@@ -128,22 +128,12 @@ class Layer:
         return torch.autograd.grad(self.outputs.pop(), inputs, of_output)
 
 
-class Collectives:
+def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
     """The layer's collectives alone: three numbers per feature and the count gathered, two sums reduced."""
-
-    def __init__(self, features: int, device: str):
-        self.statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device)
-        self.sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
-
-    def forward(self) -> None:
-        all_gather(self.statistics)
-
-    def backward(self) -> None:
-        all_reduce(self.sums, op="sum")
-
-    def run(self) -> None:
-        self.forward()
-        self.backward()
+    statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device)
+    sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
+    forward, backward = partial(all_gather, statistics), partial(all_reduce, sums, op="sum")
+    return {FORWARD: forward, BACKWARD: backward, BOTH: lambda: (forward(), backward())}
 
 
 def _affine(layer: nn.Module) -> list[nn.Parameter]:
@@ -166,14 +156,14 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     if TORCH in rows and device == "cpu":
         rows[TORCH]["not_measured"] = "torch's SyncBatchNorm refuses CPU tensors"
 
-    def check_one(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
-        one = Collectives(point.features, device) if name == COLLECTIVES else Layer(name, batch)
-        if isinstance(one, Layer):
-            layers[name], columns = one, check_layer(one, batch)
-        else:
-            columns = {"check": first_wrong(partial(all_reduce, op="sum"), torch.empty_like(one.sums)) or "ok"}
-        actions = {FORWARD: one.forward, BACKWARD: one.backward, BOTH: one.run}
-        return columns, dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
+    def check_one(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
+        if name == COLLECTIVES:
+            actions = _collectives(point.features, device)
+            tensor = torch.empty(2 * point.features, device=device)
+            return {"check": first_wrong(partial(all_reduce, op="sum"), tensor) or "ok"}, actions
+        layer = layers[name] = Layer(name, batch)
+        actions = {FORWARD: layer.forward, BACKWARD: layer.backward, BOTH: layer.run}
+        return check_layer(layer, batch), dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
 
     right = set()
     for row in check_and_time(rows, check_one, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
