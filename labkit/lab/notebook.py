@@ -72,8 +72,7 @@ class OpenLab:
     def machine_card(self) -> None:
         """Show the machine."""
         self._read_run()
-        hosts = self._run.header.ranks_by_host if self._run else None
-        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine(), hosts=hosts))
+        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine()))
 
     def measure(
         self,

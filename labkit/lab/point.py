@@ -26,7 +26,7 @@ MODELS = ("size", "model", "workload")
 """Fields that name models, small and large."""
 BATCH = ("batch", "context_length")
 
-START_S, START_ON_GPU_S, POINT_S = 0.5, 5.0, 0.5
+START_S, POINT_S = 1.0, 0.5
 """Seconds that a plan allows for ranks to start, and for the inputs, checks and warm-up of a point."""
 
 
@@ -105,12 +105,6 @@ class Point:
         available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
         needed = ranks * (self.needed_bytes + (RANK_BYTES if device == "cpu" else 0))
         return None if needed <= available else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
-
-    @property
-    def start_s(self) -> float:
-        """Planned seconds for its ranks to start."""
-        is_on_gpu = self.backend == "nccl" or getattr(self, "device", "cpu") == "cuda"
-        return START_ON_GPU_S if is_on_gpu else START_S
 
     @property
     def planned_s(self) -> float:
@@ -197,7 +191,7 @@ def planned_s(points: Iterable[Point]) -> float:
 
     Devices on which six rounds take longer than `rounds_s` need more.
     """
-    return sum(group[0].start_s + sum(point.planned_s for point in group) for group in by_ranks(points))
+    return sum(START_S + sum(point.planned_s for point in group) for group in by_ranks(points))
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

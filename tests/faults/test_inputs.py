@@ -88,7 +88,7 @@ def read_all(path):
         assert run.pending is not None
         assert cards.coverage(run)
         assert provenance_rows(load_lab("all_reduce"), run)
-        assert cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host)
+        assert cards.machine_card(run.header.machine, elsewhere=True)
     except RunFileError as error:
         if str(path) in str(error):
             return False
@@ -197,7 +197,7 @@ def test_text_of_a_run_stays_text_on_its_page(tmp_path):
         file.write(json.dumps(end) + "\n")
     run = Run.load(run_path)
     shown = [
-        cards.machine_card(run.header.machine, elsewhere=True, hosts=run.header.ranks_by_host).data,
+        cards.machine_card(run.header.machine, elsewhere=True).data,
         piece("provenance", rows=provenance_rows(study, run).items()),
         cards.coverage(run).data,
         cards.table(run.coverage().assign(**{HTML: HTML}), HTML).data,

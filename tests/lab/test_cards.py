@@ -45,12 +45,11 @@ def answer_pieces(text):
 @pytest.mark.parametrize(("text", "escaped"), [(EVIL, "&lt;script"), (QUOTED, "&#34; onerror=&#39;alert(1)")])
 def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
     machine = describe_machine().model_copy(update={"cpu": text, "host": text, "source": Source(commit=text)})
-    hosts = {text: [0], f"other {text}": [1]}
     pieces = [
         *answer_pieces(text),
         piece("progress", text=Progress(1, 2, text).line()),
         cards.table(pd.DataFrame({text: [text]}), text).data,
-        cards.machine_card(machine, elsewhere=True, hosts=hosts).data,
+        cards.machine_card(machine, elsewhere=True).data,
     ]
     with RunWriter.create(tmp_path, header(lab="fake", config={text: text}, command=text)) as writer:
         writer.end_point(POINTS[0], "skipped", reason=text)

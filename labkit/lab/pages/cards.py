@@ -31,7 +31,6 @@ from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine import Machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.ranks.torchrun import describe_hosts
 from labkit.parallel.traffic import record_schedule
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
@@ -63,12 +62,9 @@ class Piece(HTML):
         return self._records
 
 
-def machine_card(machine: Machine, *, elsewhere: bool, hosts: dict[str, list[int]] | None = None) -> Piece:
-    """The measured machine; says if it is another one than the reader's, and if the run had several hosts."""
-    rows = machine_rows(machine, elsewhere=elsewhere)
-    if hosts is not None and len(hosts) > 1:
-        rows["Hosts"] = f"{len(hosts)}, of which the first is described here: {describe_hosts(hosts)}"
-    html = piece("machine", style=piece_style(), rows=rows.items())
+def machine_card(machine: Machine, *, elsewhere: bool) -> Piece:
+    """The measured machine; says if it is another one than the reader's."""
+    html = piece("machine", style=piece_style(), rows=machine_rows(machine, elsewhere=elsewhere).items())
     return Piece(html, on_page="")  # a page has the facts at its top and its end
 
 
