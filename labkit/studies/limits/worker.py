@@ -111,18 +111,14 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
     """The sizes of square matmuls for which the rounds have time, and the seconds that one may take.
 
     A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
-    20 s. Each size predicts the next, on the slowest rank; a slow one may be a stall and is tried again.
+    20 s. Each size predicts the next, on the slowest rank, by the best of a few tries: one may meet a stall.
     """
     limit_s, sizes = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S), sorted(point.sizes)
     for place, (size, following) in enumerate(pairwise(sizes), 1):
-        at_worst = 2 * following**3 / MIN_FLOPS_PER_S
-        call, growth = matrix_product(device, dtype, size, size, size).run, (following / size) ** 3
-        for tries in (1, MIN_ROUNDS):
-            seconds = min(time_interleaved({"": call}, warmup=0, repeats=tries, device=device)[""])
-            slowest = max_over_ranks(seconds) if point.world_size > 1 else seconds
-            if min(at_worst, slowest * growth) <= limit_s:
-                break
-        else:
+        call = matrix_product(device, dtype, size, size, size).run
+        fastest = min(time_interleaved({"": call}, warmup=0, repeats=MIN_ROUNDS, device=device)[""])
+        predicted = max_over_ranks(fastest) * (following / size) ** 3
+        if min(2 * following**3 / MIN_FLOPS_PER_S, predicted) > limit_s:
             return sizes[:place], limit_s
     return sizes, limit_s
 

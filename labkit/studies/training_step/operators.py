@@ -27,7 +27,9 @@ def list_operators(
     Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA tensors. The
     optimizer is the device's.
     """
-    return {**_passes(shape, batch, context_length, precision), **_update(shape, device)}
+    passes = partial(_trace_passes, batch=batch, context_length=context_length, precision=precision)
+    update = partial(_trace_update, device=device)  # depends on neither batch nor precision
+    return {**_trace_all_layers(shape, passes), **_trace_all_layers(shape, update)}
 
 
 def predict_seconds(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
@@ -38,19 +40,6 @@ def predict_seconds(calibration: Calibration, operators: Phases, parts: Iterable
     counts = Counter((one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part])  # layers repeat
     seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
     return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))
-
-
-@cache
-def _passes(shape: TransformerShape, batch: int, context_length: int, precision: str) -> Phases:
-    return _trace_all_layers(
-        shape, partial(_trace_passes, batch=batch, context_length=context_length, precision=precision)
-    )
-
-
-@cache
-def _update(shape: TransformerShape, device: str) -> Phases:
-    """The optimizer's operators, which depend on neither batch nor precision."""
-    return _trace_all_layers(shape, partial(_trace_update, device=device))
 
 
 def _trace_all_layers(shape: TransformerShape, trace: Callable[[TransformerShape], Phases]) -> Phases:
