@@ -164,7 +164,7 @@ def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) ->
                 "predicted_s": seconds(runs, fit_time(published, ~is_judged)),
                 "origins": find_origins(runs, ground),
             }
-            parts.append(columns | measure_distances(runs, ground, is_unstable[judged]))
+            parts.append(columns | measure_distances(runs, ground, is_unstable[judged], columns["origins"]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -114,11 +114,10 @@ def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
 
 def _strip(question: str, text: str, answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Any]:
     """Place a dot per student on a logarithmic axis whose middle is 1; empty if all effects are 1."""
-    chosen = {student: each[question] for student, each in answers.items()}
     effects = {
         student: answer.effect
-        for student, answer in chosen.items()
-        if answer.verdict != "not measured" and answer.effect > 0
+        for student, each in answers.items()
+        if (answer := each[question]).verdict != "not measured" and answer.effect > 0
     }
     if all(effect == 1 for effect in effects.values()):
         return {}

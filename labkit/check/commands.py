@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
-LARGE_CHANGE = 0.1
-"""Smallest visible change from which more runs of the baseline are advised."""
 YOUR_ANSWER = "*Your answer, with the numbers it rests on:*"
 MINE = """def mine(*arguments):
     raise NotImplementedError("write your own here")
@@ -99,17 +97,15 @@ def _save(result: "CheckResult") -> int:
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
+    unit, ends = "seconds now over seconds then", ("low", "high", "seconds", "smallest_change")
+    about: dict[str, Any] = {"unit": unit, "measured": result.run.header.started}
     numbers = [
         number(
             f"{one.quantity}, {one.place}",
             one.ratio,
-            "seconds now over seconds then",
-            low=one.low,
-            high=one.high,
             validity=one.verdict,
-            measured=result.run.header.started,
-            seconds=one.seconds,
-            smallest_change=one.smallest_change,
+            **about,
+            **{end: getattr(one, end) for end in ends},
         )
         for one in result.changes
     ]
@@ -148,10 +144,8 @@ def _print(result: "CheckResult") -> None:
         cells = (one.quantity, one.place, speed, ratio, smallest, "" if shared else one.verdict)
         table.add_row(*map(plain, cells))
     out.print(table)
-    if any(one.smallest_change > 1 + LARGE_CHANGE for one in result.changes):
-        out.print(
-            "more baseline runs (`labkit check --save`), at different hours, show smaller changes", soft_wrap=True
-        )
+    if any(one.smallest_change > 1.1 for one in result.changes):
+        out.print("more baseline runs (`labkit check --save`), at different hours, show smaller changes")
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
         out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {slower}"), soft_wrap=True)
 

@@ -47,24 +47,23 @@ FORMS = {"FLOP/s": format_flops, "B/s": format_rate}
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a quantity since the baseline. Ratios are seconds now over seconds then: above 1 is slower."""
+    """Change of a quantity since the baseline; ratios are seconds now over seconds then, above 1 is slower.
+
+    `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". Now:
+    `seconds` per sample, `rate` of work per second (NaN if only the time counts), `speed` either of them as text.
+    `smallest_change`: the smallest ratio above 1 that would have counted as a change.
+    """
 
     quantity: str
     place: str
-    """Ranks and device: "2 ranks, cpu"."""
     verdict: str
-    """ "slower", "faster", "no change shown", or "not comparable: <reason>"."""
     seconds: float = math.nan
-    """Per sample, now."""
     rate: float = math.nan
-    """Work per second, now; NaN if only the time counts."""
     speed: str = ""
-    """Rate or time for a reader."""
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
     smallest_change: float = math.nan
-    """Smallest ratio above 1 that would have counted as a change."""
 
 
 def compare(baseline: Sequence[Run], now: Run) -> list[Change]:

@@ -99,14 +99,14 @@ def find_origins(runs: Runs, ground: Ground) -> Texts:
     return np.where(np.isin(runs.table, sorted(ground.tables)), runs.table, elsewhere)
 
 
-def measure_distances(runs: Runs, ground: Ground, unstable: Flags) -> dict[str, Numbers]:
+def measure_distances(runs: Runs, ground: Ground, unstable: Flags, origins: Texts) -> dict[str, Numbers]:
     """Distances by name, (n,), none negative: doublings (log2 of a ratio), or 1 per kind without a measured run.
 
     The size's is the square root of the doublings beyond the framework's largest or smallest model.
+    `origins`: see `find_origins`.
     """
     columns = {name: np.zeros(len(runs)) for name in DISTANCES}
-    is_unknown = (find_origins(runs, ground) == FRAMEWORK).astype(float)
-    columns["nodes"] = is_unknown * np.log2(runs.nodes)
+    columns["nodes"] = (origins == FRAMEWORK) * np.log2(runs.nodes)
     columns["tensor_over_nodes"] = _doublings(runs.tp, np.maximum(runs.gpus_per_node, runs.link_gpus))
     columns["unstable"] = unstable.astype(float)
     sizes, kinds = np.log2(runs.parameters), _kinds(runs)

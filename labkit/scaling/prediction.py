@@ -172,7 +172,8 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     rows = constants.rows(runs)
     parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    origins, columns = find_origins(runs, ground), measure_distances(runs, ground, is_unstable)
+    origins = find_origins(runs, ground)
+    columns = measure_distances(runs, ground, is_unstable, origins)
     predicted = np.sum(list(parts.values()), axis=0)
     seconds, low, high = find_ends(runs, rows, predicted, sum_widths(origins, columns, load_widths()))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
