@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from labkit.machine import description
+from labkit.machine import cgroups, description
 from labkit.machine.cgroups import available_memory_bytes, memory_limit_bytes, oom_kills, quota_cores
 
 MIB = 2**20
@@ -97,8 +97,9 @@ def test_more_used_than_allowed_leaves_nothing_and_without_proc_there_is_no_cgro
     ],
 )
 def test_a_cpu_quota_limits_the_cores(monkeypatch, quota, cores, text):
-    monkeypatch.setattr(description, "quota_cores", lambda: quota)
+    for module in (cgroups, description):
+        monkeypatch.setattr(module, "quota_cores", lambda: quota)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     machine = description.describe_machine.__wrapped__()
-    assert machine.cores == description.available_cores() == cores
+    assert machine.cores == cgroups.available_cores() == cores
     assert machine.cores_text.startswith(text)

@@ -8,7 +8,7 @@ import pytest
 
 from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from tests.jupyterlab import NEEDED, opened_browser, started_server, until
 from tests.rehearsal.pages import cells_of, tries_in
 

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from labkit import __version__
-from labkit.machine import available_memory_bytes, describe_machine
-from labkit.machine.description import dense_bf16_peak_tflops
+from labkit.machine.cgroups import available_memory_bytes
+from labkit.machine.description import dense_bf16_peak_tflops, describe_machine
 from labkit.machine.source import describe_source
 
 

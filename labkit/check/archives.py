@@ -16,7 +16,7 @@ from labkit.lab.commands.doctor import machine_rows
 from labkit.lab.config import ParameterError
 from labkit.lab.project import project_root, reports_directory, runs_directory, write_file
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 
 CARD = "hand-in.json"

@@ -19,7 +19,7 @@ from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
 from labkit.lab.user_checks import Correctness, verdicts
-from labkit.machine import Machine, describe_machine
+from labkit.machine.description import Machine, describe_machine
 from labkit.machine.load import announced, other_measurements
 from labkit.studies import load_lab
 

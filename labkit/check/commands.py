@@ -20,7 +20,7 @@ from labkit.lab.units import counted
 if TYPE_CHECKING:
     from labkit.check.checking import CheckResult
     from labkit.check.comparison import Change
-    from labkit.machine import Machine
+    from labkit.machine.description import Machine
 
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)

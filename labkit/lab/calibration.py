@@ -23,7 +23,7 @@ from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_do
 from labkit.lab.metric import Metric
 from labkit.lab.project import runs_directory
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 
 LIMITS = "limits"
 FRESH = timedelta(days=1)

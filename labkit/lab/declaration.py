@@ -14,7 +14,7 @@ from labkit.lab.answers import Answer, Question
 from labkit.lab.config import AUTO, LabConfig, ParameterError, nearest, ranks_on_gpus, resolve_config, shorten
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
-from labkit.machine import Machine, describe_machine
+from labkit.machine.description import Machine, describe_machine
 
 Say = Callable[[str], None]
 """Shows a few words of progress."""

@@ -29,7 +29,7 @@ from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, termina
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import NAME, AlternativeCheck, check_alternative, check_guesses, with_guesses
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins
-from labkit.machine import Machine, describe_machine
+from labkit.machine.description import Machine, describe_machine
 
 
 def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":

@@ -14,11 +14,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from labkit.lab.units import counted, format_bytes, label
-from labkit.machine import available_memory_bytes
+from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.ranks.torchrun import ranks_here
 
 if TYPE_CHECKING:
-    from labkit.machine import Machine
+    from labkit.machine.description import Machine
 
 RANK_BYTES = 200 * 2**20
 """Resident memory of a rank on a CPU, torch included."""

@@ -18,7 +18,7 @@ from labkit.lab.answers import Compare
 from labkit.lab.declaration import find_lab
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.machine import Machine, describe_machine
+from labkit.machine.description import Machine, describe_machine
 
 MAX_LENGTH_RATIO = 2.0  # factor by which a measured sequence may differ in length for its result to apply
 STEP = "forward and backward"

@@ -6,6 +6,7 @@ this module, and not `description`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,12 @@ def quota_cores(root: Path = ROOT) -> float | None:
         if len(numbers) == 2 and all(number.isdigit() for number in numbers):  # not "max", or -1
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
+
+
+def available_cores() -> int:
+    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def throttled_periods(root: Path = ROOT) -> tuple[int, int]:

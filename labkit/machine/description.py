@@ -1,6 +1,5 @@
 """This computer's devices, memory, peak rates, software versions and labkit source: provenance of every number."""
 
-import os
 import platform
 import re
 from contextlib import suppress
@@ -15,7 +14,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from labkit.machine import gpus as cuda_gpus
-from labkit.machine.cgroups import memory_limit_bytes, quota_cores
+from labkit.machine.cgroups import available_cores, memory_limit_bytes, quota_cores
 from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
@@ -158,12 +157,6 @@ def describe_machine() -> Machine:
         source=describe_source(),
         float32_products=_float32_products(),
     )
-
-
-def available_cores() -> int:
-    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def dense_bf16_peak_tflops(device_name: str) -> float | None:

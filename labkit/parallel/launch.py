@@ -32,7 +32,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from labkit.machine import available_cores, available_memory_bytes
+from labkit.machine.cgroups import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.group import RankGroup
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker

@@ -9,7 +9,7 @@ import numpy as np
 
 from labkit.check.checking import CHECK
 from labkit.lab.runs.store import Run, RunHeader
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 
 QUANTITIES = ("matmul float32", "matmul bfloat16", "copy", "call", "attention", "training step")
 

@@ -26,7 +26,7 @@ from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import Correctness
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from tests.check.made_up import made_run
 from tests.check.test_documents import SCHEMA
 

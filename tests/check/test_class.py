@@ -14,7 +14,7 @@ from labkit.check.commands import student_notebook
 from labkit.lab.config import ParameterError
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.user_checks import check_alternative
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.parallel.exchange import exchange
 from labkit.studies import LABS, load_lab
 

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.check.comparison import compare, differences, has_lost_hardware
-from labkit.machine import Gpu
+from labkit.machine.description import Gpu
 from tests.check.made_up import QUANTITIES, made_run
 
 BUSY = {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}

@@ -17,7 +17,7 @@ from labkit.lab.pages.report import export_page
 from labkit.lab.parameters import check_parameters
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError, RunHeader
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 from tests.faults.worker import FaultyPoint
 

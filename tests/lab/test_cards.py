@@ -16,7 +16,8 @@ from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunHeader
 from labkit.lab.units import INTERVAL
-from labkit.machine import Source, describe_machine
+from labkit.machine.description import describe_machine
+from labkit.machine.source import Source
 from labkit.parallel.collectives import ring_all_reduce
 from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
 

@@ -15,7 +15,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 from labkit.studies import load_lab as load_real
 from tests.browser import CONTRASTS, opened_browser

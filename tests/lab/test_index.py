@@ -21,7 +21,7 @@ from labkit.lab.pages.record import (
     write_index,
 )
 from labkit.lab.pages.report import export_page
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 from tests.browser import opened_browser
 from tests.lab.fake_lab import FAKE

@@ -10,7 +10,7 @@ import pytest
 from labkit.lab.metric import Results
 from labkit.lab.project import checkout, recorded_directory, reference_directory
 from labkit.lab.runs.store import Run
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))

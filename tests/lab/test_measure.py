@@ -18,7 +18,7 @@ from labkit.lab.runs.progress import NotebookLine
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.lab.user_checks import AlternativeCheck
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 from tests.lab.fake_lab import FAKE, FakeConfig
 from tests.rehearsal.pages import recorded, run_of

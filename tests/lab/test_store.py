@@ -10,7 +10,8 @@ from labkit.lab import project
 from labkit.lab.point import Point
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError, RunHeader, find_run
-from labkit.machine import Source, describe_machine
+from labkit.machine.description import describe_machine
+from labkit.machine.source import Source
 
 
 @dataclass(frozen=True, kw_only=True)

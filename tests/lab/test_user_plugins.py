@@ -23,7 +23,7 @@ from labkit.lab.user_models import (
     user_model_names,
 )
 from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names, worker_with_plugins
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.nn.training import TrainingStep, build_workload
 from labkit.studies import LABS, load_lab
 from tests.lab.fake_lab import FAKE

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.machine import available_cores
+from labkit.machine.cgroups import available_cores
 from labkit.parallel.launch import PointEnd, RankError, Retry, Row, launch, run_ranks
 from labkit.parallel.ranks import group, results
 from labkit.parallel.ranks.results import current_alternative

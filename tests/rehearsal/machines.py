@@ -1,7 +1,6 @@
 """Machines that are not here, as `describe_machine` would describe them."""
 
-from labkit.machine import Gpu, Machine, describe_machine
-from labkit.machine.description import GIB, dense_bf16_peak_tflops
+from labkit.machine.description import GIB, Gpu, Machine, dense_bf16_peak_tflops, describe_machine
 
 
 def _machine(count: int, name: str, gib: float, capability: str, no_gpu_reason: str | None = None) -> Machine:

@@ -64,7 +64,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
 
 def print_load(run: Path | None = None) -> None:
     """Say why GPUs or shared memory are not used, and what else keeps the machine busy."""
-    from labkit.machine import describe_machine
+    from labkit.machine.description import describe_machine
     from labkit.machine.load import busy_reason, load_before_measuring
     from labkit.parallel.transport.shared_memory import unavailable_reason
 
@@ -79,7 +79,7 @@ def print_load(run: Path | None = None) -> None:
 
 def require_device(device: object) -> None:
     """End the command with status 1 and one line if this machine lacks the requested device."""
-    from labkit.machine import describe_machine
+    from labkit.machine.description import describe_machine
 
     if reason := describe_machine().no_device_reason(str(device)):
         err.print(plain(f"device={device}: {reason}"), soft_wrap=True)
@@ -98,7 +98,7 @@ def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: An
 
 def document(command: str, numbers: Iterable[dict[str, Any]], **facts: Any) -> dict[str, Any]:
     """The document of a command: where and when it ran, its numbers (`number`), and further facts."""
-    from labkit.machine import describe_machine
+    from labkit.machine.description import describe_machine
 
     machine = describe_machine()
     return {

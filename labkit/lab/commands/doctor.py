@@ -10,7 +10,8 @@ from labkit.lab.pages import cards
 from labkit.lab.point import planned_s
 from labkit.lab.project import notebooks_directory, project_root
 from labkit.lab.units import format_bytes, format_seconds
-from labkit.machine import available_memory_bytes, describe_machine
+from labkit.machine.cgroups import available_memory_bytes
+from labkit.machine.description import describe_machine
 from labkit.parallel.transport.shared_memory import unavailable_reason
 
 

@@ -28,7 +28,7 @@ from labkit.lab.figures import Plot
 from labkit.lab.pages.html import code_style, piece, piece_style, script, split_constant, table_columns
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.traffic import record_schedule

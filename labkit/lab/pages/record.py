@@ -27,7 +27,7 @@ from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.parallel.ranks.torchrun import describe_hosts
 
 PAGE_MIME = "application/vnd.labkit.page+json"  # the record in an executed notebook

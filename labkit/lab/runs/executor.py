@@ -18,7 +18,7 @@ from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
 from labkit.lab.user_plugins import Plugins, worker_with_plugins
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.machine.load import LoadMeter
 from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
 from labkit.parallel.ranks.fork_server import PRELOADED

@@ -20,7 +20,7 @@ from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins, registered, with_plugin_names
-from labkit.machine import describe_machine
+from labkit.machine.description import describe_machine
 from labkit.machine.load import announced, load_before_measuring
 from labkit.parallel.ranks.torchrun import (
     broadcast_from_first_rank,

@@ -24,8 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
 from labkit.lab.point import Point
-from labkit.machine import Machine, Source
+from labkit.machine.description import Machine
 from labkit.machine.load import Load
+from labkit.machine.source import Source
 
 SCHEMA = 1
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]

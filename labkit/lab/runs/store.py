@@ -25,8 +25,8 @@ from labkit.lab.runs.records import (
     first_problem,
     parse_record,
 )
-from labkit.machine import Source
 from labkit.machine.load import Load, busy_points
+from labkit.machine.source import Source
 
 __all__ = ["Run", "RunFileError", "RunHeader", "find_run"]
 

@@ -20,7 +20,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
 from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register

@@ -18,7 +18,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
 from labkit.studies.attention.worker import BOTH, COMPILED, EXPLICIT, FLASH, MARGIN, TILED, AttentionPoint, measure
 

@@ -17,7 +17,7 @@ from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
-from labkit.machine import available_memory_bytes
+from labkit.machine.cgroups import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
 from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
 from labkit.studies.shared.alternatives import row_of, timed_rows

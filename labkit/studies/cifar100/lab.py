@@ -20,7 +20,7 @@ from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.lab.units import format_seconds
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.cifar100.data import CIFAR100, DIGITS

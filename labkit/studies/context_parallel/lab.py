@@ -12,7 +12,7 @@ from labkit.lab.config import Count, Device, ParameterError, RoundsSeconds, Some
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.context_parallel.worker import (
     GATHERED,

@@ -16,7 +16,7 @@ from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, W
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.nn.training import RESNET50
 from labkit.nn.transformer import SIZES
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register

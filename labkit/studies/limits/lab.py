@@ -20,7 +20,7 @@ from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, o
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.studies.limits.worker import LimitPoint, measure
 
 KIB, MIB = 2**10, 2**20

@@ -19,7 +19,7 @@ from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
 from labkit.lab.user_models import find_shape, model_names, user_model_names
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
 from labkit.studies.memory.worker import COUNTED, FULL_STEP, MEASURED, MODEL_BATCH, NO_CHECKPOINTS, MemoryPoint

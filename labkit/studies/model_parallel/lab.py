@@ -14,7 +14,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED

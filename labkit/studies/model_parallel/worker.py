@@ -41,7 +41,7 @@ from labkit.studies.shared.alternatives import row_of, timed_rows
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 if TYPE_CHECKING:
-    from labkit.machine import Machine
+    from labkit.machine.description import Machine
 
 DATA, WHOLE, TORCH, SEQUENCE = "data parallel", "one rank", "torch", ", sequence parallel"
 WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)

@@ -19,7 +19,7 @@ from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, W
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, TRANSPORTS

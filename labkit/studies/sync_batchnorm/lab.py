@@ -16,7 +16,7 @@ from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, Timed
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.sync_batchnorm import worker
 from labkit.studies.sync_batchnorm.worker import BOTH, COLLECTIVES, LABKIT, PLAIN, TORCH, WHOLE, SyncBatchNormPoint

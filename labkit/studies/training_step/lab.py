@@ -18,7 +18,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.user_models import find_shape, model_names, recorded_shapes
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
 from labkit.studies.training_step.operators import list_operators, predict_seconds

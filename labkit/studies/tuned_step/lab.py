@@ -14,7 +14,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
 from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, newest_runs, recommend
 from labkit.lab.units import join_words
-from labkit.machine import Machine
+from labkit.machine.description import Machine
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
