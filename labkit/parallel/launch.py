@@ -121,6 +121,7 @@ def _run_in_job(plan: GroupPlan, worker: Worker, points: list[Any]) -> Items:
         facts = {"world_size": size, "backend": plan.backend, "start_method": "torchrun"}
         yield from (PointEnd(i, "skipped", reason, None, 0.0, facts) for i in range(len(points) * is_first))
         return
+    torchrun.job_store()  # ValueError now, not once more at the end
     items = _run_points(lambda: JobGroup(plan, worker, points), len(points))
     if not is_first:
         with contextlib.suppress(torchrun.LaunchStopped):

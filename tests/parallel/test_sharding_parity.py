@@ -186,6 +186,16 @@ def _swap_in_average(model: nn.Module, step: int) -> None:
         vector_to_parameters(torch.linspace(-1, 1, numel, dtype=torch.float64), parameters)
 
 
+def _swap_and_back(model: nn.Module, step: int) -> None:
+    """Evaluate other parameters, as an average of earlier ones."""
+    others = [p.detach().clone() * 0.5 for p in model.parameters()]
+    for _ in range(2):
+        for index, p in enumerate(model.parameters()):
+            others[index], p.data = p.data, others[index]
+        with torch.no_grad():
+            model(torch.ones(1, WIDTH, dtype=torch.float64))
+
+
 def _side_losses(model: nn.Module, x: Tensor) -> Tensor:
     inner = getattr(model, "module", model)
     return model(x).square().mean() + sum(layer.loss for layer in inner.layers)  # type: ignore[union-attr, misc, operator]
@@ -229,6 +239,7 @@ SITUATIONS = {
     "frozen later": Case(SGD, before=_toggled(at_first=True), without=("ZeRO-1",)),
     "thawed later": Case(SGD, before=_toggled(at_first=False), without=("ZeRO-1",)),
     "vector_to_parameters": Case(SGD, before=_swap_in_average),
+    "swapped and back": Case(SGD, before=_swap_and_back),
     "new memory": Case(partial(Replacing, lr=0.1)),
     "decay by dimensions and attributes": Case(SGD, _on_first(_mark), split=_decayed),
     "losses on the side, frozen": Case(SGD, Net, _side_losses),

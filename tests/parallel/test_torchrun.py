@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -175,6 +176,9 @@ def test_left_over_variables_are_named_at_once(set_job: Callable[..., None], mon
     set_job()
     with pytest.raises(ValueError, match=r"needs 2 ranks, but this job has 4; RANK=0, WORLD_SIZE=4, .* unset them"):
         run_ranks(int, world_size=2)
+    monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(ValueError, match=r"a job whose store answers; RANK=0, WORLD_SIZE=4, .* unset them"):
+        run_ranks(int, world_size=4)  # of a job that is over
     set_job(WORLD_SIZE="four")
     with pytest.raises(ValueError, match="WORLD_SIZE: expected a whole number in the environment"):
         launch(lambda point: None, [None], world_size=4)

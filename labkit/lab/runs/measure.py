@@ -27,6 +27,7 @@ from labkit.parallel.ranks.torchrun import (
     describe_hosts,
     is_job_rank,
     job_rank,
+    job_store,
     ranks_by_host,
 )
 
@@ -149,9 +150,10 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
 
 
 def _check_job() -> None:
-    """ParameterError if the environment describes a job of ranks that torchrun has not started."""
+    """ParameterError if the environment describes a job of ranks that torchrun has not started, or that is over."""
     try:
-        is_job_rank()
+        if is_job_rank():
+            job_store()
     except ValueError as error:
         raise ParameterError(str(error)) from None
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Ranks wait for one that downloads a large file or shows a figure. When a rank dies, torchrun ends the job.
 PATIENCE = timedelta(days=1)
+CONNECT_TIMEOUT = timedelta(seconds=20)
 
 _steps = itertools.count()  # all ranks take the same steps in the same order
 
@@ -67,8 +68,14 @@ def describe_job() -> str:
 
 @cache
 def job_store() -> Any:
-    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this process ends."""
-    store, *_ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this process ends.
+
+    ValueError if nobody answers, as when the variables are left over from another job.
+    """
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise ValueError(f"expected a job whose store answers; {describe_job()}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may have the same store
     return dist.PrefixStore(f"labkit/attempt {attempt}", store)  # type: ignore[attr-defined]
 

@@ -58,7 +58,9 @@ class UnitParameter:
         """Where rows are gathered: the memory of `whole`, which has a version counter of its own."""
         self.own_place = own_rows(self.place, rank, p)
         rows = own_rows(value, rank, p)
-        rows = own_rows(self.place.data, rank, p).copy_(rows) if is_view and dtype == value.dtype else rows.clone()
+        self._owns_rows, self._rank_of_size = not is_view or dtype != value.dtype, (rank, p)
+        """The shard has memory of its own."""
+        rows = rows.clone() if self._owns_rows else own_rows(self.place.data, rank, p).copy_(rows)
         self.shard = shard_parameter(slot.parameter, rows, mesh)
         self.whole = nn.Parameter(self.place.data, value.is_floating_point() or value.is_complex())
         self.whole.__dict__.update(self.shard.__dict__)
@@ -75,6 +77,12 @@ class UnitParameter:
             raise ValueError(f"{self.name} was moved or cast: move and cast the model before wrapping it")
         if self.whole.requires_grad != self.shard.requires_grad:
             self.whole.requires_grad_(self.shard.requires_grad)
+
+    def leave_old_rows(self) -> None:
+        """Take new memory once the user has put other rows under the shard: the old ones may be swapped in again."""
+        if not self._owns_rows and self.shard._local_tensor.data_ptr() != self.own_place.data_ptr():
+            self._owns_rows, self.place = True, self.place.clone()
+            self.own_place, self.whole.data = own_rows(self.place, *self._rank_of_size), self.place.data
 
     def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
         """Return the whole gradient, zeros if there is none, and drop it. None: in its own dtype."""
@@ -159,6 +167,8 @@ class Unit:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
         self._gathered_step = Unit.n_optimizer_steps
+        for parameter in self.parameters:
+            parameter.leave_old_rows()
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
