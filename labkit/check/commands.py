@@ -97,18 +97,11 @@ def _save(result: "CheckResult") -> int:
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    unit, ends = "seconds now over seconds then", ("low", "high", "seconds", "smallest_change")
-    about: dict[str, Any] = {"unit": unit, "measured": result.run.header.started}
-    numbers = [
-        number(
-            f"{one.quantity}, {one.place}",
-            one.ratio,
-            validity=one.verdict,
-            **about,
-            **{end: getattr(one, end) for end in ends},
-        )
-        for one in result.changes
-    ]
+    numbers = []
+    for one in result.changes:
+        facts: dict[str, Any] = {name: getattr(one, name) for name in ("low", "high", "seconds", "smallest_change")}
+        facts |= {"validity": one.verdict, "measured": result.run.header.started}
+        numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, "seconds now over seconds then", **facts))
     return {
         "numbers": numbers,
         "status": result.status,

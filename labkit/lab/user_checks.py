@@ -115,14 +115,13 @@ def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any
         plugins = Plugins({NAME: alternative})
         run = measure(lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder))
     results = [one for one in verdicts(run) if one.name.partition(" over ")[0] in (NAME, EVERY)]
-    first = next((one for one in results if one.is_bad), None)
-    if first is None and any(one.verdict == "ok" for one in results):
+    bad = [one for one in results if one.is_bad]
+    if not bad and any(one.verdict == "ok" for one in results):
         return AlternativeCheck("right")
-    first = first or next(iter(results), None)
-    if first is None:
-        return AlternativeCheck("fails", "it was not measured")
     kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
-    return AlternativeCheck(kinds.get(first.verdict, "fails"), str(first.reason))
+    for one in (*bad, *results):
+        return AlternativeCheck(kinds.get(one.verdict, "fails"), str(one.reason))
+    return AlternativeCheck("fails", "it was not measured")
 
 
 def check_guesses(guesses: object) -> dict[str, float]:

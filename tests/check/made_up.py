@@ -28,10 +28,7 @@ def made_run(
     status="ok",
     threads=2,
 ):
-    """A run of one CPU rank; `slower` are factors by quantity, `between` and `drift` are noises of sessions, runs.
-
-    `exchange` has the seconds of an exchange between ranks per session.
-    """
+    """A run of one CPU rank: time factors by quantity, noise of sessions and runs, `exchange` seconds by session."""
     generator = np.random.default_rng(seed)
     machine = machine or describe_machine().model_copy(update={"gpus": [], "cores": 2, "cpu_quota": None})
     points = [

@@ -19,11 +19,8 @@ EXAMPLE, SCHEMA = (json.loads(block) for block in re.findall(r"```json\n(.*?)```
 RUN = max((recorded_directory() / "sync_batchnorm").glob("*.jsonl"))
 
 
-def test_the_example_is_of_the_schema():
+def test_the_example_and_the_numbers_of_a_run_are_of_the_schema():
     validate(EXAMPLE, SCHEMA)
-
-
-def test_the_numbers_of_a_run_are_of_the_schema():
     run = Run.load(RUN)
     numbers = list(answer_numbers(load_lab(run.header.lab), run))
     assert numbers
