@@ -1,4 +1,4 @@
-"""What each stage of ZeRO holds on a rank, and sends: formulas.
+"""Formulas: bytes that each stage of ZeRO holds on a rank, and sends.
 
 Source: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054: memory in section 3.1 and figure 1, bytes in section 7.
 """

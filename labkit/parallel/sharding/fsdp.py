@@ -148,8 +148,7 @@ class FSDP(nn.Module):
         A collective, one tensor at a time; buffers are the rank's own. The result can be loaded into the bare module,
         or into an FSDP on any number of ranks. To `torch.distributed.checkpoint`, pass `module` and the optimizer.
         """
-        state: dict[str, Any] | None = consolidate(self.module.state_dict(), to in (None, dist.get_rank(self.group)))
-        return state
+        return consolidate(self.module.state_dict(), to in (None, dist.get_rank(self.group)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a `state_dict()` of this rank, or the bare module's state, of which this rank takes its rows.

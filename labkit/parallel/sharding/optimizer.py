@@ -161,8 +161,7 @@ class ShardedOptimizer(Optimizer):
         sharded one on any number of ranks, as an unsharded optimizer's `state_dict` does.
         """
         state = {name: value for name, value in self.state_dict().items() if name != SHARD}
-        whole: dict[str, Any] | None = consolidate(state, to in (None, self._place[0]))
-        return whole
+        return consolidate(state, to in (None, self._place[0]))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

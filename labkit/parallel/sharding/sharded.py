@@ -117,7 +117,7 @@ def as_rows(name: str, value: Any, shard: Any) -> Any:
 
 
 @torch.no_grad()
-def consolidate(state: Any, is_wanted: bool) -> Any:
+def consolidate(state: Mapping[str, Any], is_wanted: bool) -> dict[str, Any] | None:
     """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
 
     A collective, one tensor at a time.
@@ -131,5 +131,5 @@ def consolidate(state: Any, is_wanted: bool) -> Any:
             return type(value)((key, make_whole(each)) for key, each in value.items())  # type: ignore[call-arg]
         return [make_whole(each) for each in value] if isinstance(value, list) else value
 
-    whole = make_whole(state)
+    whole: dict[str, Any] = make_whole(state)
     return whole if is_wanted else None
