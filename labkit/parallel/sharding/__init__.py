@@ -66,6 +66,12 @@ def _plain(model: nn.Module, optimizer: OptimizerClass, transport: str, **settin
     return optimizer(model.parameters(), **settings)
 
 
+def _foreach(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+    # As ShardedOptimizer: operators of DTensors are called once for all parameters, which takes less time.
+    settings = ({"foreach": True} if "foreach" in inspect.signature(optimizer).parameters else {}) | settings
+    return optimizer(model.parameters(), **settings)
+
+
 def _sharded(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
     sharded: Optimizer = _load("ShardedOptimizer")(model.parameters(), optimizer, transport=transport, **settings)
     return sharded
@@ -88,7 +94,10 @@ def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (_ddp, _plain),
     "zero1": (_ddp, _sharded),
-    "zero2": (lambda model, transport: _load("FSDP")(model, transport=transport, reshard_after_backward=False), _plain),
+    "zero2": (
+        lambda model, transport: _load("FSDP")(model, transport=transport, reshard_after_backward=False),
+        _foreach,
+    ),
     "zero3": (lambda model, transport: _load("FSDP")(model, transport=transport), _plain),
     "torch_ddp": (_torch_ddp, _plain),
     "torch_zero1": (_torch_ddp, _torch_sharded),
