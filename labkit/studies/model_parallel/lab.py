@@ -86,7 +86,7 @@ def pipelines(results: Results) -> pd.DataFrame:
     """By rank: share of a step that it works, by schedule, and with its messages; micro-batches that it holds."""
     values = ["seconds", "idle_s", "held", "formula_busy", "formula_held", "calls", "sent_bytes"]
     rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
-    rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"])
+    rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"]).sort_values("rank", kind="stable")
     table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
     work_s = table["seconds"] - table["idle_s"]
     step_s = work_s / table["formula_busy"] + predict_messages_s(table, results)
@@ -95,11 +95,16 @@ def pipelines(results: Results) -> pd.DataFrame:
 
 
 def tasks(results: Results) -> pd.DataFrame:
-    """Tasks of the schedules that run, with two ranks and four micro-batches, if backward takes twice as long."""
+    """Tasks of the schedules that run, with two ranks and four micro-batches, if backward takes twice as long.
+
+    A second is a forward pass through a rank's layers, which interleaved stages share.
+    """
+    chunks = {name: 1 + (name == "interleaved") for name in SCHEDULES}
+    schedules = {name: make_schedule(name, 2, 4, chunks=number) for name, number in chunks.items()}
     rows = [
-        (f"{name}, rank {rank}", task.kind, start_s, end_s - start_s)
-        for name in SCHEDULES
-        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=1 + (name == "interleaved"))))
+        (f"{name}, rank {rank}", task.kind, start_s / chunks[name], (end_s - start_s) / chunks[name])
+        for name, schedule in schedules.items()
+        for rank, times in enumerate(simulate(schedule))
         for task, start_s, end_s in times
     ]
     return pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
