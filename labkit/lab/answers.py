@@ -126,6 +126,8 @@ class Compare(Question):
         is_undecided = bool(rows["p"].isna().all())
         verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, rows[metric.compare].nunique())
         words = self._words(table, rows, better, worse, best)
+        noun = "comparisons" if rows[metric.compare].nunique() > 1 else "configurations"
+        count = _count(words, rows, better, worse, noun)
         advice = self.keep
         if verdict in ("yes", "it depends"):
             advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
@@ -138,9 +140,7 @@ class Compare(Question):
             advice=None if is_undecided else advice,
             effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
             change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
-            scope=": ".join(
-                filter(None, (_count(words, rows, better, worse), describe_scope(rows, metric.configuration)))
-            ),
+            scope=": ".join(filter(None, (count, describe_scope(rows, metric.configuration)))),
             notes=notes,
         )
 
@@ -190,13 +190,13 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternativ
     return "it depends", "Only {region}: {name} {change} {baseline}."
 
 
-def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> str:
+def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, noun: str) -> str:
     """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations"; "" for one."""
     n = len(rows)
     if n in (len(better), len(worse)) or not len(better) + len(worse):
-        return {1: "", 2: "both configurations"}.get(n, f"all {n} configurations")
+        return {1: "", 2: f"both {noun}"}.get(n, f"all {n} {noun}")
     parts = [f"{words[name]} in {len(some)}" for name, some in (("better", better), ("worse", worse)) if len(some)]
-    return ", ".join([f"{parts[0]} of {n} configurations", *parts[1:]])
+    return ", ".join([f"{parts[0]} of {n} {noun}", *parts[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)

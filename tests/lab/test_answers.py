@@ -41,6 +41,7 @@ def ask(table, **options):
         ({"a": [1.0, 1.0, 2.0]}, "no", "slower in 1 of 3 configurations", False),
         ({"a": [2.0, 2.0, 2.0]}, "no", "all 3 configurations", False),
         ({"a": [2.0, 2.0], "b": [0.5, 0.6]}, "yes", "both configurations", True),
+        ({"a": [1.0], "c": [1.0], "d": [1.0]}, "no clear difference", "all 3 comparisons", False),
     ],
 )
 def test_a_comparison_says_where_something_is_faster(ratios, verdict, scope, has_advice):

@@ -54,8 +54,8 @@ def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
 
 
 def name_text(name: Any) -> str:
-    """Format a name for a reader: "one_shot" becomes "one shot"."""
-    return str(name).replace("_", " ")
+    """Format a name for a reader: "one_shot" becomes "one shot", and 2.0 becomes "2"."""
+    return f"{name:g}" if isinstance(name, float) else str(name).replace("_", " ")
 
 
 def draw_intervals(axis: Axes, at: Sequence[float], rows: pd.DataFrame, colors: Sequence[str]) -> None:
