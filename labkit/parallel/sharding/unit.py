@@ -78,11 +78,13 @@ class UnitParameter:
         if self.whole.requires_grad != self.shard.requires_grad:
             self.whole.requires_grad_(self.shard.requires_grad)
 
-    def leave_old_rows(self) -> None:
+    def leave_old_rows(self) -> bool:
         """Take new memory once the user has put other rows under the shard: the old ones may be swapped in again."""
-        if not self._owns_rows and self.shard._local_tensor.data_ptr() != self.own_place.data_ptr():
-            self._owns_rows, self.place = True, self.place.clone()
-            self.own_place, self.whole.data = own_rows(self.place, *self._rank_of_size), self.place.data
+        if self._owns_rows or self.shard._local_tensor.data_ptr() == self.own_place.data_ptr():
+            return False
+        self._owns_rows, self.place = True, self.place.clone()
+        self.own_place, self.whole.data = own_rows(self.place, *self._rank_of_size), self.place.data
+        return True
 
     def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
         """Return the whole gradient, zeros if there is none, and drop it. None: in its own dtype."""
@@ -167,8 +169,9 @@ class Unit:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
         self._gathered_step = Unit.n_optimizer_steps
-        for parameter in self.parameters:
-            parameter.leave_old_rows()
+        moved = [parameter.leave_old_rows() for parameter in self.parameters]
+        if any(moved):
+            self._complete = None  # planned for the old places
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
