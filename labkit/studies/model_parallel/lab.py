@@ -95,16 +95,11 @@ def pipelines(results: Results) -> pd.DataFrame:
 
 
 def tasks(results: Results) -> pd.DataFrame:
-    """Tasks of the schedules that run, with two ranks and four micro-batches, if backward takes twice as long.
-
-    A second is a forward pass through a rank's layers, which interleaved stages share.
-    """
-    chunks = {name: 1 + (name == "interleaved") for name in SCHEDULES}
-    schedules = {name: make_schedule(name, 2, 4, chunks=number) for name, number in chunks.items()}
+    """Tasks by schedule: two ranks, four micro-batches, one second forward through a rank's layers and two backward."""
     rows = [
-        (f"{name}, rank {rank}", task.kind, start_s / chunks[name], (end_s - start_s) / chunks[name])
-        for name, schedule in schedules.items()
-        for rank, times in enumerate(simulate(schedule))
+        (f"{name}, rank {rank}", task.kind, start_s / chunks, (end_s - start_s) / chunks)
+        for name, chunks in ((name, 1 + (name == "interleaved")) for name in SCHEDULES)
+        for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks)))
         for task, start_s, end_s in times
     ]
     return pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
@@ -116,10 +111,10 @@ def axes(results: Results) -> pd.DataFrame:
 
 
 WIDTH = "From which width on is a model faster cut over ranks than whole on one?"
+TRANSPORT = "Is it faster through shared memory than by torch's collectives?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
-BY_AXIS = partial(Bars, source=axes, x="axis", panel="world_size")
 GANTT = Timeline(source=tasks, x="start_s", y="duration_s", lane="lane", hue="task")
 HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
@@ -144,13 +139,7 @@ LAB = Lab(
             Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=among, names=NAMES, figure=figure)
             for name, text, baseline, among, figure in (
                 ("width", WIDTH, WHOLE, None, Lines(source=TENSOR_TIME, x="width", panel="world_size")),
-                (
-                    "transport",
-                    "Is it faster through shared memory than by torch's collectives?",
-                    TORCH,
-                    (SHARED,),
-                    None,
-                ),
+                ("transport", TRANSPORT, TORCH, (SHARED,), None),
                 ("sequence", "Is it as fast with sequence parallelism?", SHARED, (SHARED + SEQUENCE,), None),
             )
         ),
@@ -179,7 +168,7 @@ LAB = Lab(
                 metric=metric,
                 baseline=DATA,
                 is_expected=metric is AXIS_PEAK,  # each rank has a part
-                figure=BY_AXIS(y=metric.value),
+                figure=Bars(source=axes, x="axis", y=metric.value, panel="world_size"),
             )
             for name, text, metric in (
                 ("axis", "Which axis trains a model fastest on these ranks?", AXIS_TIME),

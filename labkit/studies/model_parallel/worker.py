@@ -76,8 +76,7 @@ class ModelParallelPoint(TimedPoint):
 
     @property
     def needed_bytes(self) -> float:
-        models = len(self.alternatives) * max(1, len(self.micro_batches)) + 1
-        return models * COPIES * 4 * n_parameters(self.shape)
+        return COPIES * 4 * n_parameters(self.shape) * (1 + len(self.alternatives) * max(1, len(self.micro_batches)))
 
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.sweep == "pipeline" and self.device == "cpu" and ranks_here(self.world_size) > machine.cores:
