@@ -182,11 +182,12 @@ def _loops(code: list[tuple[str, int | None]], *, is_specialized: bool = False) 
         always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
         if not always and index + 1 < len(code):
             edges.append((index, index + 1))
-    loops = _cycles(edges)
-    if is_specialized:
-        loops = [inner for loop in loops for inner in _inside(loop, edges) or [loop]]
-    kinds = {"tensor", "special"}
-    return [loop for loop in loops if any(_kind(code[i][0]) in kinds for i in loop)]
+
+    def computing(loops: list[set[int]]) -> list[set[int]]:
+        return [loop for loop in loops if any(_kind(code[i][0]) in ("tensor", "special") for i in loop)]
+
+    loops = computing(_cycles(edges))
+    return [inner for loop in loops for inner in computing(_inside(loop, edges)) or [loop]] if is_specialized else loops
 
 
 def _cycles(edges: list[tuple[int, int]]) -> list[set[int]]:
