@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -23,48 +24,59 @@ from labkit.scaling import DATA, memory
 from labkit.scaling.constants import Constant, Rows, from_values, read_constants
 from labkit.scaling.intervals import (
     DISTANCES,
-    FRAMEWORK,
     OTHERS,
     SLOWER,
-    SOURCE,
     Widths,
     find_ends,
-    find_origins,
     has_open_engine,
+    is_elsewhere,
     measure_distances,
     measure_ground,
     sum_distances,
     sum_widths,
 )
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
-from labkit.scaling.published import WITHOUT_MODEL, Published, arrangement, held_out_s, load_published
+from labkit.scaling.published import (
+    WITHOUT_FRAMEWORK,
+    WITHOUT_MODEL,
+    Published,
+    arrangement,
+    distinct,
+    held_out_s,
+    load_published,
+)
 from labkit.scaling.runs import Runs
-from labkit.scaling.search import PROPOSED, distinct, preference_s
+from labkit.scaling.scores import judge, summarize
+from labkit.scaling.search import PROPOSED, preference_s
 from labkit.scaling.step_time import predict_step_s, slow_engine_s
 
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-NEAR, FAR = 0.92, 0.955
-"""Shares of a table's rows, and of a distance's fold, to hold, so that nine of ten hold that no width has seen."""
-MIN_ROWS, MIN_JUDGED = 30, 10
-"""Rows of a table with widths of its own, or to be scored apart; and rows that differ in one distance only."""
+COVERED, LEAST = 0.9, 0.85
+"""Shares of left-out rows that intervals are to hold: of all, and of each table."""
+LEVELS = [level / 200 for level in range(180, 198)]
+"""Shares of the rows that a width is fitted to, to choose from: it holds fewer of those that it has not seen."""
+MIN_ROWS = 30
+"""Rows of a table with widths of its own, that judge a distance alone, or to be scored apart."""
 NONE = (0.0, 0.0)
-BY_SCALE, BY_FRAMEWORK = ("beyond 64 GPUs", "beyond 32 GPUs"), ("without the framework",)
+TABLES = "tables"
+"""What the level of all tables' widths is called."""
 JUDGES: Mapping[str, tuple[str, ...]] = {
     "tensor_over_nodes": (WITHOUT_MODEL, "without the run"),
     "unstable": (WITHOUT_MODEL, "without the run"),
-    "gpus": BY_SCALE,
-    "size": ("without the largest models",),
-    "kind": ("without the sharding",),
-    "architecture": ("without the GPU generation",),
-    "length": ("beyond 8192 tokens",),
-    SOURCE: ("without the source",),
-    FRAMEWORK: BY_FRAMEWORK,
-    "nodes": BY_FRAMEWORK,
+    "gpus": (
+        *("beyond 64 GPUs", "beyond 32 GPUs", "beyond 512 GPUs", "without the largest scale"),
+        "without the source, beyond 64 GPUs",
+    ),
+    "outside": ("without the largest models", "beyond 8192 tokens", "without the sharding"),
+    "hardware": ("without the GPU", "without the GPU generation"),
+    "framework": (WITHOUT_FRAMEWORK,),
 }
-"""Distances and origins in the order in which their widths are measured, with the folds that judge them."""
+"""Distances in the order in which their widths are fitted, with the folds that judge them."""
+LARGE = 1000
+"""GPUs from which on runs are scored apart."""
 MIN_LAYOUTS = 4
 """Measured layouts of a model on a number of GPUs, to judge which one is proposed."""
 MEMORY = {"activation_scale", "fused_operators", "logit_bytes", "transient_ffn", "held_gathers", "fragmentation"}
@@ -135,37 +147,49 @@ class Errors:
     row: np.ndarray
     fold: np.ndarray
     table: np.ndarray
-    part: np.ndarray
-    """Of `folds.model_parts`."""
+    home: np.ndarray
+    """Table with the widths of a row; `OTHERS` if the fold had left it out."""
+    is_elsewhere: np.ndarray
+    """Whether the fold had left the table out, and not its framework: too few frameworks to leave one out twice."""
+    parts: np.ndarray
+    """By model and by table, (2, n): rows of a part are judged by widths that saw none of it."""
     predicted_s: np.ndarray
     low: np.ndarray
     """ln(predicted / measured); nan for a run that a slow engine may explain."""
     high: np.ndarray
     """ln(measured / predicted), without the slow engine's time; nan for a run of two engines that had the fast one."""
-    origins: np.ndarray
     distances: Mapping[str, np.ndarray]
     runs: Runs
+    """As the folds predict them."""
 
-    def share(self, mask: np.ndarray) -> np.ndarray:
-        """Weights of the rows of a mask: each table counts with the square root of its rows."""
-        _, codes, counts = np.unique(self.table[mask], return_inverse=True, return_counts=True)
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Weights of the rows: each table counts with the square root of its rows in a fold."""
+        _, codes, counts = np.unique(np.char.add(self.fold, self.table), return_inverse=True, return_counts=True)
         return counts[codes] ** -0.5
 
 
 def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> dict[str, np.ndarray]:
     """Every timed row that a part of the fold leaves out, predicted by constants fitted to the others; by column."""
     parts = []
-    for is_judged in fold.parts(published):
+    for is_judged, is_hidden in fold.parts(published):
         judged = is_judged & published.is_timed
         if judged.any():
-            runs, ground = fold.hide(published.runs.take(judged)), measure_ground(published, ~is_judged)
+            runs, ground = fold.hide(published.runs.take(judged)), measure_ground(published, ~is_hidden)
             columns = {
                 "row": np.flatnonzero(judged),
-                "predicted_s": seconds(runs, fit_time(published, ~is_judged)),
-                "origins": find_origins(runs, ground),
+                "predicted_s": seconds(runs, fit_time(published, ~is_hidden)),
+                "is_elsewhere": is_elsewhere(runs, ground),
             }
-            parts.append(columns | measure_distances(runs, ground, is_unstable[judged], columns["origins"]))
+            parts.append(columns | measure_distances(runs, ground, is_unstable[judged]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def home_tables(published: Published) -> list[str]:
+    """Tables with enough rows, of several models, for widths of their own."""
+    rows = pd.DataFrame({"table": published.group, "part": model_parts(published)})[published.is_timed]
+    counts = rows.groupby("table")["part"].agg(["size", "nunique"])
+    return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
 
 def collect_errors(published: Published, values: Mapping[str, float]) -> Errors:
@@ -181,59 +205,57 @@ def collect_errors(published: Published, values: Mapping[str, float]) -> Errors:
     slower, is_open = slow_engine_s(runs, rows), has_open_engine(runs, rows)
     is_slow = is_open & (measured - predicted > 0.5 * slower)
     faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
+    tables = np.unique(published.group, return_inverse=True)[1]
     return Errors(
         row=row,
         fold=np.concatenate([np.full(len(some["row"]), fold.name) for fold, some in judged]),
         table=published.group[row],
-        part=model_parts(published)[row],
+        home=np.where(columns["is_elsewhere"] | ~np.isin(runs.table, home_tables(published)), OTHERS, runs.table),
+        is_elsewhere=columns["is_elsewhere"] & (columns["framework"] == 0),
+        parts=np.stack([model_parts(published), tables % MODEL_PARTS])[:, row],
         predicted_s=predicted,
         low=np.where(is_slow, np.nan, np.log(predicted / measured)),
         high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
-        origins=columns["origins"],
         distances={name: columns[name] for name in DISTANCES},
         runs=runs,
     )
 
 
-def fit_widths(errors: Errors, chosen: np.ndarray) -> Widths:
-    """The widths of intervals from a mask of rows, one after the other: each holds what those before it leave out."""
-    widths = dict.fromkeys((SOURCE, FRAMEWORK), NONE)
-    tables = home_tables(errors)
-    near = chosen & (errors.fold == WITHOUT_MODEL) & ~np.isin(errors.origins, [SOURCE, FRAMEWORK])
-    near &= errors.distances["tensor_over_nodes"] + errors.distances["unstable"] == 0
-    for name in (*tables, OTHERS):
-        rows = near & (errors.origins == name if name != OTHERS else ~np.isin(errors.origins, tables))
-        ends = [end[rows & np.isfinite(end)] for end in (errors.low, errors.high)]
-        if rows.any():
-            widths[name] = tuple(quantile(end, np.ones(len(end)), (1 + NEAR) / 2) for end in ends)
-    for name in JUDGES:
-        widths[name] = fit_width(errors, chosen, widths, name)
+def fit_widths(errors: Errors, chosen: np.ndarray, levels: Mapping[str, float]) -> Widths:
+    """Widths of what has a level, from a mask of rows, one by one: each holds what those before leave out."""
+    widths = dict.fromkeys((OTHERS, *DISTANCES), NONE)
+    for name, level in levels.items():
+        rows = chosen & is_judged(errors, name)
+        if name != TABLES:
+            widths[name] = fit_width(errors, rows, widths, name, level)
+            continue
+        for table in np.unique(errors.home[rows]).tolist():
+            ends = [end[rows & (errors.home == table) & np.isfinite(end)] for end in (errors.low, errors.high)]
+            widths[table] = tuple(quantile(end, np.ones(len(end)), (1 + level) / 2) for end in ends)
     return widths
 
 
-def home_tables(errors: Errors) -> list[str]:
-    """Tables with enough rows, of several models, for widths of their own."""
-    rows = pd.DataFrame({"table": errors.table, "part": errors.part})[errors.fold == WITHOUT_MODEL]
-    counts = rows.groupby("table")["part"].agg(["size", "nunique"])
-    return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
-
-
-def fit_width(errors: Errors, chosen: np.ndarray, widths: Widths, name: str) -> tuple[float, float]:
-    """The least width per unit of a distance that holds `FAR` of its fold; a quantile regression through zero."""
-    amounts = {one: (errors.origins == one).astype(float) for one in (SOURCE, FRAMEWORK)} | dict(errors.distances)
-    rows = chosen & np.isin(errors.fold, JUDGES[name]) & (amounts[name] > 0)
-    names = list(JUDGES)
-    later = sum((amounts[one] for one in names[names.index(name) + 1 :]), np.zeros(len(rows)))
-    if (rows & (later == 0)).sum() >= MIN_JUDGED:
-        rows &= later == 0
+def fit_width(errors: Errors, rows: np.ndarray, widths: Widths, name: str, level: float) -> tuple[float, float]:
+    """The least width per unit of a distance that holds this share of its folds; a quantile regression through zero."""
     if not rows.any():
         return NONE
-    amount = amounts[name][rows]
-    inside = sum_widths(errors.origins, errors.distances, widths)
+    amount = errors.distances[name][rows]
+    inside = sum_widths(errors.home, errors.distances, widths)
     low, high = ((error - end)[rows] / amount for error, end in zip((errors.low, errors.high), inside, strict=True))
-    excess, level = (high, (1 + FAR) / 2) if name in SLOWER else (np.fmax(low, high), FAR)
-    width = max(quantile(np.nan_to_num(excess, nan=-np.inf), errors.share(rows) * amount, level), 0.0)
+    excess, level = (high, (1 + level) / 2) if name in SLOWER else (np.fmax(low, high), level)
+    width = max(quantile(np.nan_to_num(excess, nan=-np.inf), errors.weight[rows] * amount, level), 0.0)
     return (0.0 if name in SLOWER else width, width)
+
+
+def is_judged(errors: Errors, name: str) -> np.ndarray:
+    """Rows that judge a width: the table's, or its folds' at this distance, and at no later one if enough are."""
+    if name == TABLES:
+        is_far = sum(errors.distances[one] for one in (*SLOWER, "framework")) > 0
+        return (errors.fold == WITHOUT_MODEL) & ~errors.is_elsewhere & ~is_far
+    rows = np.isin(errors.fold, JUDGES[name]) & (errors.distances[name] > 0)
+    names = list(JUDGES)
+    later = sum((errors.distances[one] for one in names[names.index(name) + 1 :]), np.zeros(len(rows)))
+    return rows & (later == 0) if (rows & (later == 0)).sum() >= MIN_ROWS else rows
 
 
 def quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
@@ -243,44 +265,76 @@ def quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
     return float(values[order][min(int(np.searchsorted(reached, level)), len(values) - 1)])
 
 
-def unseen_ends(errors: Errors, values: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of every row's interval in seconds, by widths that saw no row of its model."""
+def fit_without(errors: Errors, levels: Mapping[str, float]) -> Iterator[tuple[np.ndarray, Widths]]:
+    """Yield every part's rows, (n,), with widths that saw none of them.
+
+    Parts are models, or tables for the rows of folds that leave tables out.
+    """
+    for part, rows in zip(errors.parts, (~errors.is_elsewhere, errors.is_elsewhere), strict=True):
+        for one in range(MODEL_PARTS):
+            yield rows & (part == one), fit_widths(errors, part != one, levels)
+
+
+def unseen_exponents(errors: Errors, levels: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends' exponents by widths that saw no row of the same part."""
     low, high = np.empty(len(errors.row)), np.empty(len(errors.row))
-    rows = constant_rows(errors.runs, values)
-    for one in range(MODEL_PARTS):
-        unseen = errors.part == one
-        exponents = sum_widths(errors.origins, errors.distances, fit_widths(errors, ~unseen))
-        ends = find_ends(errors.runs, rows, errors.predicted_s, exponents)
-        low[unseen], high[unseen] = ends[1][unseen], ends[2][unseen]
+    for unseen, widths in fit_without(errors, levels):
+        ends = sum_widths(errors.home, errors.distances, widths)
+        low[unseen], high[unseen] = ends[0][unseen], ends[1][unseen]
     return low, high
 
 
-def make_scores(published: Published, errors: Errors, ends: tuple[np.ndarray, np.ndarray]) -> pd.DataFrame:
+def find_widest(errors: Errors, levels: Mapping[str, float]) -> Widths:
+    """Each width as the largest of the fits that leave a part out: answers are no narrower than what is scored."""
+    widths = [some for _, some in fit_without(errors, levels)]
+    names = (*np.unique(errors.home).tolist(), *DISTANCES)
+    return {name: tuple(np.max([some.get(name, NONE) for some in widths], axis=0).tolist()) for name in names}
+
+
+def find_levels(errors: Errors) -> dict[str, float]:
+    """For tables and each distance the least level at which widths hold `COVERED` of unseen rows that judge them.
+
+    Rows of a distance count alike, and as `Errors.weight` says: both shares must reach it. A distance also has to hold
+    `LEAST` of each fold, table and number of GPUs with `MIN_ROWS`, where a level reaches that.
+    """
+    levels: dict[str, float] = {}
+    for name in (TABLES, *JUDGES):
+        rows = is_judged(errors, name)
+        cells, weights = [some[rows] for some in (errors.fold, errors.table, errors.runs.gpus)], errors.weight[rows]
+        shares: dict[float, tuple[float, float]] = {}
+        for level in LEVELS:
+            low, high = unseen_exponents(errors, levels | {name: level})
+            is_inside = ~((errors.low > low) | (errors.high > high))[rows]
+            by_cell = pd.Series(is_inside).groupby(cells).agg(["size", "mean"])
+            least = by_cell[by_cell["size"] >= MIN_ROWS]["mean"].min()
+            share = (
+                is_inside.mean() if name == TABLES else min(is_inside.mean(), np.average(is_inside, weights=weights))
+            )
+            shares[level] = share, least
+            if share >= COVERED and (least >= LEAST or name == TABLES):
+                break
+        enough = [level for level, (share, _) in shares.items() if share >= COVERED]
+        in_each = [level for level in enough if shares[level][1] >= LEAST]
+        levels[name] = (in_each or enough or [LEVELS[-1]])[0]
+        share, least = shares[levels[name]]
+        print(f"  {name:18} level {levels[name]:.3f}: {share:.1%} of {rows.sum()} rows, {least:.1%} in the least cell")
+    return levels
+
+
+def make_scores(published: Published, errors: Errors, ends: Sequence[np.ndarray]) -> pd.DataFrame:
     """The rows of cross_validated.csv."""
     where = {"fold": errors.fold, "key": published.key[errors.row], "table": errors.table}
     gpus, measured = published.runs.gpus[errors.row].astype(int), published.step_s[errors.row]
     times = {"measured_s": measured, "predicted_s": errors.predicted_s, "low_s": ends[0], "high_s": ends[1]}
-    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": sum_distances(errors.origins, errors.distances)})
+    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": sum_distances(errors.distances)})
 
 
 def print_scores(rows: pd.DataFrame) -> None:
-    """By fold, table and (for folds by scale) GPUs: rows, error, coverage and width of the intervals."""
-    rows = rows.assign(
-        error=100 * (rows["predicted_s"] / rows["measured_s"] - 1).abs(),
-        covered=100 * rows["measured_s"].between(rows["low_s"], rows["high_s"]),
-        width=rows["high_s"] / rows["low_s"],
-    )
-    columns = {
-        "rows": ("error", "size"),
-        "median": ("error", "median"),
-        "p90": ("error", lambda errors: errors.quantile(0.9)),
-        "covered": ("covered", "mean"),
-        "width": ("width", "median"),
-    }
-    by_scale = rows[rows["fold"].str.startswith("beyond")]
-    for table, keys in ((rows, ["fold"]), (rows, ["fold", "table"]), (by_scale, ["fold", "table", "gpus"])):
-        scores = table.groupby(keys, sort=False).agg(**columns)
-        print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(keys) > 2 else 1)].round(1).to_string()}")
+    """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs or more."""
+    by_scale, large = rows[rows["fold"].str.startswith("beyond")], rows[rows["gpus"] >= LARGE]
+    for some, *by in ((rows, "fold"), (rows, "fold", "table"), (by_scale, "fold", "table", "gpus"), (large, "fold")):
+        scores = summarize(some, *by)
+        print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(by) > 2 else 1)].round(1).to_string()}")
 
 
 def judge_families(published: Published) -> Iterator[dict[str, object]]:
@@ -345,10 +399,13 @@ def main() -> None:
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
     errors = collect_errors(published, values)
-    scores = make_scores(published, errors, unseen_ends(errors, values))
-    print_scores(scores)
+    levels = find_levels(errors)
+    exponents = unseen_exponents(errors, levels)
+    ends = find_ends(errors.runs, constant_rows(errors.runs, values), errors.predicted_s, exponents)
+    scores = make_scores(published, errors, ends[1:])
+    print_scores(judge(scores))
     if is_writing:
-        write(published, values, fit_widths(errors, np.ones(len(errors.row), dtype=bool)), scores)
+        write(published, values, find_widest(errors, levels), scores)
     print(f"\npercent behind the best measured layout\n{summarize_families(published).to_string()}")
     print(f"{time.perf_counter() - begun:.0f} s")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RANK_BYTES = 200 * 2**20
 """Resident memory of a rank on a CPU, torch included."""
-MODELS = ("size", "model", "workload")
+MODEL_FIELDS = ("size", "model", "workload")
 """Fields that name models, small and large."""
 BATCH = ("batch", "context_length")
 
@@ -84,7 +84,7 @@ class Point:
 
         By default a series is all points that need memory and differ in their models and other numbers only.
         """
-        others = ((name, value) for name, value in self._own_fields() if name not in MODELS)
+        others = ((name, value) for name, value in self._own_fields() if name not in MODEL_FIELDS)
         alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
         group = (self.world_size, self.backend, self.scheduling, *alike)
         return (group, self.needed_bytes) if self.needed_bytes else None

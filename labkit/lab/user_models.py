@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
+from labkit.lab.point import MODEL_FIELDS
 from labkit.nn.training import Trained
 from labkit.parallel.ranks.results import is_out_of_memory
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 EXPECTED = "a TransformerShape, or a function that returns (model, inputs, targets, loss)"
 Model = TransformerShape | Callable[[], Any]
-MODEL_FIELDS = ("size", "model", "workload")
-"""Fields of points that name a model."""
 # files of labkit and of Python, and code without a file
 NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
 

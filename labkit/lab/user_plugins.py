@@ -12,7 +12,8 @@ from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.answers import Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab, Register
-from labkit.lab.user_models import EXPECTED, MODEL_FIELDS, describe_model, errors_with_line, registered_models
+from labkit.lab.point import MODEL_FIELDS
+from labkit.lab.user_models import EXPECTED, describe_model, errors_with_line, registered_models
 from labkit.nn.training import RESNET50
 
 

@@ -77,8 +77,8 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
     return forward[:ahead] + alternating + backward[len(forward) - ahead :]
 
 
-def simulate(schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 2.0) -> list[list[TaskTime]]:
-    """Return every rank's tasks with their times if messages take none; ValueError if a task would wait forever."""
+def simulate(schedule: Schedule) -> list[list[TaskTime]]:
+    """Return every rank's tasks, 1 s forward and 2 s backward, with instant messages; ValueError for a deadlock."""
     last = max(task.stage for order in schedule for task in order)
     ends: dict[Task, float] = {}
     times: list[list[TaskTime]] = [[] for _ in schedule]
@@ -90,7 +90,7 @@ def simulate(schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 
                 if not all(each in ends for each in needed):
                     break
                 start = max([ends[each] for each in needed] + [done[-1].end_s if done else 0.0])
-                ends[task] = start + (forward_s if task.kind == "F" else backward_s)
+                ends[task] = start + (1.0 if task.kind == "F" else 2.0)
                 done.append(TaskTime(task, start, ends[task]))
         if len(ends) == before:
             stuck = [order[len(done)] for order, done in zip(schedule, times, strict=True) if len(done) < len(order)]

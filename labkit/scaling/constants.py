@@ -98,6 +98,11 @@ class Rows(dict[str, Numbers]):
         self[quantity] = np.array([self._constants.value(quantity, str(name)) for name in names])[codes]
         return self[quantity]
 
+    @property
+    def shard_ranks(self) -> Numbers:
+        """Ranks that divide the sharded part of parameters, gradients or optimizer, (n,)."""
+        return np.minimum(self._runs.shard_ranks, self["largest_shard_group"])
+
 
 @cache
 def read_constants() -> tuple[Constant, ...]:

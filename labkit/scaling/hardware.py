@@ -46,6 +46,13 @@ class Hardware:
         if not all(rate > 0 for rate in rates) or self.gpus_per_node < 1 or self.multiprocessors < 1:
             raise ValueError(f"expected positive rates and sizes, got {self}")
 
+    def check_precision(self, precision: str) -> None:
+        """ValueError for matmuls in a precision that the GPU does not have."""
+        if precision == "fp8" and self.fp8_ratio == 1:
+            raise ValueError(f"{self.name} has no fp8 matmuls: expected bf16 or fp16")
+        if precision == "bf16" and self.architecture in ("volta", "turing"):
+            raise ValueError(f"{self.name} has no bf16 matmuls: expected fp16")
+
     def with_network(self, *, network_gbps: float | None = None, gpus_per_node: int | None = None) -> "Hardware":
         """The same GPU in another node or network; None keeps the declared value."""
         return replace(

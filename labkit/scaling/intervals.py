@@ -1,11 +1,11 @@
 """How wrong a prediction may be: 90% intervals that widen with the distance from measured runs.
 
-An interval is the predicted time times exp(-low) to exp(high). Each exponent is a sum of widths: one for where the run
-comes from (`find_origins`), and one per unit of every distance from measured runs (`measure_distances`).
+An interval is the predicted time times exp(-low) to exp(high). Each exponent is a sum: the width of the published table
+that a run belongs to, or that of all other tables, and a width per unit of every distance from measured runs.
 
-`benchmarks/fit_scaling.py` measures the widths by split conformal prediction (Lei et al. 2018, "Distribution-free
-predictive inference for regression") and writes `intervals.csv`. For each origin and each distance, a fold leaves such
-runs out of the fit; the width is the smallest with which enough of their measured times lie inside the interval.
+`benchmarks/fit_scaling.py` fits the widths to errors on runs that folds had left out of the constants, and writes
+`intervals.csv` (split conformal prediction: Lei et al. 2018). It chooses each width by the share that it holds of runs
+that neither the constants nor the width had seen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,16 +21,15 @@ from labkit.scaling.published import Published, load_published
 from labkit.scaling.runs import Flags, Runs, Texts
 from labkit.scaling.step_time import slow_engine_s
 
-OTHERS, SOURCE, FRAMEWORK = "other tables", "another source", "unknown framework"
-"""Origins besides the published tables that have widths of their own."""
+OTHERS = "other tables"
+"""Published tables without widths of their own."""
 SLOWER = ("tensor_over_nodes", "unstable")
 """Distances that only ever make a step slower, and so widen the upper end alone."""
-DISTANCES = ("tensor_over_nodes", "unstable", "gpus", "size", "kind", "architecture", "length", "nodes")
-"""In the order in which their widths are measured."""
-MAX_DISTANCE = 7.0
+DISTANCES = (*SLOWER, "gpus", "outside", "hardware", "framework")
+MAX_DISTANCE = 10.0
 """Folds judge few predictions further away, so their error is unknown."""
 Widths = Mapping[str, tuple[float, float]]
-"""Origin or distance -> its width at the low and at the high end, in log units."""
+"""Published table or distance -> its width at the low and at the high end, in log units."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,9 @@ class Limits:
     log_sizes: Numbers
     """log2 of the models' parameters, sorted."""
     architectures: frozenset[str]
+    cards: frozenset[str]
     kinds: frozenset[str]
-    """Shardings, and fp8 or 16 bits."""
+    """Shardings, fp8 or 16 bits, ways of dividing a model."""
 
 
 @dataclass(frozen=True)
@@ -82,64 +82,70 @@ def _limits(runs: Runs) -> Limits:
         cp=float(runs.cp.max()),
         log_sizes=np.unique(np.log2(runs.parameters)),
         architectures=frozenset(runs.architecture.tolist()),
+        cards=frozenset(runs.card.tolist()),
         kinds=frozenset().union(*_kinds(runs)),
     )
 
 
 def _kinds(runs: Runs) -> list[frozenset[str]]:
-    """Each run's sharding, and fp8; all 16-bit formats are one kind."""
-    precisions = np.where(runs.precision == "fp8", "fp8", "16 bits")
-    return [frozenset(pair) for pair in zip(runs.shard.tolist(), precisions.tolist(), strict=True)]
+    """Each run's sharding, fp8 (all 16-bit formats are one kind), and ways of dividing a model."""
+    precisions = np.where(runs.precision == "fp8", "fp8", "16 bits").tolist()
+    degrees = {"tensor parallelism": runs.tp, "pipelines": runs.pp, "context parallelism": runs.cp}
+    divisions = [np.where(degree > 1, name, "").tolist() for name, degree in degrees.items()]
+    return [frozenset(kinds) - {""} for kinds in zip(runs.shard.tolist(), precisions, *divisions, strict=True)]
 
 
-def find_origins(runs: Runs, ground: Ground) -> Texts:
-    """Each run's published table; else `SOURCE`, or `FRAMEWORK` if its framework has no published runs either."""
-    is_measured = np.isin(runs.framework, sorted(ground.by_framework))
-    elsewhere = np.where(is_measured, SOURCE, FRAMEWORK)
-    return np.where(np.isin(runs.table, sorted(ground.tables)), runs.table, elsewhere)
+def measure_distances(runs: Runs, ground: Ground, unstable: Flags) -> dict[str, Numbers]:
+    """Distances by name, (n,), none negative.
 
-
-def measure_distances(runs: Runs, ground: Ground, unstable: Flags, origins: Texts) -> dict[str, Numbers]:
-    """Distances by name, (n,), none negative: doublings (log2 of a ratio), or 1 per kind without a measured run.
-
-    The size's is the square root of the doublings beyond the framework's largest or smallest model.
-    `origins`: see `find_origins`.
+    `gpus`: beyond the largest measured number 1 and the doublings.
+    `outside`: the same for tokens and context-parallel ranks; 1 and the root of the doublings for parameters, half of
+    them beyond four; 1 per new kind of layout.
+    `hardware`: 1 for a new GPU, 2 if its architecture is new as well. `framework`: 1 without published runs.
+    `tensor_over_nodes`: doublings of a tensor-parallel group over its domain of fast links.
     """
-    columns = {name: np.zeros(len(runs)) for name in DISTANCES}
-    columns["nodes"] = (origins == FRAMEWORK) * np.log2(runs.nodes)
-    columns["tensor_over_nodes"] = _doublings(runs.tp, np.maximum(runs.gpus_per_node, runs.link_gpus))
-    columns["unstable"] = unstable.astype(float)
-    sizes, kinds = np.log2(runs.parameters), _kinds(runs)
+    sizes, kinds, everything = np.log2(runs.parameters), _kinds(runs), ground.everything
+    gpus = np.zeros(len(runs))
+    outside = _beyond(np.log2(runs.seq_len / everything.seq_len)) + _beyond(np.log2(runs.cp / everything.cp))
     for name in np.unique(runs.framework).tolist():
         rows, limits = runs.framework == name, ground.limits(name)
-        columns["gpus"][rows] = _doublings(runs.gpus[rows], limits.gpus)
-        beyond = np.maximum(sizes[rows] - limits.log_sizes[-1], limits.log_sizes[0] - sizes[rows])
-        columns["size"][rows] = np.sqrt(np.maximum(beyond, 0.0))
-        columns["kind"][rows] = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
-    everything = ground.everything
-    columns["length"] = _doublings(runs.seq_len, everything.seq_len) + _doublings(runs.cp, everything.cp)
-    columns["architecture"] = (~np.isin(runs.architecture, sorted(everything.architectures))).astype(float)
-    return columns
+        gpus[rows] = _beyond(np.log2(runs.gpus[rows] / limits.gpus))
+        doublings = np.maximum(sizes[rows] - limits.log_sizes[-1], limits.log_sizes[0] - sizes[rows])
+        new_kinds = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
+        outside[rows] += _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)) + new_kinds
+    is_new_card = ~np.isin(runs.card, sorted(everything.cards))
+    is_new_architecture = ~np.isin(runs.architecture, sorted(everything.architectures))
+    is_unknown = is_elsewhere(runs, ground) & ~np.isin(runs.framework, sorted(ground.by_framework))
+    return {
+        "tensor_over_nodes": np.maximum(np.log2(runs.tp / np.maximum(runs.gpus_per_node, runs.link_gpus)), 0.0),
+        "unstable": unstable.astype(float),
+        "gpus": gpus,
+        "outside": outside,
+        "hardware": is_new_card.astype(float) + is_new_architecture,
+        "framework": is_unknown.astype(float),
+    }
 
 
-def _doublings(values: Numbers, limit: Numbers | float) -> Numbers:
-    return np.maximum(np.log2(values / limit), 0.0)
+def is_elsewhere(runs: Runs, ground: Ground) -> Flags:
+    """Return whether a run is of no measured table."""
+    return ~np.isin(runs.table, sorted(ground.tables))
 
 
-def sum_distances(origins: Texts, columns: Mapping[str, Numbers]) -> Numbers:
-    """Each run's total distance from measured runs, (n,): doublings, and 1 per kind without a measured run."""
-    counted = [columns[name] for name in ("gpus", "length", "architecture", "kind")]
-    return np.asarray(sum(counted) + columns["size"] ** 2 + (origins == FRAMEWORK))
+def _beyond(doublings: Numbers) -> Numbers:
+    """1 and the doublings above a limit, 0 below: a fit that has to extrapolate is worse at once."""
+    return np.where(doublings > 1e-6, 1 + doublings, 0.0)
 
 
-def sum_widths(origins: Texts, columns: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:
-    """Both ends' exponents, (n,); a width that is missing is 0."""
-    names, codes = np.unique(origins, return_inverse=True)
-    none = (0.0, 0.0)
-    homes = np.array([widths.get(str(name), widths.get(OTHERS, none)) for name in names])[codes]
-    low, high = (
-        homes[:, end] + sum(columns[name] * widths.get(name, none)[end] for name in DISTANCES) for end in (0, 1)
-    )
+def sum_distances(columns: Mapping[str, Numbers]) -> Numbers:
+    """Each run's total distance from measured runs, (n,)."""
+    return np.asarray(sum(columns[name] for name in DISTANCES if name not in SLOWER))
+
+
+def sum_widths(tables: Texts, columns: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:
+    """Both ends' exponents, (n,)."""
+    names, codes = np.unique(tables, return_inverse=True)
+    homes = np.array([widths.get(str(name), widths[OTHERS]) for name in names])[codes]
+    low, high = (homes[:, end] + sum(columns[name] * widths[name][end] for name in DISTANCES) for end in (0, 1))
     return low, high
 
 
@@ -177,24 +183,23 @@ def peak_s(runs: Runs) -> Numbers:
 
 def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
     """Yield in words where a run lies outside of measured runs."""
-    framework = str(runs.framework[row])
-    limits, everything = ground.limits(framework), ground.everything
-    is_measured = framework in ground.by_framework
+    framework, everything = str(runs.framework[row]), ground.everything
+    limits, is_measured = ground.limits(framework), framework in ground.by_framework
     where = f" with {framework}" if is_measured else ""
     if not is_measured and runs.table[row] not in ground.tables:
         yield "framework without published runs: calibrate with three runs of it"
     if runs.gpus[row] > limits.gpus:
         yield f"extrapolated: {runs.gpus[row]:.0f} GPUs, fitted up to {limits.gpus:.0f}{where}"
-    size = float(np.log2(runs.parameters[row]))
-    nearest = float(limits.log_sizes[np.abs(limits.log_sizes - size).argmin()])
-    if abs(nearest - size) > 1:
-        billions, nearest_billions = 2**size / 1e9, 2**nearest / 1e9
-        yield f"extrapolated: {billions:.3g} B parameters, the nearest fitted{where} are {nearest_billions:.3g} B"
+    size, smallest, largest = (2**log / 1e9 for log in (np.log2(runs.parameters[row]), *limits.log_sizes[[0, -1]]))
+    if not smallest * (1 - 1e-6) <= size <= largest * (1 + 1e-6):
+        yield f"extrapolated: {size:.3g} B parameters, fitted from {smallest:.3g} to {largest:.3g} B{where}"
     if runs.seq_len[row] > everything.seq_len:
         yield f"extrapolated: {runs.seq_len[row]:.0f} tokens per sequence, fitted up to {everything.seq_len:.0f}"
     if runs.cp[row] > everything.cp:
         yield f"extrapolated: {runs.cp[row]:.0f} context-parallel ranks, fitted up to {everything.cp:.0f}"
     if runs.architecture[row] not in everything.architectures:
         yield f"extrapolated: no published run on {runs.architecture[row]} GPUs"
+    elif runs.card[row] not in everything.cards:
+        yield f"extrapolated: no published run on {runs.card[row]}"
     for kind in sorted(_kinds(runs.take([row]))[0] - limits.kinds):
         yield f"extrapolated: no published run{where} in {kind}"

@@ -74,13 +74,13 @@ def stages(runs: Runs, constants: Rows) -> Stages:
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
-    sharded, whole = _divided(runs)
+    sharded, whole = constants.shard_ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
     weights = np.where(whole, 2 * parameters, 0.0)
     weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])  # two layers gathered
     low = runs.has("low_precision_master")[:, None]
     gradients = np.where(low, 2.0, constants["gradient_bytes"][:, None]) * parameters
     gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
-    optimizer = np.where(low, 4.0, 12.0) * parameters / np.where((runs.shard == "none")[:, None], 1.0, sharded)
+    optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
     saved, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
     activations = (saved * constants["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
     held = _held_gathers(runs, constants)
@@ -119,11 +119,3 @@ def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) ->
         is_first + is_last * ((runs.tied == 0) | (runs.pp > 1))[:, None].astype(float)
     )
     return (layers * runs.layer_parameters[:, None] + embedding) / runs.tp[:, None]
-
-
-def _divided(runs: Runs) -> tuple[Numbers, Flags]:
-    """Ranks that share a sharded part, and whether each has whole parameters; (n, 1)."""
-    ranks = runs.dp * runs.cp
-    inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1) * runs.cp
-    ranks = np.where(runs.shard == "hsdp", np.minimum(ranks, inside), ranks)
-    return ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]

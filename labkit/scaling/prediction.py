@@ -17,7 +17,6 @@ from labkit.scaling.intervals import (
     Ground,
     extrapolations,
     find_ends,
-    find_origins,
     load_ground,
     load_widths,
     measure_distances,
@@ -172,10 +171,9 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     rows = constants.rows(runs)
     parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    origins = find_origins(runs, ground)
-    columns = measure_distances(runs, ground, is_unstable, origins)
+    columns = measure_distances(runs, ground, is_unstable)
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = find_ends(runs, rows, predicted, sum_widths(origins, columns, load_widths()))
+    seconds, low, high = find_ends(runs, rows, predicted, sum_widths(runs.table, columns, load_widths()))
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(
@@ -184,7 +182,7 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
         step_s=seconds,
         low_90=low,
         high_90=high,
-        distance=sum_distances(origins, columns),
+        distance=sum_distances(columns),
         parts_s=parts,
         mfu=peak_s(runs) / seconds,
         peak_gib=stages.peak_gib,

@@ -1,5 +1,6 @@
 """The published runs, their predictions by constants fitted without them, and the ones nearest to a run."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -123,9 +124,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
     predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
     away = distances(Runs([run]), 0, runs)
     away = np.where(published.is_timed & np.isfinite(predicted), away, np.inf)
-    chosen: dict[tuple[object, ...], int] = {}
-    for row in np.argsort(away, kind="stable")[: np.isfinite(away).sum()]:
-        chosen.setdefault((published.group[row], published.model[row], runs.gpus[row]), int(row))
+    order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()
     return [
         PublishedRow(
             group=str(published.group[row]),
@@ -138,8 +137,16 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
             predicted_s=float(predicted[row]),
             distance=float(away[row]),
         )
-        for row in list(chosen.values())[:count]
+        for row in distinct(order, lambda row: (published.group[row], published.model[row], runs.gpus[row]), count)
     ]
+
+
+def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
+    """The first `count` rows of different keys, in their order."""
+    first: dict[object, int] = {}
+    for row in rows:
+        first.setdefault(key(row), row)
+    return list(first.values())[:count]
 
 
 def nearest_keys(runs: Runs) -> list[tuple[str, float]]:

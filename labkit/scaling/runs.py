@@ -191,6 +191,11 @@ class Runs:
         return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
     @cached_property
+    def card(self) -> Texts:
+        """Name of each run's GPU."""
+        return np.array([run.hardware.name for run in self.origin])
+
+    @cached_property
     def micro_batches(self) -> Numbers:
         return self.global_batch / (self.dp * self.micro_batch)
 
@@ -206,6 +211,13 @@ class Runs:
     @cached_property
     def nodes(self) -> Numbers:
         return np.ceil(self.gpus / self.gpus_per_node)
+
+    @cached_property
+    def shard_ranks(self) -> Numbers:
+        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole copies."""
+        inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
+        replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
+        return np.where(self.shard == "none", 1.0, replicas * self.cp)
 
     @cached_property
     def sequence_share(self) -> Numbers:

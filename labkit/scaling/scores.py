@@ -27,17 +27,33 @@ PARTS = {
 
 
 def held_out() -> pd.DataFrame:
-    """Every timed published run that a fold leaves out, with its prediction by constants fitted to the others.
+    """Every timed published run that a fold leaves out, with its prediction by constants fitted to the others."""
+    return judge(pd.read_csv(DATA / "cross_validated.csv"))
 
-    Errors are in percent; `distance` is from measured runs; `is_covered` says whether the 90% interval holds it.
+
+def judge(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `cross_validated.csv` with their errors in percent, and whether the 90% interval holds the measured time.
+
+    `distance` is from measured runs; `high_over_low` is the interval's width.
     """
-    rows = pd.read_csv(DATA / "cross_validated.csv")
     ratio = rows["predicted_s"] / rows["measured_s"]
     return rows.assign(
         predicted_over_measured=ratio,
         error_percent=100 * (ratio - 1).abs(),
         is_covered=rows["measured_s"].between(rows["low_s"], rows["high_s"]),
         high_over_low=rows["high_s"] / rows["low_s"],
+    )
+
+
+def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Count judged rows by these columns, with error and coverage in percent, and width and distance in the median."""
+    return rows.groupby(list(by), sort=False).agg(
+        rows=("error_percent", "size"),
+        median_error=("error_percent", "median"),
+        error_of_nine_in_ten=("error_percent", lambda errors: errors.quantile(0.9)),
+        covered=("is_covered", lambda covered: 100 * covered.mean()),
+        high_over_low=("high_over_low", "median"),
+        distance=("distance", "median"),
     )
 
 

@@ -1,6 +1,6 @@
 """Ranks layouts: every possible one is predicted, and the fastest that fit come first."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -12,7 +12,7 @@ from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.models import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
-from labkit.scaling.published import arrangement
+from labkit.scaling.published import arrangement, distinct
 from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
 MAX_MICRO_BATCH = 64
@@ -78,14 +78,6 @@ class Ranking:
     def first(self) -> Prediction:
         """The best layout; if none fits, the one that needs the least memory."""
         return self.predictions.prediction(self.order[0] if self.order else int(np.argmin(self.predictions.peak_gib)))
-
-
-def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
-    """The first `count` rows of different keys, in their order."""
-    first: dict[object, int] = {}
-    for row in rows:
-        first.setdefault(key(row), row)
-    return list(first.values())[:count]
 
 
 def rank(request: Request) -> Ranking:

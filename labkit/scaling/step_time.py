@@ -37,7 +37,7 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = schedule_s(runs, stage)
     spread = constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
-    updated = rank_parameters(runs) / np.where(runs.shard == "none", 1.0, runs.dp * runs.cp)
+    updated = rank_parameters(runs) / constants.shard_ranks
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
@@ -268,9 +268,7 @@ def _context_parallel_s(runs: Runs, constants: Rows, attention_s: Numbers) -> Nu
 
 def _sharded_group(runs: Runs, constants: Rows) -> Group:
     """Ranks that divide the parameters of zero3 and hsdp."""
-    inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
-    size = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp) * runs.cp
-    return group(runs, constants, np.minimum(size, constants["largest_shard_group"]), runs.tp)
+    return group(runs, constants, constants.shard_ranks, runs.tp)
 
 
 def _parameter_gather_s(runs: Runs, constants: Rows) -> Numbers:

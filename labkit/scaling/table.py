@@ -201,8 +201,7 @@ def _read_run(cells: Cells) -> Run:
         compiled=cells.flag("compiled", False),
         options=frozenset(options),
     )
-    if layout.precision == "fp8" and hardware.fp8_ratio == 1:
-        raise ValueError(f"{hardware.name} has no fp8 matmuls: expected bf16 or fp16")
+    hardware.check_precision(layout.precision)
     gpus, seq_len = cells.integer("gpus"), cells.integer("seq_len")
     if layout.gpus != gpus:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")

@@ -35,6 +35,7 @@ WRONG = [
     ({"precision": "fp32"}, "nearest known precision is bf16"),
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
     ({"gpus": "8%"}, "gpus to be a number"),
+    ({"precision": "bf16", "gpu": "V100"}, "no bf16 matmuls"),
     ({"dp": "0"}, "dp above 0"),
     ({"hidden": "inf"}, "hidden above 0"),
     ({"micro_batch": "3"}, "no multiple of 3"),

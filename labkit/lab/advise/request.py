@@ -172,11 +172,7 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
     hardware = find_hardware(options.gpu).with_network(
         network_gbps=options.network_gbps, gpus_per_node=options.gpus_per_node
     )
-    precision = options.precision or "bf16"
-    if precision == "fp8" and hardware.fp8_ratio == 1:
-        raise ValueError(f"{hardware.name} has no fp8 matmuls: expected --precision bf16 or fp16")
-    if precision == "bf16" and hardware.architecture in ("volta", "turing"):
-        raise ValueError(f"{hardware.name} has no bf16 matmuls: expected --precision fp16")
+    hardware.check_precision(options.precision or "bf16")
     if (options.memory_reserve or 0.0) >= hardware.memory_gib:
         raise ValueError(f"expected --memory-reserve below the {hardware.memory_gib:g} GiB of {hardware.name}")
     return hardware, options.gpus
