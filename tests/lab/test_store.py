@@ -140,6 +140,7 @@ def test_two_writers_of_one_run_are_refused(writer):
         (b'{"kind": "header", "format_version": 99}\n', "format 99"),
         (b'{"kind": "header", "format_version": 1}\n', "damaged header"),
         (b"[1, 2]\n", "not an object"),
+        (b'{"kind": "header", "format_version": 2, "machine": {"source": {"version": "9.1"}}}\n', "by labkit 9.1 in"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_refused_by_name(tmp_path, content, words):

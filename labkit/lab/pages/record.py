@@ -194,8 +194,8 @@ def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
 
 def _describe_resumption(resumption: Resumption) -> str:
     """Say when, at which commit and by which command a run was resumed."""
-    source = resumption.source or "commit not recorded"
-    return f"{resumption.at:%Y-%m-%d %H:%M:%S} UTC, {source}, by {resumption.command}"
+    when = f"{resumption.at:%Y-%m-%d %H:%M:%S} UTC" if resumption.at else "a time that was not recorded"
+    return f"{when}, {resumption.source or 'commit not recorded'}, by {resumption.command or 'an unknown command'}"
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:

@@ -111,13 +111,13 @@ class Again(_PointRecord):
 
 
 class Resumption(BaseModel):
-    """A run was resumed: when, by which command, from which source."""
+    """A run was resumed: when, by which command, from which source. Older files lack some fields."""
 
     model_config = ConfigDict(frozen=True)
 
-    kind: Literal["resumed"]
-    at: datetime
-    command: str
+    kind: Literal["resumed"] = "resumed"
+    at: datetime | None = None
+    command: str | None = None
     source: Source | None = None
 
 

@@ -185,8 +185,21 @@ def _parse_header(path: Path, line: bytes) -> RunHeader:
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
     if (version := record.get("format_version")) != SCHEMA:
-        raise RunFileError(f"{path}: written by another labkit in format {version}; this one reads format {SCHEMA}")
+        raise RunFileError(f"{path}: written by {_writer(record)} in format {version}; this one reads format {SCHEMA}")
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
-        raise RunFileError(f"{path}: damaged header, or one of another labkit: {first_problem(error)}") from None
+        if error.errors()[0]["type"] == "extra_forbidden":
+            name = error.errors()[0]["loc"][0]
+            raise RunFileError(f"{path}: written by {_writer(record)}; {name} is unknown to this labkit") from None
+        raise RunFileError(f"{path}: damaged header: {first_problem(error)}") from None
+
+
+def _writer(record: dict[str, Any]) -> str:
+    """Name the labkit that wrote a header which this version cannot read."""
+    machine = record.get("machine")
+    source = machine.get("source") if isinstance(machine, dict) else None
+    if not isinstance(source, dict):
+        return "another labkit"
+    version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
+    return f"labkit {version or 'of another version'}" + (f" (commit {commit})" if commit else "")

@@ -84,20 +84,23 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
 
 
 def average_rows(
-    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, *, transport: str | Transport = AUTO
-) -> list[Tensor]:
-    """Return the mean over ranks of this rank's rows of each gradient. A collective.
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    transport: str | Transport = AUTO,
+) -> None:
+    """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
 
     Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
     to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
-    device = gradients[0].device
-    via = find_transport(group, device, transport)
+    via = find_transport(group, gradients[0].device, transport)
     p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
     whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
-    means = [torch.empty_like(own_rows(each, via.rank, p)) for each in whole]
-    blocks, packed = _pack([[*_by_rank(each, p), _flatten(mean)] for each, mean in zip(whole, means, strict=True)])
+    results = [mean.to(via.device) for mean in means]
+    blocks, packed = _pack([[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)])
     steps: list[Step] = []
     for block in blocks:
         *pieces, totals = cut(block, via, depth)
@@ -106,7 +109,9 @@ def average_rows(
             block[-1].copy_(block[0])
     count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
     _unpack(packed[-1:])
-    return [mean.to(device) for mean in means]
+    for mean, result in zip(means, results, strict=True):
+        if mean is not result:
+            mean.copy_(result)
 
 
 def _flatten(dense: Tensor) -> Tensor:

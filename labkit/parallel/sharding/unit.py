@@ -94,6 +94,11 @@ class UnitParameter:
         self.is_used = True
         return with_strides(gradient.detach().to(dtype), self.strides)
 
+    def add_mean(self, gradient: Tensor) -> None:
+        """Allocate the average of this rank's rows of a gradient; of a scalar, its own part of the sum."""
+        rows = own_rows(gradient, *self._rank_of_size)
+        self.means.append(torch.empty_like(rows) if rows.dim() else rows.clone())
+
     def assign_means(self) -> None:
         """Accumulate as autograd does, which never reaches a shard: this runs the hooks that users put on it."""
         shard = self.shard
@@ -233,6 +238,8 @@ class Unit:
         """Start to average gradients, and drop the whole ones. A collective."""
         self.is_averaged = True
         gradients = [(parameter, parameter.take_gradient(self._reduce_dtype)) for parameter in self.trained]
+        for parameter, gradient in gradients:  # here, not in the channel's thread, whose memory no profiler counts
+            parameter.add_mean(gradient)
         return channel.start_checked(self.name, partial(_average, channel, gradients), len(gradients))
 
     def reset_pass(self) -> None:
@@ -257,9 +264,7 @@ def _average(channel: CheckedChannel, gradients: Sequence[tuple[UnitParameter, T
         if gradient.dim():
             by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
         else:
-            parameter.means.append(gradient.clone())
             channel.call(all_reduce, parameter.means[-1])
     for alike in by_dtype.values():
-        means = average_rows([gradient for _, gradient in alike], channel.group, transport=channel.transport)
-        for (parameter, _), mean in zip(alike, means, strict=True):
-            parameter.means.append(mean)
+        means = [parameter.means[-1] for parameter, _ in alike]
+        average_rows([gradient for _, gradient in alike], means, channel.group, transport=channel.transport)
