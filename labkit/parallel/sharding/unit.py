@@ -132,8 +132,10 @@ class Unit:
         self._wait: Wait | None = None
         self._complete: Callable[[], None] | None = None
         """Gathers rows once shards are in their places."""
-        self.gathered_versions: list[tuple[int, int, int]] = []
+        self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
+        self._gathered_rows: list[Tensor] = []
+        """What was gathered: while it is alive, no other rows have its address."""
         self._gathered_step = 0
         self.depth = 0
         """Calls of its module in progress."""
@@ -163,10 +165,13 @@ class Unit:
                 for module, name in parameter.owners:
                     module._parameters[name] = parameter.whole if whole else parameter.shard
 
-    def current_versions(self) -> list[tuple[int, int, int]]:
-        """Return address and versions of each shard and its rows, which tell whether they have changed."""
+    def current_versions(self) -> list[tuple[int, ...]]:
+        """Return addresses and versions of each shard and its rows, which tell whether they have changed.
+
+        Ranks without rows have to notice that others have new ones: the storage has an address, too.
+        """
         pairs = [(parameter.shard._local_tensor, parameter.shard) for parameter in self.parameters]
-        return [(rows.data_ptr(), rows._version, shard._version) for rows, shard in pairs]
+        return [(x.untyped_storage()._cdata, x.data_ptr(), x._version, shard._version) for x, shard in pairs]
 
     def start_gather(self, channel: CheckedChannel) -> None:
         """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
@@ -174,6 +179,7 @@ class Unit:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
         self._gathered_step = Unit.n_optimizer_steps
+        self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
             self._complete = None  # planned for the old places
