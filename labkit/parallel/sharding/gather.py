@@ -260,7 +260,7 @@ class GatherPass:
             unit.reset_pass()
             if not unit.depth:
                 unit.release()
-        self._queue, self._n_started = [], 0
+        self._queue, self._n_started, self._waits_in_backward = [], 0, True
         self._pass.reset()
 
 

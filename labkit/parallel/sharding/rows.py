@@ -72,11 +72,14 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
         for tensor, each in copies:
             each.copy_(tensor)
         for vector, parts in packed:
+            vector.untyped_storage().resize_(vector.nbytes)
             torch.cat(parts, out=vector)
         if tensors:
             count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
             torch.autograd.graph.increment_version(tensors)  # messages are written past torch
         _unpack(packed)
+        for vector, _ in packed:  # a second copy of all small rows, until the next call
+            vector.untyped_storage().resize_(0)
         for tensor, each in copies:
             tensor.copy_(each)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from labkit.parallel.background_comm import CheckedChannel, Wait
 from labkit.parallel.collectives import all_reduce
@@ -94,10 +94,11 @@ class UnitParameter:
         self.is_used = True
         return with_strides(gradient.detach().to(dtype), self.strides)
 
-    def add_mean(self, gradient: Tensor) -> None:
-        """Allocate the average of this rank's rows of a gradient; of a scalar, its own part of the sum."""
+    def add_mean(self, gradient: Tensor) -> Tensor:
+        """Allocate and return the average of this rank's rows of a gradient; a scalar's value, to be all-reduced."""
         rows = own_rows(gradient, *self._rank_of_size)
         self.means.append(torch.empty_like(rows) if rows.dim() else rows.clone())
+        return self.means[-1]
 
     def assign_means(self) -> None:
         """Accumulate as autograd does, which never reaches a shard: this runs the hooks that users put on it."""
@@ -114,9 +115,6 @@ class UnitParameter:
 
 class Unit:
     """Modules whose parameters are whole at the same time."""
-
-    n_optimizer_steps = 0
-    """Steps of all optimizers of this process: fused ones raise no version counter."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, options: Options) -> None:
         """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules."""
@@ -136,7 +134,6 @@ class Unit:
         """Versions of the shards at the last gather."""
         self._gathered_rows: list[Tensor] = []
         """What was gathered: while it is alive, no other rows have its address."""
-        self._gathered_step = 0
         self.depth = 0
         """Calls of its module in progress."""
         self.in_backward = False
@@ -178,7 +175,6 @@ class Unit:
         if self.is_whole:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
-        self._gathered_step = Unit.n_optimizer_steps
         self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
@@ -200,8 +196,12 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait for a gather in flight."""
         wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
+        try:
+            if wait is not None:
+                wait()
+        except BaseException:
+            self.gathered_versions = []  # what is in memory is not the parameters
+            raise
 
     def release(self) -> None:
         """Put shards into the modules, and release whole parameters, or keep them until a shard changes."""
@@ -216,7 +216,7 @@ class Unit:
 
     def _is_current(self) -> bool:
         """Return whether no shard can have changed since the last gather."""
-        return Unit.n_optimizer_steps == self._gathered_step and self.gathered_versions == self.current_versions()
+        return self.gathered_versions == self.current_versions()
 
     # Gradients
 
@@ -243,10 +243,10 @@ class Unit:
     def start_average(self, channel: CheckedChannel) -> Wait:
         """Start to average gradients, and drop the whole ones. A collective."""
         self.is_averaged = True
-        gradients = [(parameter, parameter.take_gradient(self._reduce_dtype)) for parameter in self.trained]
-        for parameter, gradient in gradients:  # here, not in the channel's thread, whose memory no profiler counts
-            parameter.add_mean(gradient)
-        return channel.start_checked(self.name, partial(_average, channel, gradients), len(gradients))
+        gradients = [parameter.take_gradient(self._reduce_dtype) for parameter in self.trained]
+        # Allocated here, not in the channel's thread, whose memory no profiler counts.
+        pairs = [(gradient, each.add_mean(gradient)) for each, gradient in zip(self.trained, gradients, strict=True)]
+        return channel.start_checked(self.name, partial(_average, channel, pairs), len(pairs))
 
     def reset_pass(self) -> None:
         """Forget a backward pass."""
@@ -257,20 +257,23 @@ class Unit:
         self.reached_inputs.clear()
 
 
-def _count_step(*_: object) -> None:
-    Unit.n_optimizer_steps += 1
+def _note_step(optimizer: Optimizer, *_: object) -> None:
+    """Raise the versions of stepped shards: torch's `fused=True` does not."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Sharded]
+    torch.autograd.graph.increment_version([p._local_tensor for p in stepped if not p._local_tensor.is_inference()])
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(_note_step)
 
 
-def _average(channel: CheckedChannel, gradients: Sequence[tuple[UnitParameter, Tensor]]) -> None:
-    by_dtype: dict[torch.dtype, list[tuple[UnitParameter, Tensor]]] = {}
-    for parameter, gradient in gradients:
+def _average(channel: CheckedChannel, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Average gradients into the second of each pair."""
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for gradient, mean in gradients:
         if gradient.dim():
-            by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
+            by_dtype.setdefault(gradient.dtype, []).append((gradient, mean))
         else:
-            channel.call(all_reduce, parameter.means[-1])
+            channel.call(all_reduce, mean)
     for alike in by_dtype.values():
-        means = [parameter.means[-1] for parameter, _ in alike]
-        average_rows([gradient for _, gradient in alike], means, channel.group, transport=channel.transport)
+        whole, means = zip(*alike, strict=True)
+        average_rows(whole, means, channel.group, transport=channel.transport)
