@@ -47,7 +47,7 @@ def check(
 ) -> None:
     """Is every implementation right on this machine, and is it as fast as its baseline? About a minute on two cores.
 
-    Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or cores are gone.
+    Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or hardware is gone.
     """
     from labkit.check.checking import check_machine, load_baseline
     from labkit.lab.runs.progress import terminal_line

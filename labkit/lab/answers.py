@@ -176,6 +176,8 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternativ
     if not n_better and not n_worse:
         return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
     if not n_better and n_alternatives > 1:
+        if n_worse == n:
+            return "no", "No: all are {worse} than {baseline}."
         return "no", "No: none is measurably {better} than {baseline}."
     if n_worse == n:
         return "no", "No: {name} {change} {baseline}."

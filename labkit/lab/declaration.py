@@ -62,11 +62,10 @@ class Lab:
     keeps_checkpoints: bool = False
     """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run with
     one folder `<point.id>/` per point; None on ranks that must not write."""
+    check_inputs: Callable[[Any, Say], None] = lambda config, say: None
+    """Checks the files that the config names, before anything is planned or fetched. ParameterError for a bad one."""
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
-    """Fetches and checks the inputs of all points; returns None, or why nothing can be measured here.
-
-    ParameterError for a bad file that the config names.
-    """
+    """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
     progress: Callable[[Any, Mapping[str, Any]], str | None] = lambda point, values: None
     """Makes a few words for the progress line from a row of rank 0, or None."""
 

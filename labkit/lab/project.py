@@ -1,11 +1,12 @@
 """Paths: files that come with labkit, and the folder of a user's results."""
 
+import errno
 import json
 import os
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -85,6 +86,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def is_full_disk(error: Exception) -> TypeGuard[OSError]:
+    """Return whether an error says that the disk, or this user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def notebook_path(lab: str) -> Path:

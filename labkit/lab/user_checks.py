@@ -119,9 +119,10 @@ def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any
     if not bad and any(one.verdict == "ok" for one in results):
         return AlternativeCheck("right")
     kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
-    for one in (*bad, *results):
-        return AlternativeCheck(kinds.get(one.verdict, "fails"), str(one.reason))
-    return AlternativeCheck("fails", "it was not measured")
+    if not results:
+        return AlternativeCheck("fails", "it was not measured")
+    first = (bad or results)[0]
+    return AlternativeCheck(kinds.get(first.verdict, "fails"), str(first.reason))
 
 
 def check_guesses(guesses: object) -> dict[str, float]:

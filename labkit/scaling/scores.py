@@ -46,7 +46,7 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Count judged rows by these columns, with error and coverage in percent, and width and distance in the median."""
+    """Count judged rows by these columns, with median error and coverage in percent, and median width and distance."""
     return rows.groupby(list(by), sort=False).agg(
         rows=("error_percent", "size"),
         median_error=("error_percent", "median"),

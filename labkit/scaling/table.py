@@ -27,6 +27,7 @@ LARGEST = 1e9
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
+_FRACTIONS = ("step_s", "node_network_gbps")  # where 2.345 may have decimals, whatever separates cells
 
 _FRAMEWORKS = {
     **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
@@ -165,8 +166,12 @@ def _numbers(texts: Mapping[str, str], separator: str) -> Iterator[tuple[str, st
     for name, text in texts.items():
         if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (separator == ";" and text.count(",") == 1):
             yield name, re.sub(r"\D", "", text)
+        elif separator == ";" and name in _FRACTIONS and re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text):
+            yield name, f"{text} (thousands, or decimals?)"
         elif (
-            separator == ";" and re.fullmatch(r"[\d.]+,\d+|\d{1,3}(\.\d{3})+", text) and not _AMBIGUOUS.fullmatch(text)
+            separator == ";"
+            and re.fullmatch(r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text)
+            and not _AMBIGUOUS.fullmatch(text)
         ):
             yield name, text.replace(".", "").replace(",", ".")
 
@@ -175,6 +180,7 @@ def _read_run(cells: Cells) -> Run:
     """The run of a row. ValueError with the reason if it describes none."""
     recompute, options = _recompute(cells)
     note = cells.text("note")
+    cells.number("step_s")
     if _CPU_OPTIMIZER.search(note):
         raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
     options |= {option for words, option in _NOTES.items() if words in note}

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from labkit.lab.pages.record import provenance_rows
 from labkit.lab.project import checkout
 from labkit.lab.runs.store import Run
 from labkit.studies import load_lab
-from tests.commands import all_runs, labkit
+from tests.commands import labkit
 from tests.hosts.network import HOSTS_FILES, Network, why_no_hosts
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
@@ -31,14 +30,12 @@ ONLY_SIZES = "--set transports=[] --set scheduling_bytes=[]"
 
 
 def measured(lab, network, commands, directory, **variables):
-    """Run a command on every host at once; return the one run that it wrote, moved to `directory`."""
-    before = all_runs()
-    environment = ENVIRONMENT | variables
+    """Run a command on every host at once; return the one run that it wrote below `directory`."""
+    environment = ENVIRONMENT | {"LABKIT_HOME": str(directory)} | variables  # others measure several hosts, too
     ended = network.run_on_all(commands, timeout_s=900, env=environment, cwd=checkout())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
-    written = [path for path in all_runs() - before if path.parent.name == lab]
-    (path,) = [path for path in written if len(Run.load(path).header.ranks_by_host) > 1]
-    return Run.load(shutil.move(path, directory))
+    (path,) = directory.glob(f"data/runs/{lab}/*.jsonl")
+    return Run.load(path)
 
 
 def readme_commands():

@@ -53,7 +53,10 @@ class Program:
                     yield process
 
     def leftovers(self) -> list[str]:
-        processes = [f"{process.pid} {process.cmdline()}" for process in self.processes()]
+        processes = []
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                processes.append(f"{process.pid} {process.cmdline()}")
         cache = "torchinductor_labkit_*"  # compiled code, for later runs
         return [*processes, *(str(path) for path in self.temporary.iterdir() if not path.match(cache))]
 

@@ -82,6 +82,7 @@ SPREADSHEETS = {
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
     "thousands with points": _text([GOOD | {"vocab": "50.368", "node_network_gbps": "1.600,0"}], ";").encode(),
+    "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
@@ -107,6 +108,7 @@ REFUSED = {
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (_text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(), "output of labkit predict"),
     "points that may be thousands": (_text([GOOD | {"vocab": "50.000"}]).encode(), None),
+    "seconds that may be thousands": (_text([GOOD | {"step_s": "2.345"}], ";").encode(), None),
     "thousands that may be decimals": (_text([GOOD | {"hidden": "4,096"}], ";").encode(), None),
 }
 

@@ -109,14 +109,14 @@ CASES = {
 def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     changed, alternatives, column = CASES[lab]
     declared = load_lab(lab)
-    smoke = declared.profiles["smoke"].model_dump() | {"rounds_s": 0.2, declared.plugin_parameter: BASELINES[lab]}
+    smoke = declared.profiles["smoke"].model_dump() | {"rounds_s": 0.2, declared.plugin_parameter: ALONGSIDE[lab]}
     config = declared.config.model_validate(smoke | {name: value for name, value in changed.items() if name in smoke})
     run = measure(declared, config, profile="smoke", plugins=Plugins(alternatives), directory=tmp_path)
     frame = run.frame()
     rows = frame.groupby(column or "implementation", sort=False)
     verdicts = {name: set(group["check"].dropna()) for name, group in rows}
     timed = {name for name, group in rows if group["seconds"].notna().any()}
-    assert {*BASELINES[lab], "right"} <= timed
+    assert {*ALONGSIDE[lab], "right"} <= timed
     assert verdicts["right"] == {"ok"}
     for name in set(alternatives) - {"right", "raises"}:
         assert {text.partition(":")[0] for text in verdicts[name]} == {"wrong"}, (name, verdicts[name])
@@ -125,7 +125,7 @@ def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     assert run.coverage()["status"].eq("ok").all()
 
 
-BASELINES = {
+ALONGSIDE = {
     "all_reduce": ["ring"],
     "attention": ["explicit"],
     "data_parallel": ["naive"],

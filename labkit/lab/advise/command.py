@@ -1,6 +1,5 @@
 """The command `labkit advise`: its options, the answer on a screen, and the same as a page."""
 
-import errno
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import Parameter, Signature
@@ -12,6 +11,7 @@ import typer
 from labkit.lab.advise.request import Options, flag, make_request, read_options
 from labkit.lab.commands.console import print_json
 from labkit.lab.config import ParameterError
+from labkit.lab.project import is_full_disk
 
 if TYPE_CHECKING:
     from labkit.lab.advise.report import Report, Section
@@ -32,7 +32,7 @@ def advise(
         options = read_options(texts)
         lines = [_apply(options, page, explain)] if apply else list(_advise(options, explain, page, predictions))
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise  # it names the file
         raise ParameterError(str(error)) from None
     if as_json:

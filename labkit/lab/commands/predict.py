@@ -1,6 +1,5 @@
 """`labkit predict`: a table of training runs in, their predictions out."""
 
-import errno
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from labkit.lab.commands.console import err, number, out, plain, print_json
 from labkit.lab.config import ParameterError
-from labkit.lab.project import reference_directory
+from labkit.lab.project import is_full_disk, reference_directory
 
 COLUMNS = reference_directory() / "scaling" / "README.md"
 
@@ -37,7 +36,7 @@ def predict(
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise OSError(error.errno, error.strerror, str(output or "standard output")) from None
         message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ParameterError(message) from None

@@ -36,7 +36,7 @@ FAILED = ("failed", "timeout")
 BUSY_SHARE = 0.25
 """Share of the measured time from which other programs make a run that of a busy machine."""
 MAX_LARGEST = 5
-JOINED_TOPICS = ("precision", "attention", "compile", "synchronization", "bucket_size")
+JOINED_TOPICS = ("precision", "attention", "compile", "synchronization")
 """Topics that the joined configuration of a training step sets."""
 RULE = (
     f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
@@ -263,7 +263,9 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     usable = [record for record in records if record.is_here and not (record.run and record.run.is_busy)]
     answers = [answer for record in usable if record.run for answer in record.run.answers]
     python = {record.lab: record.run.python for record in usable if record.run and record.run.python}
-    tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
+    tuned = None  # until all labs are measured, whose answers it joins
+    if not to_come:
+        tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
     machine = machine_rows(describe_machine(), elsewhere=False)
     html = render(
         "index_page.html.j2",
@@ -273,7 +275,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
         other_format=OTHER_FORMAT,
         records=records,
         busy=[record.title for record in records if record.is_here and record not in usable],
-        tuned=None if to_come else tuned,  # it joins the answers of all labs
+        tuned=tuned,
         python=python,
         changes=next((answer for answer in answers if answer.id == "ingredients"), None),
         topics=_recommendations(answers, has_joined=tuned is not None),

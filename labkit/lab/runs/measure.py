@@ -60,6 +60,7 @@ def measure(
         config = with_plugin_names(study, config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
+        _check_inputs(study, config, on_progress)
         points = study.plan(config, describe_machine())
         if only_plugins:
             points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
@@ -95,6 +96,8 @@ def resume(
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     with registered(study.register, plugins):  # the run's config names them
         config = study.configure(run.header.profile, run.header.config)
+        if run.pending:
+            _check_inputs(study, config, on_progress)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
         if job_rank() > 0:
@@ -158,11 +161,13 @@ def _check_job() -> None:
         raise ParameterError(str(error)) from None
 
 
-def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
-    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available.
+def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
+    """ParameterError on every rank for a bad file that the config names."""
+    _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
 
-    ParameterError on every rank for a bad file that the config names.
-    """
+
+def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
+    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available."""
 
     def prepare() -> str | None:
         machine = describe_machine()

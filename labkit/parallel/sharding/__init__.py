@@ -66,10 +66,14 @@ def _plain(model: nn.Module, optimizer: OptimizerClass, transport: str, **settin
     return optimizer(model.parameters(), **settings)
 
 
-def _foreach(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+def _foreach(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
     # As ShardedOptimizer: operators of DTensors are called once for all parameters, which takes less time.
-    settings = ({"foreach": True} if "foreach" in inspect.signature(optimizer).parameters else {}) | settings
-    return optimizer(model.parameters(), **settings)
+    from labkit.parallel.sharding.optimizer import may_use_foreach
+
+    built = _plain(model, optimizer, transport, **settings)
+    for group in filter(may_use_foreach, built.param_groups):
+        group["foreach"] = True
+    return built
 
 
 def _sharded(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:

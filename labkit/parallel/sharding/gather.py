@@ -236,6 +236,8 @@ class GatherPass:
         by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8, device=transport.device)
         by_rank[transport.rank] = torch.tensor(flags)
         self._gathers.start_checked(END_OF_PASS, partial(self._gathers.call, all_gather, by_rank))()
+        used = by_rank[:, : len(self._parameters)]
+        self._waits_in_backward = bool((used == used[0]).all())  # ranks that use the same probably will again
         on_any = iter(by_rank.any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)
@@ -260,7 +262,7 @@ class GatherPass:
             unit.reset_pass()
             if not unit.depth:
                 unit.release()
-        self._queue, self._n_started, self._waits_in_backward = [], 0, True
+        self._queue, self._n_started = [], 0
         self._pass.reset()
 
 

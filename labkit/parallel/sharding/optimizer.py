@@ -228,7 +228,7 @@ class ShardedOptimizer(Optimizer):
     @contextmanager
     def _one_call_per_operator(self) -> Iterator[None]:
         """Let the inner optimizer call operators of DTensors once for all parameters of a group, if it has a choice."""
-        chosen = [group for group in self.param_groups if _may_use_foreach(group)]
+        chosen = [group for group in self.param_groups if may_use_foreach(group)]
         for group in chosen:
             group["foreach"] = True
         try:
@@ -238,7 +238,8 @@ class ShardedOptimizer(Optimizer):
                 group["foreach"] = None
 
 
-def _may_use_foreach(group: Mapping[str, Any]) -> bool:
+def may_use_foreach(group: Mapping[str, Any]) -> bool:
+    """Return whether a parameter group may call each operator once for all of its parameters, and leaves it open."""
     is_open = group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
     has_tensors = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
     return is_open and not has_tensors and len(group["params"]) <= MAX_FOREACH

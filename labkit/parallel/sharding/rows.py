@@ -17,7 +17,7 @@ from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import cut, shard_sizes
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, find_transport
-from labkit.parallel.transport.base import Step, Transport
+from labkit.parallel.transport.base import Step, Transport, checksum
 
 MESSAGES_IN_FLIGHT = 4  # per rank
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
@@ -68,20 +68,25 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     pieces = [cut(block, transport, depth) for block in blocks]
     steps = list(chain.from_iterable(chain.from_iterable(copy_steps(each, transport) for each in pieces)))
 
+    storages = [each.untyped_storage() for each in chain((x for _, x in copies), (vector for vector, _ in packed))]
+    sizes = [storage.nbytes() for storage in storages]
+    call = checksum("all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
     def gather() -> None:
+        for storage, size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
         for tensor, each in copies:
             each.copy_(tensor)
-        for vector, parts in packed:
-            vector.untyped_storage().resize_(vector.nbytes)
-            torch.cat(parts, out=vector)
+        _fill(packed)
+        transport.call = call
         if tensors:
             count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
             torch.autograd.graph.increment_version(tensors)  # messages are written past torch
         _unpack(packed)
-        for vector, _ in packed:  # a second copy of all small rows, until the next call
-            vector.untyped_storage().resize_(0)
         for tensor, each in copies:
             tensor.copy_(each)
+        for storage in storages:  # second copies of rows, until the next call
+            storage.resize_(0)
 
     return gather
 
@@ -104,12 +109,14 @@ def average_rows(
     whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
     results = [mean.to(via.device) for mean in means]
     blocks, packed = _pack([[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)])
+    _fill(packed[:-1])
     steps: list[Step] = []
     for block in blocks:
         *pieces, totals = cut(block, via, depth)
         steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
         if p == 1:
             block[-1].copy_(block[0])
+    via.call = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
     count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
     _unpack(packed[-1:])
     for mean, result in zip(means, results, strict=True):
@@ -131,9 +138,14 @@ def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
 def _pack(blocks: Blocks) -> tuple[Blocks, list[tuple[Tensor, list[Tensor]]]]:
     """Return large blocks as they are and one for all small ones, whose vectors are returned with their parts, too."""
     small = [block for block in blocks if block[0].nbytes <= SMALL_BYTES]
-    packed = [(torch.cat(parts), list(parts)) for parts in zip(*small, strict=True)]
+    packed = [(parts[0].new_empty(sum(map(len, parts))), list(parts)) for parts in zip(*small, strict=True)]
     vectors = [[vector for vector, _ in packed]] if small else []
     return [block for block in blocks if block[0].nbytes > SMALL_BYTES] + vectors, packed
+
+
+def _fill(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+    for vector, parts in packed:
+        torch.cat(parts, out=vector)
 
 
 def _unpack(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:

@@ -31,7 +31,9 @@ class Sharded(DTensor):
     def data(self, value: Tensor) -> None:
         if (value.shape, value.dtype) != (self.shape, self.dtype):
             raise ValueError(f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)}, {value.dtype}")
-        self._local_tensor = _local_rows(value.detach(), self)
+        with torch.inference_mode(False):  # tensors of inference mode have no versions, which tell what has changed
+            rows = _local_rows(value.detach(), self)
+            self._local_tensor = rows.clone() if rows.is_inference() else rows
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")

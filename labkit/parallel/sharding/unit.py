@@ -58,8 +58,9 @@ class UnitParameter:
         """Where rows are gathered: the memory of `whole`, which has a version counter of its own."""
         self.own_place = own_rows(self.place, rank, p)
         rows = own_rows(value, rank, p)
-        self._owns_rows, self._rank_of_size = not is_view or dtype != value.dtype, (rank, p)
+        self._owns_rows = not is_view or dtype != value.dtype
         """The shard has memory of its own."""
+        self._rank_of_size = (rank, p)
         rows = rows.clone() if self._owns_rows else own_rows(self.place.data, rank, p).copy_(rows)
         self.shard = shard_parameter(slot.parameter, rows, mesh)
         self.whole = nn.Parameter(self.place.data, value.is_floating_point() or value.is_complex())
@@ -82,8 +83,9 @@ class UnitParameter:
         """Take new memory once the user has put other rows under the shard: the old ones may be swapped in again."""
         if self._owns_rows or self.shard._local_tensor.data_ptr() == self.own_place.data_ptr():
             return False
-        self._owns_rows, self.place = True, self.place.clone()
-        self.own_place, self.whole.data = own_rows(self.place, *self._rank_of_size), self.place.data
+        with torch.inference_mode(False):  # it stays
+            self._owns_rows, self.place = True, self.place.clone()
+            self.own_place, self.whole.data = own_rows(self.place, *self._rank_of_size), self.place.data
         return True
 
     def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
@@ -190,33 +192,36 @@ class Unit:
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
         if self._complete is None:
-            self._complete = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
+            with torch.inference_mode(False):  # its vectors stay
+                self._complete = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
         self._complete()
 
     def finish_gather(self) -> None:
-        """Wait for a gather in flight."""
-        wait, self._wait = self._wait, None
+        """Wait for a gather in flight. What a failed one leaves in memory is not the parameters, and is released."""
+        if self._wait is None:
+            return
         try:
-            if wait is not None:
-                wait()
-        except BaseException:
-            self.gathered_versions = []  # what is in memory is not the parameters
+            self._wait()
+        except Exception:
+            self._wait, self.is_whole = None, False
+            self._free()
             raise
+        self._wait = None
 
     def release(self) -> None:
         """Put shards into the modules, and release whole parameters, or keep them until a shard changes."""
         self.attach(whole=False)
         if self.is_whole:
             self.finish_gather()
-            self.is_whole = self._keeps_memory and self._is_current()
-            if self.parameters and not self._keeps_memory:
-                for parameter in self.parameters:
-                    _resize(parameter.place, 0)
-                torch.autograd.graph.increment_version([parameter.whole for parameter in self.parameters])
+            self.is_whole = self._keeps_memory and self.gathered_versions == self.current_versions()
+            self._free()
 
-    def _is_current(self) -> bool:
-        """Return whether no shard can have changed since the last gather."""
-        return self.gathered_versions == self.current_versions()
+    def _free(self) -> None:
+        """Release the memory of whole parameters, unless it is kept."""
+        if self.parameters and not self._keeps_memory:
+            for parameter in self.parameters:
+                _resize(parameter.place, 0)
+            torch.autograd.graph.increment_version([parameter.whole for parameter in self.parameters])
 
     # Gradients
 
@@ -259,8 +264,8 @@ class Unit:
 
 def _note_step(optimizer: Optimizer, *_: object) -> None:
     """Raise the versions of stepped shards: torch's `fused=True` does not."""
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Sharded]
-    torch.autograd.graph.increment_version([p._local_tensor for p in stepped if not p._local_tensor.is_inference()])
+    shards = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Sharded]
+    torch.autograd.graph.increment_version([p._local_tensor for p in shards if p.grad is not None])
 
 
 register_optimizer_step_post_hook(_note_step)

@@ -87,18 +87,27 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
 
 
+def check_archive(config: CifarConfig, say: Callable[[str], None], fetched: Path | None = None) -> None:
+    """Check that the archive that is given, or was `fetched`, is complete and has CIFAR-100's format."""
+    if path := fetched or (config.archive and Path(config.archive)):
+        say("checking the archive")
+        try:
+            read_cifar100(path)
+        except DatasetError as error:
+            raise ParameterError(f"cifar100: {error}") from None
+
+
 def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
-    """Fetch CIFAR-100's archive unless one is given or already here, and check that it is complete."""
-    if config.archive is None and config.dataset == DIGITS:
+    """Fetch CIFAR-100's archive unless one is given or already here, and check it."""
+    if config.archive is not None or config.dataset == DIGITS:
         return None
     try:
-        path = Path(config.archive) if config.archive else fetch_cifar100(datasets_directory(), say)
-        say("checking the archive")
-        read_cifar100(path)
+        fetched = fetch_cifar100(datasets_directory(), say)
     except DatasetError as error:
         raise ParameterError(f"cifar100: {error}") from None
     except ConnectionError as error:
         return f"{error}; give a local archive with --set archive=PATH, or use --set dataset=digits"
+    check_archive(config, say, fetched)
     return None
 
 
@@ -181,6 +190,7 @@ LAB = Lab(
     worker=train,
     points=points,
     keeps_checkpoints=True,
+    check_inputs=check_archive,
     prepare=prepare,
     progress=describe_progress,
     questions=[

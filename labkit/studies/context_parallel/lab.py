@@ -100,7 +100,7 @@ LAB = Lab(
             metric=TIME,
             baseline=WHOLE,
             names=NAMES,
-            advice="Cut the sequence over ranks, by {name}{where}.",
+            advice="Cut the sequence over ranks{where}.",
             keep="Cut the sequence only to save memory.",
             figure=Lines(source=TIME, x="sequence", panel="world_size"),
         ),

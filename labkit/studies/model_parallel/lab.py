@@ -90,7 +90,8 @@ def pipelines(results: Results) -> pd.DataFrame:
     table = rows.groupby(list(PIPELINE_KEYS), sort=False)[["busy", *values]].median().reset_index()
     work_s = table["seconds"] - table["idle_s"]
     step_s = work_s / table["formula_busy"] + predict_messages_s(table, results)
-    kinds = labels(table.astype({"micro_batches": int}), ["schedule", "micro_batches"])
+    table = table.astype({"width": int, "micro_batches": int})  # floats beside rows of other sweeps
+    kinds = labels(table, ["schedule", "micro_batches"])
     return table.drop(columns=["calls", "sent_bytes"]).assign(kind=kinds, predicted_busy=work_s / step_s)
 
 
