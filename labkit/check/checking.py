@@ -30,10 +30,10 @@ class CheckConfig(TimedConfig):
     """How often the fixed set is measured; the set itself has no parameters."""
 
     warmup: Warmup = 2
-    repeats: Repeats = 12
-    rounds_s: RoundsSeconds | None = 10.0
+    repeats: Repeats = 20
+    rounds_s: RoundsSeconds | None = 2.5
     ratio_within: RatioWithin = 0.0
-    sessions: Sessions = 6
+    sessions: Sessions = 8
     timeout_s: float = 120.0
 
 

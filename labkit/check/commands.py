@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
 SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
 YOUR_ANSWER = "*Your answer, with the numbers it rests on:*"
+NUMBERS = ("low", "high", "seconds", "shared", "smallest_change")
 MINE = """def mine(*arguments):
     raise NotImplementedError("write your own here")
 
@@ -99,7 +101,7 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
     numbers = []
     for one in result.changes:
-        facts: dict[str, Any] = {name: getattr(one, name) for name in ("low", "high", "seconds", "smallest_change")}
+        facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
         facts |= {"validity": one.verdict, "measured": result.run.header.started}
         numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, "seconds now over seconds then", **facts))
     return {
@@ -127,6 +129,10 @@ def _print(result: "CheckResult") -> None:
     verdicts = {one.verdict for one in result.changes}
     shared = verdicts.pop() if len(verdicts) == 1 and "not comparable: " in str(verdicts) else None
     lines += [*result.circumstances, *([shared] if shared else [])]
+    for place, changes in groupby(result.changes, key=lambda one: one.place):
+        factor = statistics.median(one.shared for one in changes)
+        if abs(math.log(factor)) > math.log1p(TOLERANCE):
+            lines.append(f"{place}: all take {factor:.2f} times as long, as rounds of the baseline do: left out below")
     for line in lines:
         out.print(plain(line), soft_wrap=True)
     table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)

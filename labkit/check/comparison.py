@@ -1,10 +1,13 @@
 """Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A session gives one number per quantity: the logarithm of the median of the slowest rank's samples. A run gives the
-median of its sessions, each in new processes. Runs differ by more than their sessions explain, by a drift that is
-similar for all quantities of a machine. A baseline of several runs estimates it, and the variance of each quantity is
-shrunk towards it (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a check together
-(Bonferroni).
+A round times every quantity of a place, one after the other, on the slowest rank. What the quantities share from round
+to round is the speed of the cores, which depends on what else a virtual machine's host runs. It is taken out of each
+quantity, as far as it stays in the range of the baseline's rounds (`_take_out_shared`). A session gives one number per
+quantity, the median of its rounds; a run gives the median of its sessions, each in new processes.
+
+Runs still differ by more than their sessions explain, by a drift that is similar for all quantities of a machine. A
+baseline of several runs estimates it, and the variance of each quantity is shrunk towards it (moderated t-statistics:
+Smyth 2004, section 3). Intervals hold for all quantities of a check together (Bonferroni).
 
 A host may move the cores of a virtual machine. Cores without a common cache exchange data at a third of the rate, and
 have more memory bandwidth together. So quantities of several cores are compared only with runs whose cores exchanged
@@ -12,7 +15,7 @@ data as fast (`MOVED`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +37,16 @@ PRIOR_FREEDOM = 10.0
 """Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
 ERROR_OVER_MAD = 1.25 * 1.4826
 """Standard error of a median times the root of the sample size, over the median absolute deviation."""
-FALSE_ALARMS = 0.02
+FALSE_ALARMS = 0.05
 """Share of checks on an unchanged machine that report any change."""
 MIN_SESSIONS = 3
 """Undisturbed sessions per quantity and run."""
+MIN_PEERS = 3
+"""Other quantities of a place that show what all of them share."""
+RANGE = (0.02, 0.98)
+"""Quantiles of the baseline's rounds within which the shared part is taken out."""
+MAX_SLOPE = 2.0
+"""Times the shared part, in logarithms, by which a quantity may follow it."""
 MOVED = 1.4
 """Factor by which moved cores differ in the time of an exchange, relative to that of a call on one core."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
@@ -48,6 +57,9 @@ FORMS = {"FLOP/s": format_flops, "B/s": format_rate}
 @dataclass(frozen=True)
 class Change:
     """Change of a quantity since the baseline; ratios are seconds now over seconds then, above 1 is slower.
+
+    `shared`: a ratio that the quantity shares with the others of its place, as when a virtual machine's cores are
+    slower. `ratio` and its interval are what remains.
 
     `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". Now:
     `seconds` per sample, `rate` of work per second (NaN if only the time counts), `speed` either of them as text.
@@ -63,6 +75,7 @@ class Change:
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
+    shared: float = math.nan
     smallest_change: float = math.nan
 
 
@@ -77,7 +90,7 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
     judged: dict[Any, dict[str, Any]] = {}
     for group, runs in ((parallel, alike), (set(names) - parallel, then)):
         if runs and group and not blocker:
-            judged |= _judge(here, runs, sorted(group), len(names)).to_dict("index")
+            judged |= _judge(here, runs, sorted(group), parallel, len(names)).to_dict("index")
     changes = []
     for name in names:
         reason = blocker or here.missing_reason(name)
@@ -92,11 +105,11 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
 
 
 class SessionTimes:
-    """Times of a run's undisturbed sessions: `logs`, a logarithm per quantity (row) and session (column).
+    """Times of a run's undisturbed sessions, as logarithms: `rounds` by quantity (row), session and round (columns).
 
-    `medians`: of the sessions, NaN if they are too few; `errors`: their standard errors; `noise`: the distance of the
-    two turns of each round. `parallel`: quantities of several cores. `exchange`: time in which two ranks exchange a
-    message, over that of a call; NaN if unknown.
+    `medians`: of the sessions, NaN if they are too few; `noise`: the distance of the two turns of each round.
+    `parallel`: quantities of several cores. `exchange`: time in which two ranks exchange a message, over that of a
+    call; NaN if unknown.
     """
 
     def __init__(self, run: Run) -> None:
@@ -105,14 +118,13 @@ class SessionTimes:
         several = rows[(rows["device"] == "cpu") & ((rows["world_size"] > 1) | (rows["threads"] > 1))]
         self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
         self._rows = rows = rows[~rows["point"].isin(list(run.busy))]
-        slowest = rows.groupby([*QUANTITY, "session", "turn", "repeat"], sort=False)["seconds"].max()
-        turns = np.log(slowest).groupby([*QUANTITY, "session", "turn"], sort=False).median().unstack("turn")
-        turns = turns.reindex(columns=TURNS)
-        self.logs = turns.mean(axis=1).unstack("session")
-        self.noise = abs((turns[TURNS[1]] - turns[TURNS[0]]).groupby(QUANTITY).median())
-        count, medians = self.logs.count(axis=1), self.logs.median(axis=1)
-        self.medians = medians.where(count >= MIN_SESSIONS)
-        self.errors = ERROR_OVER_MAD * self.logs.sub(medians, axis=0).abs().median(axis=1) / np.sqrt(count)
+        slowest = np.log(rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)["seconds"].max())
+        turns = slowest.unstack("turn").reindex(columns=TURNS)
+        self.rounds = turns.mean(axis=1).unstack(["session", "repeat"])
+        distances = (turns[TURNS[1]] - turns[TURNS[0]]).groupby([*QUANTITY, "session"]).median()
+        self.noise = abs(distances.groupby(QUANTITY).median())
+        sessions = _sessions(self.rounds)
+        self.medians = sessions.median(axis=1).where(sessions.count(axis=1) >= MIN_SESSIONS)
         exchange = [load.exchange_s for point, load in run.loads.items() if load.exchange_s and point not in run.busy]
         call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
         self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
@@ -122,7 +134,11 @@ class SessionTimes:
         rows = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)]
         if rows.empty:
             return {}
-        seconds, work, unit = math.exp(self.logs.loc[name].median()), float(rows["work"].iloc[0]), rows["unit"].iloc[0]
+        seconds, work, unit = (
+            math.exp(self.rounds.loc[name].median()),
+            float(rows["work"].iloc[0]),
+            rows["unit"].iloc[0],
+        )
         if unit not in FORMS:
             return {"seconds": seconds, "speed": format_seconds(seconds)}
         return {"seconds": seconds, "rate": work / seconds, "speed": FORMS[unit](work / seconds)}
@@ -138,22 +154,68 @@ class SessionTimes:
         return str([*busy, *failed, "it was not measured"][0])
 
 
-def _judge(here: SessionTimes, then: Sequence[SessionTimes], names: Sequence[Any], comparisons: int) -> pd.DataFrame:
+def _judge(
+    here: SessionTimes, then: Sequence[SessionTimes], names: Sequence[Any], parallel: Container[Any], comparisons: int
+) -> pd.DataFrame:
     """Return ratio, its interval, the smallest change and the verdict of these quantities; NaN if not measured."""
-    medians = pd.concat([each.medians for each in then], axis=1).reindex(names)
+    sessions = [_sessions(run) for run in _take_out_shared([each.rounds for each in (*then, here)], names, parallel)]
+    counts = [run.count(axis=1) for run in sessions]
+    levels = [run.median(axis=1).where(count >= MIN_SESSIONS) for run, count in zip(sessions, counts, strict=True)]
+    medians = pd.concat(levels[:-1], axis=1)
     n_runs, between = medians.count(axis=1), medians.var(axis=1)
-    explained = pd.concat([each.errors**2 for each in (here, *then)], axis=1).mean(axis=1).reindex(names)
+    explained = pd.concat(
+        [
+            (ERROR_OVER_MAD * run.sub(level, axis=0).abs().median(axis=1)) ** 2 / count
+            for run, level, count in zip(sessions, levels, counts, strict=True)
+        ],
+        axis=1,
+    ).mean(axis=1)
     typical = (n_runs - 1) / chdtri(n_runs - 1, 0.5)  # a variance's expectation over its median
     excess = (between * typical - explained)[n_runs >= FEW_RUNS].median()
     drift = DRIFT**2 if math.isnan(excess) else max(excess, MIN_DRIFT**2)
     freedom = PRIOR_FREEDOM + n_runs - 1
     variance = (PRIOR_FREEDOM * (drift + explained) + (n_runs - 1) * between.fillna(0)) / freedom
     reach = stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2) * np.sqrt(variance * (1 + 1 / n_runs))
-    change = (here.medians - medians.mean(axis=1)).reindex(names)
+    change = levels[-1] - medians.mean(axis=1)
     least = np.maximum(reach, np.maximum(here.noise.reindex(names), math.log1p(MIN_RELEVANT_DIFFERENCE)))
+    raw = here.medians - pd.concat([each.medians for each in then], axis=1).mean(axis=1)
     verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
     logs = {"ratio": change, "low": change - reach, "high": change + reach, "smallest_change": least}
+    logs["shared"] = raw.reindex(names) - change
     return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)
+
+
+def _sessions(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Return the median of each session's rounds."""
+    return rounds.T.groupby(level="session").median().T
+
+
+def _take_out_shared(
+    rounds: Sequence[pd.DataFrame], names: Sequence[Any], parallel: Container[Any]
+) -> list[pd.DataFrame]:
+    """Return each run's rounds of these quantities without what all of their place share; the last run is the new one.
+
+    The shared part of a round is the median of the other quantities, each relative to its median in the baseline: of
+    those of one core, if there are any. A quantity follows it by a slope, from the differences between rounds of the
+    same run. Beyond the range of the baseline's rounds a shared change is left in: it is a change of the machine.
+    """
+    n_runs = len(rounds) - 1
+    together = pd.concat(rounds, axis=1, keys=range(len(rounds)), names=["run"])
+    of_run = together.columns.get_level_values("run")
+    is_baseline = of_run < n_runs
+    relative = together.sub(together.loc[:, is_baseline].median(axis=1), axis=0)
+    within = relative - relative.T.groupby(level="run").transform("median").T
+    result = relative.reindex(names).copy()
+    for name in names:
+        others = [other for other in relative.index if other[:2] == name[:2] and other != name]
+        peers = [other for other in others if other not in parallel] or others
+        if len(peers) < MIN_PEERS or name not in relative.index:
+            continue
+        shared, steps = relative.loc[peers].median(), within.loc[peers].median()
+        slope = (steps * within.loc[name]).sum() / ((steps**2).sum() or 1.0)
+        low, high = shared[is_baseline].quantile(list(RANGE))
+        result.loc[name] -= min(max(slope, 0.0), MAX_SLOPE) * shared.clip(low, high)
+    return [result.loc[:, of_run == run] for run in range(len(rounds))]
 
 
 def timed_rows(run: Run) -> pd.DataFrame:
