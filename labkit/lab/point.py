@@ -26,8 +26,14 @@ MODEL_FIELDS = ("size", "model", "workload")
 """Fields that name models, small and large."""
 BATCH = ("batch", "context_length")
 
-START_S, POINT_S = 1.0, 0.5
-"""Seconds that a plan allows for ranks to start, and for the inputs, checks and warm-up of a point."""
+POINT_S = 0.5
+START_S = {"cpu": 1.0, "cuda": 4.0}
+"""Seconds that a plan allows for ranks to start."""
+PREPARE_S_PER_BYTE = {"cpu": 2.5e-9, "cuda": 1e-10}
+"""Allowance for models, their checks and warm-up, by `needed_bytes`: some hundred passes over this memory.
+
+On a CPU all ranks share its bandwidth; measured on 2 cores: 1.5e-9 to 3.3e-9. The GPU's is an estimate.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +113,15 @@ class Point:
         return None if needed <= available else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
 
     @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return "cuda" if self.backend == "nccl" else getattr(self, "device", "cpu")
+
+    @property
     def planned_s(self) -> float:
         """Planned seconds of the point itself."""
-        return POINT_S
+        ranks = self.world_size if self.device_type == "cpu" else 1
+        return POINT_S + PREPARE_S_PER_BYTE[self.device_type] * ranks * self.needed_bytes
 
     def mentions(self, names: Set[str]) -> bool:
         """Return whether a field is one of these names, or a list that has one."""
@@ -191,7 +203,7 @@ def planned_s(points: Iterable[Point]) -> float:
 
     Devices on which six rounds take longer than `rounds_s` need more.
     """
-    return sum(START_S + sum(point.planned_s for point in group) for group in by_ranks(points))
+    return sum(START_S[group[0].device_type] + sum(point.planned_s for point in group) for group in by_ranks(points))
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

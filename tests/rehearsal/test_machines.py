@@ -56,8 +56,7 @@ def test_a_lab_uses_the_gpus_that_are_there(lab):
             planned, reasons = _plan(study, machine, profile)
             json.dumps([point.describe() for point in planned])
             on_gpu = [point for point in planned if point.backend == "nccl" or getattr(point, "device", "") == "cuda"]
-            may_be_too_large = profile == "paper" or (lab, name) == ("tuned_step", "laptop")  # which trains two models
-            is_too_large = may_be_too_large and not planned and all("needs" in reason for reason in reasons)
+            is_too_large = profile == "paper" and not planned and all("needs" in reason for reason in reasons)
             assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
             for point in on_gpu:
                 assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
@@ -74,6 +73,14 @@ def test_the_sizes_of_an_h100_are_planned_within_its_time(lab, count, monkeypatc
         assert 0 < planned_s(planned) <= most_s, profile
         largest = max((point.world_size for point in planned), default=8)
         assert profile == "paper" or count == "one" or largest in (1, len(machine.gpus))
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_a_recorded_run_took_about_its_planned_time(lab):
+    study, run = load_lab(lab), recorded(lab)
+    points = study.plan(study.config.model_validate(run.header.config), run.header.machine)
+    points = [point for point in points if point.id in run._ends]
+    assert sum(run._ends[point.id].elapsed_s for point in points) <= 2 * planned_s(points)
 
 
 def test_throughput_is_measured_from_one_gpu_to_all():

@@ -154,7 +154,7 @@ LAB = Lab(
     },
     on_gpu={
         "batch": 32,
-        "sequences": [512, 1024, 2048, 4096, 8192, 16384],
+        "sequences": [1024, 2048, 4096, 8192, 16384],
         "head_dims": [64, 128],
         "compiled_sequences": [1024],
         "sessions": 1,

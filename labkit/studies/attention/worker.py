@@ -28,6 +28,8 @@ WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
 """Implementations that build the whole matrix of scores."""
 SLOW_AT_FIRST = (COMPILED, FLASH)
 """Implementations whose first call compiles or tunes tiles."""
+COMPILE_S = 3.0
+"""Planned seconds of such a first call."""
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
 MARGIN = 1.1  # over the formulas: allocators round up, and matmuls have workspaces
 TOO_SLOW = "right, but too slow to time"
@@ -56,6 +58,11 @@ class AttentionPoint(SessionPoint):
     def needed_bytes(self) -> float:
         """Memory of the leanest implementation; one that does not fit becomes a row of its point."""
         return min(map(self.needed_by, self.implementations))
+
+    @property
+    def planned_s(self) -> float:
+        slow = SLOW_AT_FIRST if self.device == "cuda" else (COMPILED,)
+        return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations})
 
     def needed_by(self, implementation: str) -> float:
         """Predicted memory of a forward and backward pass, inputs included, with a margin."""

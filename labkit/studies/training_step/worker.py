@@ -28,6 +28,8 @@ FIRST, LATER = "the first step", "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 MAX_PROFILED_PASSES = 6
+COMPILE_S = 20.0
+"""Planned seconds to compile a model with an empty cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,10 @@ class TrainingStepPoint(TimedPoint):
             return STATES_BYTES * (count_parameters(self.size) or 0)
         steps = 2 if self.sweep == "compile" else 1
         return steps * HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
+
+    @property
+    def planned_s(self) -> float:
+        return super().planned_s + COMPILE_S * (self.sweep == "compile")
 
     @property
     def refusal(self) -> str | None:
