@@ -103,11 +103,11 @@ def _cuda_bytes(moment: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"])
 
 
-def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> int | None:
-    """Peak bytes of the second `run` of what `make` returns, which is in them. All ranks call this together.
+def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> dict[str, Any]:
+    """Measure the peak of the second `run` of the subject that `make` returns, which is included. A collective.
 
-    On a CPU a thread of gloo may be the last to free a tensor, which the profiler misses. Then the record is repeated
-    until every rank has one without that; None on all ranks if there is none.
+    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. On a CPU a thread of gloo may be the last
+    to free a tensor, which the profiler misses. Then the record is repeated until every rank has one without that.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
@@ -120,8 +120,8 @@ def peak_of_second(make: Callable[[], T], run: Callable[[T], Any], *, device: st
             gc.collect()
         peak = record.peaks["run"]
         if max_over_ranks(record.left_bytes / max(1, peak)) < MAX_EXCESS:
-            return peak
-    return None
+            return {"check": "ok", "peak_bytes": peak}
+    return {"not_measured": f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"}
 
 
 @dataclass

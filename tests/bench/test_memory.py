@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.bench.ledger import AllocationLedger, peak_between, timeline_between
-from labkit.bench.memory import peak_of_second, process_peak, record_allocations, saved_for_backward
+from labkit.bench.memory import measure_second_peak, process_peak, record_allocations, saved_for_backward
 from labkit.nn.training import TrainingStep
 from labkit.nn.transformer import shape_named
 
@@ -42,7 +42,7 @@ def test_cuda_counts_what_was_requested():
     assert record.peaks["only"] == 64 * MIB + 1
 
 
-def test_a_record_with_releases_on_another_thread_is_repeated():
+def test_a_record_with_releases_on_another_thread_is_repeated(monkeypatch):
     held = [_bytes(8 * MIB)]
 
     def run(mine):
@@ -54,7 +54,9 @@ def test_a_record_with_releases_on_another_thread_is_repeated():
             thread.start()
             thread.join()
 
-    assert peak_of_second(list, run, device="cpu") == 6 * MIB
+    assert measure_second_peak(list, run, device="cpu") == {"check": "ok", "peak_bytes": 6 * MIB}
+    monkeypatch.setattr("labkit.bench.memory.max_over_ranks", lambda excess: 1.0)
+    assert "other threads freed" in measure_second_peak(list, run, device="cpu")["not_measured"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")

@@ -40,14 +40,14 @@ def _whole_with_members_elsewhere(path):
     write_archive(path, _outside(path) | GOOD)
 
 
-TORN = "cut short, altered, or no .tar.gz"
+TORN = "cannot be read as a whole .tar.gz"
 # How an archive is damaged, and what is said then.
 DAMAGES = {
     "torn": (_torn, TORN),
     "altered": (_altered, TORN),
     "no archive": (lambda path: path.write_bytes(b"<html>504</html>" * 100), TORN),
     "foreign": (lambda path: write_archive(path, {"readme.txt": b"of something else"}), f"got no {TRAIN}"),
-    "a link": (_link, "expected one regular file"),
+    "a link": (_link, f"got no {TRAIN}"),
     "members elsewhere": (lambda path: write_archive(path, _outside(path)), f"got no {TRAIN}"),
 }
 # How it has changed since the run began, and what `--resume` says.

@@ -40,9 +40,9 @@ def _link():
     return link
 
 
-def _with_label(column, value):
+def _with_label(value):
     table = records(4)
-    table[2, column] = value
+    table[2, 1] = value
     return table.tobytes()
 
 
@@ -53,13 +53,8 @@ def _with_label(column, value):
         ({TRAIN: records(2).tobytes()[:-1], TEST: records(2).tobytes()}, "records of 3074 bytes, got 6,147 bytes"),
         ({TRAIN: b"", TEST: records(2).tobytes()}, "got 0 bytes"),
         ({TRAIN: records(2).tobytes(), TEST: bytes(10_001 * RECORD_BYTES)}, "expected 1 to 10,000 records"),
-        ({TRAIN: _link(), TEST: records(2).tobytes()}, "expected one regular file"),
-        ([(TRAIN, records(2).tobytes()), (TRAIN, records(2).tobytes())], f"{TRAIN}: expected one regular file"),
-        (
-            {TRAIN: _with_label(1, 100), TEST: records(2).tobytes()},
-            "record 2: expected a fine label below 100, got 100",
-        ),
-        ({TRAIN: _with_label(0, 20), TEST: records(2).tobytes()}, "record 2: expected a coarse label below 20, got 20"),
+        ({TRAIN: _link(), TEST: records(2).tobytes()}, f"got no {TRAIN}"),
+        ({TRAIN: _with_label(100), TEST: records(2).tobytes()}, "expected fine labels below 100, got 100"),
     ],
 )
 def test_other_contents_than_records_are_refused(tmp_path, members, message):
@@ -84,18 +79,12 @@ def test_an_archive_that_is_cut_short_or_altered_is_refused(tmp_path, change):
     content = path.read_bytes()
     content = change(content) if callable(change) else content[: BROKEN[change]]
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=f"cut short, altered.*got {len(content):,} bytes.*has {CIFAR100_BYTES:,}"):
+    with pytest.raises(DatasetError, match=f"cannot be read as a whole.*has {CIFAR100_BYTES:,}"):
         read_cifar100(path)
 
 
-def test_a_file_of_the_official_size_must_have_the_official_checksum(tmp_path, monkeypatch):
-    path = write_archive(tmp_path / "a.tar.gz")
-    monkeypatch.setattr(datasets, "CIFAR100_BYTES", path.stat().st_size)
-    with pytest.raises(DatasetError, match=f"altered: expected the MD5 03b5.*got {datasets.file_md5(path)}"):
-        read_cifar100(path)
-    monkeypatch.setattr(datasets, "CIFAR100_MD5", datasets.file_md5(path))
-    assert read_cifar100(path).name == "CIFAR-100"
-    with pytest.raises(DatasetError, match=r"nowhere\.tar\.gz: cannot be read: No such file"):
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DatasetError, match=r"nowhere\.tar\.gz: cannot be read.*No such file"):
         read_cifar100(tmp_path / "nowhere.tar.gz")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from labkit.bench.check import verdict
 from labkit.bench.clock import Stopwatch, turn_order
-from labkit.bench.memory import peak_of_second
+from labkit.bench.memory import measure_second_peak
 from labkit.lab.point import Point
 from labkit.nn.datasets import RECORD_BYTES
 from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
@@ -175,5 +175,5 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     dist.barrier()
     with guarded_turn(name, recipe.device):
         make = partial(Trainer, name, recipe, seed)
-        peak_bytes = peak_of_second(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
-    return describe(name) | {"phase": MEMORY, "check": "ok", "peak_bytes": peak_bytes}
+        peak = measure_second_peak(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
+    return describe(name) | {"phase": MEMORY} | peak

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.memory import peak_of_second
+from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import context_parallel_calls, sent_bytes
 from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
@@ -120,5 +120,4 @@ def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any
 
 def _measure_peak(problem: AttentionProblem, way: str, device: str) -> dict[str, Any]:
     """The allocator's peak over both passes, with this rank's inputs."""
-    peak = peak_of_second(partial(Passes, problem, way), Passes.run, device=device)
-    return {"check": "ok", "peak_bytes": peak}
+    return measure_second_peak(partial(Passes, problem, way), Passes.run, device=device)

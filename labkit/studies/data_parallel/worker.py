@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.memory import peak_of_second
+from labkit.bench.memory import measure_second_peak
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import RESNET50, RESNET50_PARAMETERS, Workload, build_workload
@@ -181,4 +181,4 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
     if sweep == "timeline":
         return {"rows": profile_step(trainer.phases, device)}
     del trainer
-    return {"check": "ok", "peak_bytes": peak_of_second(make, Trainer.step, device=device)}
+    return measure_second_peak(make, Trainer.step, device=device)

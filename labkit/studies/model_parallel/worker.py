@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from labkit.bench.memory import peak_of_second
+from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import (
     ALL_REDUCE_COSTS,
     butterfly,
@@ -266,5 +266,4 @@ def _choose_width(point: ModelParallelPoint, device: str) -> int:
 
 def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
     """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's layers."""
-    peak = peak_of_second(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
-    return {"check": "ok", "peak_bytes": peak}
+    return measure_second_peak(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
