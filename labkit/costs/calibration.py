@@ -45,7 +45,7 @@ class Rates:
     additions: Curve
     """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model creates it."""
     copies: Curve = ()
-    """Of older runs, which measured them; nothing uses them."""
+    """In older runs; unused."""
     autograd: Autograd | None = None
     """None on a GPU, and in older runs."""
 
@@ -85,7 +85,7 @@ class Transport:
     call_s: float = 0.0
     """Before the first of any number of messages."""
     error: float | None = None
-    """Median relative error of the fit."""
+    """In older runs; unused."""
 
     def predict_s(self, cost: MessageCost) -> float:
         return self.call_s + cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte

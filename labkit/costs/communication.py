@@ -12,7 +12,6 @@ Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,18 +30,6 @@ CostOf = Callable[[int, float], MessageCost]
 """(world size, bytes) -> cost of an algorithm."""
 AT_ONCE = frozenset({"butterfly", "one_shot"})
 """Algorithms whose ranks send to all others at once."""
-
-
-@dataclass(frozen=True)
-class AlphaBeta:
-    """A fitted or assumed alpha-beta model; `median_error` is relative, |predicted / measured - 1|."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-    median_error: float = float("nan")
-
-    def predict_s(self, cost: MessageCost) -> float:
-        return cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
 
 
 def ring(world_size: int, n_bytes: float) -> MessageCost:
@@ -155,7 +142,7 @@ def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
     return n_bytes / seconds * 2 * (world_size - 1) / world_size
 
 
-def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> AlphaBeta:
+def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit alpha and beta, neither below zero, by least squares on the *relative* error.
 
     Absolute errors would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten orders of
@@ -168,15 +155,13 @@ def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> Al
         raise ValueError(f"expected two or more positive times, one per cost: {len(times)} for {len(costs)}")
     work = np.array(costs) / times[:, None]
     scale = np.maximum(work.max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
-    alpha, beta = nnls(work / scale, np.ones(len(times)))[0] / scale
-    return AlphaBeta(float(alpha), float(beta), float(np.median(np.abs(work @ [alpha, beta] - 1))))
+    alpha_s, beta_s_per_byte = nnls(work / scale, np.ones(len(times)))[0] / scale
+    return float(alpha_s), float(beta_s_per_byte)
 
 
-def best_buckets(n_bytes: float, model: AlphaBeta) -> float:
+def best_buckets(n_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
     """Number k >= 1 of equal buckets that minimizes k alpha + n beta / k: a call each, and the last bucket's bytes.
 
     Communication of all but the last bucket hides behind backward; sqrt(n beta / alpha), infinite if calls are free.
     """
-    if model.alpha_s <= 0:
-        return math.inf
-    return max(1.0, math.sqrt(n_bytes * model.beta_s_per_byte / model.alpha_s))
+    return max(1.0, math.sqrt(n_bytes * beta_s_per_byte / alpha_s)) if alpha_s > 0 else math.inf

@@ -165,13 +165,12 @@ def transports(frame: pd.DataFrame) -> Iterator[Transport]:
             (MESSAGE, message, 1, call_s),
             (BURST, burst, ranks - 1, call_s),
         ):
-            model = fit_alpha_beta([MessageCost(1, sent * n) for n in by_size.index], seconds.tolist())
+            alpha_s, beta_s_per_byte = fit_alpha_beta([MessageCost(1, sent * n) for n in by_size.index], seconds.tolist())
             yield Transport(
                 way=str(way),
                 what=what,
                 ranks=int(ranks),
-                alpha_s=model.alpha_s,
-                beta_s_per_byte=model.beta_s_per_byte,
+                alpha_s=alpha_s,
+                beta_s_per_byte=beta_s_per_byte,
                 call_s=call,
-                error=model.median_error,
             )

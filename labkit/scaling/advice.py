@@ -6,7 +6,7 @@ from math import ceil, floor, gcd
 
 import numpy as np
 
-from labkit.costs.communication import AlphaBeta, best_buckets
+from labkit.costs.communication import best_buckets
 from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
@@ -128,7 +128,7 @@ def bucket_bytes(run: Run, constants: Constants) -> float | None:
     n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
     call_s = float(all_reduce_s(ranks, rows, 0 * n_bytes)[0])
     whole_s, total = float(all_reduce_s(ranks, rows, n_bytes)[0]), float(n_bytes[0])
-    return total / best_buckets(total, AlphaBeta(call_s, (whole_s - call_s) / total))
+    return total / best_buckets(total, call_s, (whole_s - call_s) / total)
 
 
 def sums_s(prediction: Prediction) -> dict[str, float]:

@@ -7,7 +7,12 @@ from labkit.nn import tiled_attention
 from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention, tiled_forward
 from tests.cases import thinned
-from tests.nn.against_oracle import Case, assert_changed_output_is_refused, assert_saves_one_logsumexp, check_against_oracle
+from tests.nn.against_oracle import (
+    Case,
+    assert_changed_output_is_refused,
+    assert_saves_one_logsumexp,
+    check_against_oracle,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
