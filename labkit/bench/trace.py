@@ -69,7 +69,7 @@ def profiled(activities: Sequence[ProfilerActivity], *, memory: bool = False) ->
 
 
 def profile_call(
-    action: Callable[[], Any], *, device: str = "cpu", before: Callable[[], Any] | None = None, also: str | None = None
+    action: Callable[[], Any], *, device: str = "cpu", before: Callable[[], Any] | None = None
 ) -> list[TraceEvent]:
     """Run `action` once under the profiler and return its events (`read_events`). Warm up first.
 
@@ -96,17 +96,12 @@ def profile_call(
             "the profiler recorded no GPU kernel: CUPTI gave none, as where only administrators may profile "
             "(NVreg_RestrictProfilingToAdminUsers), or where another profiler is at work"
         )
-    return read_events(trace, also=also)
+    return read_events(trace)
 
 
-def read_events(trace: Trace, *, also: str | None = None) -> list[TraceEvent]:
-    """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are any, else operators.
-
-    With kernels, also operators of the host whose names begin with `also`.
-    """
+def read_events(trace: Trace) -> list[TraceEvent]:
+    """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are any, or operators."""
     host, device = _complete(trace, HOST), _complete(trace, DEVICE)
-    if device and also is not None:
-        device += [event for event in host if event["name"].startswith(also)]
     events = device or host
     if not events:
         return []

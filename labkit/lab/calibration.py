@@ -165,12 +165,7 @@ def transports(frame: pd.DataFrame) -> Iterator[Transport]:
             (MESSAGE, message, 1, call_s),
             (BURST, burst, ranks - 1, call_s),
         ):
-            alpha_s, beta_s_per_byte = fit_alpha_beta([MessageCost(1, sent * n) for n in by_size.index], seconds.tolist())
-            yield Transport(
-                way=str(way),
-                what=what,
-                ranks=int(ranks),
-                alpha_s=alpha_s,
-                beta_s_per_byte=beta_s_per_byte,
-                call_s=call,
-            )
+            costs = [MessageCost(1, sent * n) for n in by_size.index]
+            alpha_s, beta_s = fit_alpha_beta(costs, seconds.tolist())
+            where = {"way": str(way), "what": what, "ranks": int(ranks)}
+            yield Transport(**where, alpha_s=alpha_s, beta_s_per_byte=beta_s, call_s=call)

@@ -5,7 +5,6 @@ in the table, as in recorded runs.
 """
 
 import importlib.util
-import os
 import shutil
 import sysconfig
 import warnings
@@ -21,10 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from labkit.nn.attention import (
-    ALL_DTYPES,
     Attention,
     check_attention_inputs,
-    dtype_name,
     naive_attention,
     naive_attention_unchecked,
     query_group,
@@ -42,7 +39,7 @@ class Implementation:
 
     attend: Attention
     """(q, k, v, causal) -> output; differentiable."""
-    unavailable_reason: Callable[[torch.device, torch.dtype, int], str | None]
+    unavailable_reason: Callable[[torch.device, torch.dtype, int], str | None] = lambda *_: None
     """(device, dtype, head_dim) -> why it cannot run there, or None."""
 
 
@@ -84,10 +81,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend 
         return scaled_dot_product_attention(q4, k4, v4, is_causal=causal, enable_gqa=grouped).reshape(q.shape)
 
 
-def _dtype_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return None if dtype in ALL_DTYPES else f"not defined for {dtype_name(dtype)}"
-
-
 def no_compiler_reason(device_type: str) -> str | None:
     """Return why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
     if device_type == "cuda":
@@ -117,16 +110,14 @@ def no_launch_reason() -> str | None:
         driver.active.utils  # noqa: B018 the property builds it, or loads the one built before
     except Exception as error:  # of several types, by what fails
         message = str(error).partition("\n")[0] or type(error).__name__
-        if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
-            message = "there is no C compiler on the path, and CC names none"
-        elif not Path(sysconfig.get_path("include"), "Python.h").exists():
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
             message = "Python.h is not there (python3-dev has it)"
         return f"Triton's driver cannot be built: {message}"
     return None
 
 
 def _no_compiled_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return no_compiler_reason(device.type) or _dtype_reason(device, dtype, head_dim)
+    return no_compiler_reason(device.type)
 
 
 def _no_flash_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -162,9 +153,9 @@ SDPA_BACKENDS = {
     "sdpa": None,  # torch's choice
 }
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "explicit": Implementation(naive_attention, _dtype_reason),
+    "explicit": Implementation(naive_attention),
     "compiled": Implementation(_compiled, _no_compiled_reason),
-    "tiled": Implementation(TiledAttention.apply, _dtype_reason),
+    "tiled": Implementation(TiledAttention.apply),
     "flash": Implementation(_flash, _no_flash_reason),
 }
 """All implementations by name, with SDPA's backends below; `register` adds a user-defined one."""
@@ -180,5 +171,5 @@ def register(name: str, attend: Attention) -> dict[str, Implementation]:
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    IMPLEMENTATIONS[name] = Implementation(attend, _dtype_reason)
+    IMPLEMENTATIONS[name] = Implementation(attend)
     return IMPLEMENTATIONS

@@ -69,7 +69,6 @@ def test_kernels_are_the_events_of_a_gpu_and_belong_to_the_range_of_their_launch
         ("sm90_xmma_gemm", "matmul", ("forward",), 40),
         ("softmax_warp_forward", "softmax", ("backward",), 10),
     ]
-    assert [event.name for event in read_events(_trace(*GPU), also="aten::")].count("aten::mm") == 1
 
 
 NATIVE, HIDDEN = "void at::native::", "void at::native::(anonymous namespace)::"

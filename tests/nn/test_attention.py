@@ -123,12 +123,10 @@ def test_the_table_imports_neither_triton_nor_the_compiler() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.skipif(not attention_implementations.has_triton(), reason="about Triton")
-def test_missing_build_tools_are_the_reason_why_triton_cannot_launch(monkeypatch: Any, tmp_path: Any) -> None:
+def test_missing_headers_are_the_reason_why_triton_cannot_launch(monkeypatch: Any, tmp_path: Any) -> None:
     uncached = attention_implementations.no_launch_reason.__wrapped__
     monkeypatch.setattr(attention_implementations, "no_launch_reason", uncached)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda name, *_: str(tmp_path))
-    assert "no C compiler" in str(no_compiler_reason("cuda"))
-    (tmp_path / "gcc").touch(mode=0o755)
     assert "Python.h" in str(no_compiler_reason("cuda"))

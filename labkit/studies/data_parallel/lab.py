@@ -62,7 +62,8 @@ ACCUMULATION = Metric(
     "seconds", "averaged_after", (*CONFIGURATION, "micro_batches", "implementation"), where={"sweep": "accumulation"}
 )
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
-AT = {"world_size": None, "batch": None, "context_length": None}
+LARGEST = {"batch": None, "context_length": None}
+AT = {"world_size": None, **LARGEST}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     TORCH: "torch's DDP",
@@ -208,7 +209,7 @@ LAB = Lab(
             pick=bucketed_row,
             configuration=CONFIGURATION,
             says="{world_size} ranks process {samples_per_s} samples per second: {of_linear_percent}% of linear.",
-            figure=Lines(x="world_size", y="samples_per_s", hue="implementation", panel="workload", log=""),
+            figure=Lines(x="world_size", y="samples_per_s", hue="implementation", panel="workload", at=LARGEST, log=""),
         ),
         Compare(
             id="fastest",

@@ -9,9 +9,8 @@ from torch.profiler import record_function
 from labkit.bench.trace import TraceEvent, profile_call
 from labkit.studies.shared.trainer import BACKWARD, FINISH, FORWARD, OPTIMIZER
 
-GLOO = "gloo:"
 # Events of running collectives, not of the calls that launch them.
-COLLECTIVES = (GLOO + "all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 ALL_REDUCE = "all-reduce"
 
@@ -29,7 +28,7 @@ def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[
                 action()
 
     run()
-    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier, also=GLOO))
+    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
         return [{"not_measured": "the profiler saw none of the collectives"}]
     start, end_of_backward = boxes[FORWARD][0][0], boxes[BACKWARD][-1][1]

@@ -67,7 +67,9 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
         for width in widths:
             yield point(sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=())
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
-        yield point(sweep="pipeline", alternatives=SCHEDULES, widths=widths, model="", layers=layers)
+        pipeline = partial(point, sweep="pipeline", alternatives=SCHEDULES, model="", layers=layers)
+        fitting = tuple(width for width in widths if pipeline(widths=(width,)).skip_reason(machine) is None)
+        yield pipeline(widths=fitting or widths)
         yield point(sweep="axes", alternatives=tuple(config.axes), widths=(), batch=world_size * config.model_batch)
 
 
@@ -132,7 +134,7 @@ LAB = Lab(
         "model": "xl",
         "model_batch": 4,
     },
-    on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "large"},
+    on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "small"},
     worker=measure,
     points=points,
     questions=[

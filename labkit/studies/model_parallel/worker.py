@@ -76,7 +76,11 @@ class ModelParallelPoint(TimedPoint):
 
     @property
     def needed_bytes(self) -> float:
-        return COPIES * 4 * n_parameters(self.shape) * (1 + len(self.alternatives) * max(1, len(self.micro_batches)))
+        """Memory of a rank for the reference and all alternatives; it trains only its stages of a pipeline."""
+        copies = COPIES * len(self.alternatives)
+        if self.sweep == "pipeline":
+            copies = (1 + (COPIES - 1) / self.world_size) * len(self.alternatives) * len(self.micro_batches)
+        return 4 * n_parameters(self.shape) * (COPIES + copies)
 
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.sweep == "pipeline" and self.device == "cpu" and ranks_here(self.world_size) > machine.cores:

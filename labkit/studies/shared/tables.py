@@ -14,7 +14,11 @@ FIT_SHARE = 0.9
 
 def read_published(name: str) -> pd.DataFrame:
     """The table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
-    return pd.read_csv(reference_directory() / f"{name}.csv")
+    table = pd.read_csv(reference_directory() / f"{name}.csv")
+    for column in table.select_dtypes(exclude="number"):  # numbers in a column that also has "OOM"
+        numbers = pd.to_numeric(table[column], errors="coerce")
+        table[column] = numbers.astype(object).where(numbers.notna(), table[column])
+    return table
 
 
 def join(table: pd.DataFrame, other: pd.DataFrame, keys: Iterable[str], how: Literal["left", "outer"]) -> pd.DataFrame:
