@@ -167,5 +167,5 @@ def transports(frame: pd.DataFrame) -> Iterator[Transport]:
         ):
             costs = [MessageCost(1, sent * n) for n in by_size.index]
             alpha_s, beta_s = fit_alpha_beta(costs, seconds.tolist())
-            where = {"way": str(way), "what": what, "ranks": int(ranks)}
-            yield Transport(**where, alpha_s=alpha_s, beta_s_per_byte=beta_s, call_s=call)
+            costs_s = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "call_s": call}
+            yield Transport(way=str(way), what=what, ranks=int(ranks), **costs_s)

@@ -38,7 +38,8 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        gradients = tiled_backward(*ctx.saved_tensors, grad_output, ctx.causal, scale=ctx.scale)
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        gradients = tiled_backward(q, k, v, output, logsumexp, grad_output, ctx.causal, scale=ctx.scale)
         return *gradients, None, None
 
 

@@ -77,10 +77,10 @@ class ModelParallelPoint(TimedPoint):
     @property
     def needed_bytes(self) -> float:
         """Memory of a rank for the reference and all alternatives; it trains only its stages of a pipeline."""
-        copies = COPIES * len(self.alternatives)
-        if self.sweep == "pipeline":
-            copies = (1 + (COPIES - 1) / self.world_size) * len(self.alternatives) * len(self.micro_batches)
-        return 4 * n_parameters(self.shape) * (COPIES + copies)
+        is_pipeline = self.sweep == "pipeline"
+        copies = 1 + (COPIES - 1) / self.world_size if is_pipeline else COPIES
+        trainers = len(self.alternatives) * (len(self.micro_batches) if is_pipeline else 1)
+        return 4 * n_parameters(self.shape) * (COPIES + copies * trainers)
 
     def skip_reason(self, machine: "Machine") -> str | None:
         if self.sweep == "pipeline" and self.device == "cpu" and ranks_here(self.world_size) > machine.cores:
