@@ -90,17 +90,21 @@ def tiled_backward(
     causal: bool,
     *,
     scale: float | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from the tensors that the forward pass saved. delta = rowsum(dO * O); for each tile:
 
     P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
+
+    `into`: memory for the gradients, in the dtype of logsumexp; that of q is added to what is there.
     """
-    q_shape, k_shape, dtype, group = q.shape, k.shape, logsumexp.dtype, query_group(q, k)
-    scale = softmax_scale(q, scale)
+    q_dtype, dtype, group, scale = q.dtype, logsumexp.dtype, query_group(q, k), softmax_scale(q, scale)
+    if into is None:
+        new_k, new_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+        into = torch.zeros(q.shape, dtype=dtype, device=q.device), new_k, new_v
+    grad_q, grad_k, grad_v = (x.view(-1, *x.shape[-2:]) for x in into)  # every key block adds to that of q
     q, k, v, output, grad_output = map(_flatten, (q, k, v, output, grad_output))
-    grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # an accumulator: every key block adds to it
-    grad_k, grad_v = (torch.empty_like(k, memory_format=torch.contiguous_format) for _ in range(2))
     minus_logsumexp = logsumexp.reshape(*q.shape[:2], 1).neg()
     minus_delta = (grad_output.to(dtype) * output).sum(-1, keepdim=True).neg_()
     side = tile_side(q)
@@ -124,8 +128,8 @@ def tiled_backward(
                 grad_q[:, rows].baddbmm_(ds, k_block)
                 grad_k_block.baddbmm_(ds.transpose(1, 2), q_block)
             for grad, block in ((grad_k, grad_k_block.mul_(scale)), (grad_v, grad_v_block)):
-                grad[:, columns] = block.unflatten(0, (-1, group)).sum(1)
-    return grad_q.to(q.dtype).view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape)
+                grad[:, columns] = block.unflatten(0, (-1, group)).sum(1) if group > 1 else block
+    return into[0].to(q_dtype), into[1], into[2]
 
 
 # ------------------------------------------------------------------------------------------- blocks

@@ -233,9 +233,8 @@ def _differentiate(
         rows, columns, is_causal = part
         keys, values = block[..., columns, :].to(logsumexp.dtype)
         q, output, grad = (x[..., rows, :] for x in queries)
-        changes = tiled_backward(q, keys, values, output, logsumexp[..., rows], grad, is_causal)
-        for total, change in zip((grad_q[..., rows, :], *gradients[..., columns, :]), changes, strict=True):
-            total += change
+        into = (grad_q[..., rows, :], *gradients[..., columns, :])
+        tiled_backward(q, keys, values, output, logsumexp[..., rows], grad, is_causal, into=into)
     return gradients
 
 
