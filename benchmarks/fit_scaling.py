@@ -12,27 +12,25 @@ published table counts with the square root of its rows.
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from folds import FOLDS, MODEL_PARTS, Fold, model_parts
+from folds import Fold, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, memory
 from labkit.scaling.constants import Constant, Rows, from_values, read_constants
 from labkit.scaling.intervals import (
-    DISTANCES,
     OTHERS,
+    SLOPES,
     SLOWER,
     Widths,
     find_ends,
     has_open_engine,
-    is_elsewhere,
     measure_distances,
     measure_ground,
-    sum_distances,
+    measure_slopes,
     sum_widths,
 )
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
@@ -54,27 +52,33 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-COVERED, LEAST = 0.9, 0.85
-"""Shares of left-out rows that intervals are to hold: of all, and of each table."""
+COVERED, LEAST = 0.9, 0.88
+"""Shares of left-out rows that intervals are to hold: of each fold, and of its tables at each number of GPUs.
+
+The latter does not bind unseen frameworks: nanotron alone would widen their intervals from a factor of 1.8 to 3.7.
+"""
 LEVELS = [level / 200 for level in range(180, 198)]
 """Shares of the rows that a width is fitted to, to choose from: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
 """Rows of a table with widths of its own, that judge a distance alone, or to be scored apart."""
-NONE = (0.0, 0.0)
 TABLES = "tables"
 """What the level of all tables' widths is called."""
 JUDGES: Mapping[str, tuple[str, ...]] = {
-    "tensor_over_nodes": (WITHOUT_MODEL, "without the run"),
+    TABLES: (WITHOUT_MODEL,),
     "unstable": (WITHOUT_MODEL, "without the run"),
-    "gpus": (
+    "scale": (
         *("beyond 64 GPUs", "beyond 32 GPUs", "beyond 512 GPUs", "without the largest scale"),
         "without the source, beyond 64 GPUs",
     ),
-    "outside": ("without the largest models", "beyond 8192 tokens", "without the sharding"),
-    "hardware": ("without the GPU", "without the GPU generation"),
+    "outside": (
+        *("without the largest models", "beyond 8192 tokens", "without the sharding"),
+        *("without the GPU", "without the GPU generation", WITHOUT_MODEL),
+    ),
     "framework": (WITHOUT_FRAMEWORK,),
 }
-"""Distances in the order in which their widths are fitted, with the folds that judge them."""
+"""Folds that judge each slope."""
+COLUMNS = ["fold", "key", "table", "gpus", "measured_s", "predicted_s", "low_s", "high_s", "distance"]
+"""Columns of cross_validated.csv."""
 LARGE = 1000
 """GPUs from which on runs are scored apart."""
 MIN_LAYOUTS = 4
@@ -140,193 +144,134 @@ def fit_memory(published: Published) -> dict[str, float]:
     return fit(MEMORY_CONSTANTS, errors)
 
 
-@dataclass(frozen=True, eq=False)
-class Errors:
-    """Rows that folds left out, (n,): fold, table and part of each, its prediction, and where it lies."""
-
-    row: np.ndarray
-    fold: np.ndarray
-    table: np.ndarray
-    home: np.ndarray
-    """Table with the widths of a row; `OTHERS` if the fold had left it out."""
-    is_elsewhere: np.ndarray
-    """Whether the fold had left the table out, and not its framework: too few frameworks to leave one out twice."""
-    parts: np.ndarray
-    """By model and by table, (2, n): rows of a part are judged by widths that saw none of it."""
-    predicted_s: np.ndarray
-    low: np.ndarray
-    """ln(predicted / measured); nan for a run that a slow engine may explain."""
-    high: np.ndarray
-    """ln(measured / predicted), without the slow engine's time; nan for a run of two engines that had the fast one."""
-    distances: Mapping[str, np.ndarray]
-    runs: Runs
-    """As the folds predict them."""
-
-    @cached_property
-    def weight(self) -> np.ndarray:
-        """Weights of the rows: each table counts with the square root of its rows in a fold."""
-        _, codes, counts = np.unique(np.char.add(self.fold, self.table), return_inverse=True, return_counts=True)
-        return counts[codes] ** -0.5
-
-
-def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> dict[str, np.ndarray]:
-    """Every timed row that a part of the fold leaves out, predicted by constants fitted to the others; by column."""
+def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
+    """Every timed run that the fold judges, predicted by constants fitted without it, and its slopes."""
     parts = []
-    for is_judged, is_hidden in fold.parts(published):
+    for is_judged, is_hidden in fold.split():
         judged = is_judged & published.is_timed
         if judged.any():
-            runs, ground = fold.hide(published.runs.take(judged)), measure_ground(published, ~is_hidden)
+            runs, ground = fold.as_predicted(published.runs.take(judged)), measure_ground(published, ~is_hidden)
+            distances = measure_distances(runs, ground)
             columns = {
                 "row": np.flatnonzero(judged),
                 "predicted_s": seconds(runs, fit_time(published, ~is_hidden)),
-                "is_elsewhere": is_elsewhere(runs, ground),
+                "is_elsewhere": ground.is_elsewhere(runs),
+                "distance": np.sum(list(distances.values()), axis=0),
             }
-            parts.append(columns | measure_distances(runs, ground, is_unstable[judged]))
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            parts.append(pd.DataFrame(columns | measure_slopes(distances, is_unstable[judged])))
+    return pd.concat(parts).assign(fold=fold.name)
+
+
+def collect_errors(published: Published, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
+    """The errors of all folds, and their runs as the folds predict them; `values` are constants fitted to all runs.
+
+    `home`: the table whose widths a row has. `low`, `high`: logarithms of predicted over measured seconds and of the
+    inverse, without the time of a slow engine that may explain it; nan at the end that says nothing of the fast engine.
+    `kind`: whether widths that judge a row have not seen its model, or its table.
+    `weight`: each table counts with the square root of its rows in a fold.
+    """
+    stages = memory.stages(published.runs, constant_rows(published.runs, values))
+    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
+    folds = list(make_folds(published))
+    judged = [cross_validate(published, fold, is_unstable) for fold in folds]
+    taken = [published.runs.take(some["row"].to_numpy()) for some in judged]
+    runs = Runs([run for fold, some in zip(folds, taken, strict=True) for run in fold.as_predicted(some).origin])
+    errors = pd.concat(judged, ignore_index=True)
+    rows, row = constant_rows(runs, values), errors["row"].to_numpy()
+    measured, predicted, table = published.step_s[row], errors["predicted_s"].to_numpy(), published.group[row]
+    slower, is_open = slow_engine_s(runs, rows), has_open_engine(runs, rows)
+    is_slow = is_open & (measured - predicted > 0.5 * slower)
+    faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
+    errors = errors.assign(
+        table=table,
+        gpus=runs.gpus.astype(int),
+        measured_s=measured,
+        home=np.where(errors["is_elsewhere"] | ~np.isin(table, home_tables(published)), OTHERS, table),
+        model=model_parts(published)[row],
+        # there are too few frameworks to leave one out twice
+        kind=np.where(errors["is_elsewhere"] & (errors["framework"] == 0), "table", "model"),
+        low=np.where(is_slow, np.nan, np.log(predicted / measured)),
+        high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
+    )
+    return errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5), runs
 
 
 def home_tables(published: Published) -> list[str]:
-    """Tables with enough rows, of several models, for widths of their own."""
+    """Tables with enough runs, of several models, for widths of their own."""
     rows = pd.DataFrame({"table": published.group, "part": model_parts(published)})[published.is_timed]
     counts = rows.groupby("table")["part"].agg(["size", "nunique"])
     return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
 
-def collect_errors(published: Published, values: Mapping[str, float]) -> Errors:
-    """The errors of all folds; `values` are the constants fitted to all rows."""
-    stages = memory.stages(published.runs, constant_rows(published.runs, values))
-    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
-    judged = [(fold, cross_validate(published, fold, is_unstable)) for fold in FOLDS]
-    columns = {name: np.concatenate([some[name] for _, some in judged]) for name in judged[0][1]}
-    row, predicted, measured = columns["row"], columns["predicted_s"], published.step_s[columns["row"]]
-    hidden = [fold.hide(published.runs.take(some["row"])).origin for fold, some in judged]
-    runs = Runs([run for some in hidden for run in some])
-    rows = constant_rows(runs, values)
-    slower, is_open = slow_engine_s(runs, rows), has_open_engine(runs, rows)
-    is_slow = is_open & (measured - predicted > 0.5 * slower)
-    faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
-    tables = np.unique(published.group, return_inverse=True)[1]
-    return Errors(
-        row=row,
-        fold=np.concatenate([np.full(len(some["row"]), fold.name) for fold, some in judged]),
-        table=published.group[row],
-        home=np.where(columns["is_elsewhere"] | ~np.isin(runs.table, home_tables(published)), OTHERS, runs.table),
-        is_elsewhere=columns["is_elsewhere"] & (columns["framework"] == 0),
-        parts=np.stack([model_parts(published), tables % MODEL_PARTS])[:, row],
-        predicted_s=predicted,
-        low=np.where(is_slow, np.nan, np.log(predicted / measured)),
-        high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
-        distances={name: columns[name] for name in DISTANCES},
-        runs=runs,
-    )
-
-
-def fit_widths(errors: Errors, chosen: np.ndarray, levels: Mapping[str, float]) -> Widths:
-    """Widths of what has a level, from a mask of rows, one by one: each holds what those before leave out."""
-    widths = dict.fromkeys((OTHERS, *DISTANCES), NONE)
+def fit_widths(errors: pd.DataFrame, levels: Mapping[str, float]) -> Widths:
+    """Widths of what has a level, one by one: each holds what those before leave out."""
+    widths = dict.fromkeys((OTHERS, *SLOPES), (0.0, 0.0))
     for name, level in levels.items():
-        rows = chosen & is_judged(errors, name)
-        if name != TABLES:
-            widths[name] = fit_width(errors, rows, widths, name, level)
-            continue
-        for table in np.unique(errors.home[rows]).tolist():
-            ends = [end[rows & (errors.home == table) & np.isfinite(end)] for end in (errors.low, errors.high)]
-            widths[table] = tuple(quantile(end, np.ones(len(end)), (1 + level) / 2) for end in ends)
+        rows = errors[is_judged(errors, name)]
+        if name == TABLES:
+            for table, some in rows.groupby("home"):
+                widths[table] = tuple(some[["low", "high"]].quantile((1 + level) / 2))
+        elif len(rows):
+            widths[name] = fit_slope(rows, widths, name, level)
     return widths
 
 
-def fit_width(errors: Errors, rows: np.ndarray, widths: Widths, name: str, level: float) -> tuple[float, float]:
-    """The least width per unit of a distance that holds this share of its folds; a quantile regression through zero."""
-    if not rows.any():
-        return NONE
-    amount = errors.distances[name][rows]
-    inside = sum_widths(errors.home, errors.distances, widths)
-    low, high = ((error - end)[rows] / amount for error, end in zip((errors.low, errors.high), inside, strict=True))
-    excess, level = (high, (1 + level) / 2) if name in SLOWER else (np.fmax(low, high), level)
-    width = max(quantile(np.nan_to_num(excess, nan=-np.inf), errors.weight[rows] * amount, level), 0.0)
-    return (0.0 if name in SLOWER else width, width)
+def fit_slope(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> tuple[float, float]:
+    """The least width per unit of a slope that holds this share of the rows; a quantile regression through zero."""
+    low, high = sum_widths(rows["home"].to_numpy(), rows, widths)
+    excess = rows["high"] - high if name == SLOWER else np.fmax(rows["low"] - low, rows["high"] - high)
+    excess = (excess / rows[name]).dropna().sort_values()
+    weight = (rows["weight"] * rows[name])[excess.index].cumsum()
+    width = max(float(excess[weight >= level * weight.iloc[-1]].iloc[0]), 0.0)
+    return (0.0 if name == SLOWER else width, width)
 
 
-def is_judged(errors: Errors, name: str) -> np.ndarray:
-    """Rows that judge a width: the table's, or its folds' at this distance, and at no later one if enough are."""
-    if name == TABLES:
-        is_far = sum(errors.distances[one] for one in (*SLOWER, "framework")) > 0
-        return (errors.fold == WITHOUT_MODEL) & ~errors.is_elsewhere & ~is_far
-    rows = np.isin(errors.fold, JUDGES[name]) & (errors.distances[name] > 0)
-    names = list(JUDGES)
-    later = sum((errors.distances[one] for one in names[names.index(name) + 1 :]), np.zeros(len(rows)))
-    return rows & (later == 0) if (rows & (later == 0)).sum() >= MIN_ROWS else rows
+def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
+    """Rows of the folds that judge a width, at this distance and at none that is fitted later."""
+    later = list(JUDGES)[list(JUDGES).index(name) + 1 :]
+    rows = errors["fold"].isin(JUDGES[name]) & (errors[later] == 0).all(axis=1)
+    return rows if name == TABLES else rows & (errors[name] > 0)
 
 
-def quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
-    """The least value that has this share of the weights at or below it."""
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order]) / weights.sum()
-    return float(values[order][min(int(np.searchsorted(reached, level)), len(values) - 1)])
+def fit_without(errors: pd.DataFrame, levels: Mapping[str, float]) -> tuple[np.ndarray, Widths]:
+    """Both ends' exponents of every row by widths that saw none of its part; and the largest of all these widths.
 
-
-def fit_without(errors: Errors, levels: Mapping[str, float]) -> Iterator[tuple[np.ndarray, Widths]]:
-    """Yield every part's rows, (n,), with widths that saw none of them.
-
-    Parts are models, or tables for the rows of folds that leave tables out.
+    A part is a sixth of the models, or a table in folds that leave tables out. Answers have the largest widths, so that
+    they are no narrower than the scored ones.
     """
-    for part, rows in zip(errors.parts, (~errors.is_elsewhere, errors.is_elsewhere), strict=True):
-        for one in range(MODEL_PARTS):
-            yield rows & (part == one), fit_widths(errors, part != one, levels)
+    exponents, largest = np.empty((2, len(errors))), dict[str, tuple[float, ...]]()
+    for kind, some in errors.groupby("kind"):
+        for part, rows in some.groupby(kind):
+            widths = fit_widths(errors[errors[kind] != part], levels)
+            exponents[:, rows.index] = sum_widths(rows["home"].to_numpy(), rows, widths)
+            for name, ends in widths.items():
+                largest[name] = tuple(map(max, ends, largest.get(name, ends)))
+    return exponents, largest
 
 
-def unseen_exponents(errors: Errors, levels: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends' exponents by widths that saw no row of the same part."""
-    low, high = np.empty(len(errors.row)), np.empty(len(errors.row))
-    for unseen, widths in fit_without(errors, levels):
-        ends = sum_widths(errors.home, errors.distances, widths)
-        low[unseen], high[unseen] = ends[0][unseen], ends[1][unseen]
-    return low, high
+def find_levels(errors: pd.DataFrame) -> dict[str, float]:
+    """For tables and each slope the least level at which widths hold `COVERED` of the unseen rows of each fold.
 
-
-def find_widest(errors: Errors, levels: Mapping[str, float]) -> Widths:
-    """Each width as the largest of the fits that leave a part out: answers are no narrower than what is scored."""
-    widths = [some for _, some in fit_without(errors, levels)]
-    names = (*np.unique(errors.home).tolist(), *DISTANCES)
-    return {name: tuple(np.max([some.get(name, NONE) for some in widths], axis=0).tolist()) for name in names}
-
-
-def find_levels(errors: Errors) -> dict[str, float]:
-    """For tables and each distance the least level at which widths hold `COVERED` of unseen rows that judge them.
-
-    Rows of a distance count alike, and as `Errors.weight` says: both shares must reach it. A distance also has to hold
-    `LEAST` of each fold, table and number of GPUs with `MIN_ROWS`, where a level reaches that.
+    Of each fold, table and number of GPUs they also hold `LEAST`. Those folds and cells count that have `MIN_ROWS`.
     """
     levels: dict[str, float] = {}
-    for name in (TABLES, *JUDGES):
-        rows = is_judged(errors, name)
-        cells, weights = [some[rows] for some in (errors.fold, errors.table, errors.runs.gpus)], errors.weight[rows]
-        shares: dict[float, tuple[float, float]] = {}
+    for name in JUDGES:
+        rows = errors[is_judged(errors, name)]
         for level in LEVELS:
-            low, high = unseen_exponents(errors, levels | {name: level})
-            is_inside = ~((errors.low > low) | (errors.high > high))[rows]
-            by_cell = pd.Series(is_inside).groupby(cells).agg(["size", "mean"])
-            least = by_cell[by_cell["size"] >= MIN_ROWS]["mean"].min()
-            share = (
-                is_inside.mean() if name == TABLES else min(is_inside.mean(), np.average(is_inside, weights=weights))
-            )
-            shares[level] = share, least
-            if share >= COVERED and (least >= LEAST or name == TABLES):
+            low, high = fit_without(errors, levels | {name: level})[0][:, rows.index]
+            is_inside = ~((rows["low"] > low) | (rows["high"] > high))
+            by_fold, by_cell = (find_least(is_inside, rows[by]) for by in (["fold"], ["fold", "table", "gpus"]))
+            if by_fold >= COVERED and (by_cell >= LEAST or name in (TABLES, "framework")):
                 break
-        enough = [level for level, (share, _) in shares.items() if share >= COVERED]
-        in_each = [level for level in enough if shares[level][1] >= LEAST]
-        levels[name] = (in_each or enough or [LEVELS[-1]])[0]
-        share, least = shares[levels[name]]
-        print(f"  {name:18} level {levels[name]:.3f}: {share:.1%} of {rows.sum()} rows, {least:.1%} in the least cell")
+        levels[name] = level
+        print(f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the least cell")
     return levels
 
 
-def make_scores(published: Published, errors: Errors, ends: Sequence[np.ndarray]) -> pd.DataFrame:
-    """The rows of cross_validated.csv."""
-    where = {"fold": errors.fold, "key": published.key[errors.row], "table": errors.table}
-    gpus, measured = published.runs.gpus[errors.row].astype(int), published.step_s[errors.row]
-    times = {"measured_s": measured, "predicted_s": errors.predicted_s, "low_s": ends[0], "high_s": ends[1]}
-    return pd.DataFrame({**where, "gpus": gpus, **times, "distance": sum_distances(errors.distances)})
+def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
+    """The least share inside of all groups with enough rows."""
+    groups = is_inside.groupby(list(by.to_numpy().T)).agg(["size", "mean"])
+    return float(groups[groups["size"] >= MIN_ROWS]["mean"].min())
 
 
 def print_scores(rows: pd.DataFrame) -> None:
@@ -398,14 +343,13 @@ def main() -> None:
     print(f"{len(published.runs)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    errors = collect_errors(published, values)
-    levels = find_levels(errors)
-    exponents = unseen_exponents(errors, levels)
-    ends = find_ends(errors.runs, constant_rows(errors.runs, values), errors.predicted_s, exponents)
-    scores = make_scores(published, errors, ends[1:])
+    errors, runs = collect_errors(published, values)
+    exponents, widths = fit_without(errors, find_levels(errors))
+    _, low, high = find_ends(runs, constant_rows(runs, values), errors["predicted_s"].to_numpy(), exponents)
+    scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))
     if is_writing:
-        write(published, values, find_widest(errors, levels), scores)
+        write(published, values, widths, scores)
     print(f"\npercent behind the best measured layout\n{summarize_families(published).to_string()}")
     print(f"{time.perf_counter() - begun:.0f} s")
 

@@ -10,7 +10,6 @@ n (p-1)/p bytes per rank). ZeRO's communication volumes count the same (arXiv:19
 Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -157,11 +156,3 @@ def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> tu
     scale = np.maximum(work.max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
     alpha_s, beta_s_per_byte = nnls(work / scale, np.ones(len(times)))[0] / scale
     return float(alpha_s), float(beta_s_per_byte)
-
-
-def best_buckets(n_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Number k >= 1 of equal buckets that minimizes k alpha + n beta / k: a call each, and the last bucket's bytes.
-
-    Communication of all but the last bucket hides behind backward; sqrt(n beta / alpha), infinite if calls are free.
-    """
-    return max(1.0, math.sqrt(n_bytes * beta_s_per_byte / alpha_s)) if alpha_s > 0 else math.inf

@@ -1,7 +1,7 @@
 """Predicts training steps on 1 to 16,384 GPUs, with intervals. Numbers in, numbers out: no torch here.
 
 `predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
-`rank` the best layouts; `calibrate` a profile from three runs or more.
+`rank` the best layouts; `calibrate` constants for a site with three runs or more.
 
 ``models`` ``hardware`` ``runs`` ``table``                the question
 ``step_time`` ``memory``                                  formulas

@@ -6,13 +6,10 @@ from math import ceil, floor, gcd
 
 import numpy as np
 
-from labkit.costs.communication import best_buckets
-from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.runs import Layout, Run, Runs
+from labkit.scaling.runs import Layout
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
-from labkit.scaling.step_time import BF16, all_reduce_s, group, rank_parameters
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
@@ -111,24 +108,6 @@ def advise(request: Request) -> Advice:
         remedies=[] if best and first.has_room else _helpful(request),
         changes=[_answer(*variation) for variation in _variations(request)] if best else [],
     )
-
-
-def bucket_bytes(run: Run, constants: Constants) -> float | None:
-    """The bucket with the least exposed time (`labkit.costs.communication.best_buckets`).
-
-    None without data parallelism; a layer if parameters are sharded.
-    """
-    runs = Runs([run])
-    rows = constants.rows(runs)
-    if run.layout.dp * run.layout.cp == 1:
-        return None
-    if run.layout.shard in ("zero3", "hsdp"):
-        return float((BF16 * runs.layer_parameters / runs.tp)[0])
-    ranks = group(runs, rows, runs.dp * runs.cp, runs.tp)
-    n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
-    call_s = float(all_reduce_s(ranks, rows, 0 * n_bytes)[0])
-    whole_s, total = float(all_reduce_s(ranks, rows, n_bytes)[0]), float(n_bytes[0])
-    return total / best_buckets(total, call_s, (whole_s - call_s) / total)
 
 
 def sums_s(prediction: Prediction) -> dict[str, float]:

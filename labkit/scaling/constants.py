@@ -51,15 +51,6 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """A framework on a site as far as it differs from `base`: values of some quantities, by name."""
-
-    name: str
-    base: str
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Constants:
     """Quantity -> key -> value."""
 
@@ -78,11 +69,10 @@ class Constants:
             name = self.parents[name]
         return values[next(key for key in (name, "default", "all") if key in values)]
 
-    def with_profile(self, profile: Profile) -> "Constants":
-        """These constants and a user's profile, which runs name as their framework."""
-        new = {quantity: {**self.table[quantity], profile.name: value} for quantity, value in profile.values.items()}
-        parents = {**self.parents, profile.name: profile.base}
-        return Constants({**self.table, **new}, parents, self.calibrated | {profile.name})
+    def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
+        """Add a user's profile, which runs name as their framework: some quantities differ from those of `base`."""
+        new = {quantity: {**self.table[quantity], name: value} for quantity, value in values.items()}
+        return Constants({**self.table, **new}, {**self.parents, name: base}, self.calibrated | {name})
 
 
 class Rows(dict[str, Numbers]):
@@ -100,8 +90,11 @@ class Rows(dict[str, Numbers]):
 
     @property
     def shard_ranks(self) -> Numbers:
-        """Ranks that divide the sharded part of parameters, gradients or optimizer, (n,)."""
-        return np.minimum(self._runs.shard_ranks, self["largest_shard_group"])
+        """Ranks that divide what `shard` says, (n,): all replicas, with hsdp those of a node; 1 for whole copies."""
+        runs = self._runs
+        inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
+        replicas = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp)
+        return np.where(runs.shard == "none", 1.0, np.minimum(replicas * runs.cp, self["largest_shard_group"]))
 
 
 @cache

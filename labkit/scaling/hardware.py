@@ -38,14 +38,6 @@ class Hardware:
     clock_share: float = 1.0
     """Sustained clock over the clock of an uncapped card."""
 
-    def __post_init__(self) -> None:
-        rates = (
-            *(self.peak_tflops, self.memory_gib, self.memory_gb_s, self.link_gb_s),
-            *(self.fp8_ratio, self.network_gbps, self.clock_share),
-        )
-        if not all(rate > 0 for rate in rates) or self.gpus_per_node < 1 or self.multiprocessors < 1:
-            raise ValueError(f"expected positive rates and sizes, got {self}")
-
     def check_precision(self, precision: str) -> None:
         """ValueError for matmuls in a precision that the GPU does not have."""
         if precision == "fp8" and self.fp8_ratio == 1:

@@ -1,7 +1,7 @@
 """How wrong a prediction may be: 90% intervals that widen with the distance from measured runs.
 
 An interval is the predicted time times exp(-low) to exp(high). Each exponent is a sum: the width of the published table
-that a run belongs to, or that of all other tables, and a width per unit of every distance from measured runs.
+that a run belongs to, or that of all other tables, and a width per unit of each of `SLOPES`.
 
 `benchmarks/fit_scaling.py` fits the widths to errors on runs that folds had left out of the constants, and writes
 `intervals.csv` (split conformal prediction: Lei et al. 2018). It chooses each width by the share that it holds of runs
@@ -18,38 +18,39 @@ from labkit.scaling import read_table
 from labkit.scaling.constants import Rows
 from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.published import Published, load_published
-from labkit.scaling.runs import Flags, Runs, Texts
+from labkit.scaling.runs import SHARDS, Flags, Runs, Texts
 from labkit.scaling.step_time import slow_engine_s
 
 OTHERS = "other tables"
 """Published tables without widths of their own."""
-SLOWER = ("tensor_over_nodes", "unstable")
-"""Distances that only ever make a step slower, and so widen the upper end alone."""
-DISTANCES = (*SLOWER, "gpus", "outside", "hardware", "framework")
+SLOWER = "unstable"
+"""Memory so full that steps become slow, which widens the upper end alone."""
+SLOPES = (SLOWER, "scale", "outside", "framework")
+"""Roots of the distances in GPUs, and in all else; and a framework without published runs."""
 MAX_DISTANCE = 10.0
 """Folds judge few predictions further away, so their error is unknown."""
 Widths = Mapping[str, tuple[float, float]]
-"""Published table or distance -> its width at the low and at the high end, in log units."""
+"""Published table or slope -> its width at the low and at the high end, in log units."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the measured runs of one framework, or of all, cover: largest values, and the sets of what occurs."""
+    """Range of the measured runs of one framework, or of all."""
 
     gpus: float
     seq_len: float
     cp: float
-    log_sizes: Numbers
-    """log2 of the models' parameters, sorted."""
+    parameters: tuple[float, float]
+    """Of the smallest and the largest model."""
     architectures: frozenset[str]
     cards: frozenset[str]
     kinds: frozenset[str]
-    """Shardings, fp8 or 16 bits, ways of dividing a model."""
+    """Names in `_kinds` that some run has."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What has been measured: by all runs together, by framework, and in which tables."""
+    """Measured runs: limits of all and by framework, and their tables."""
 
     everything: Limits
     by_framework: Mapping[str, Limits]
@@ -59,11 +60,15 @@ class Ground:
         """A framework's limits; those of all runs for an unknown one."""
         return self.by_framework.get(framework, self.everything)
 
+    def is_elsewhere(self, runs: Runs) -> Flags:
+        """Return whether each run is of no measured table."""
+        return ~np.isin(runs.table, sorted(self.tables))
+
 
 def measure_ground(published: Published, rows: Flags) -> Ground:
     """The ground of the timed rows in a mask."""
     runs = published.runs.take(rows & published.is_timed)
-    names = sorted(set(runs.framework.tolist()) - {"generic"})
+    names = set(runs.framework.tolist()) - {"generic"}
     by_framework = {name: _limits(runs.take(runs.framework == name)) for name in names}
     return Ground(_limits(runs), by_framework, frozenset(runs.table.tolist()))
 
@@ -80,55 +85,45 @@ def _limits(runs: Runs) -> Limits:
         gpus=float(runs.gpus.max()),
         seq_len=float(runs.seq_len.max()),
         cp=float(runs.cp.max()),
-        log_sizes=np.unique(np.log2(runs.parameters)),
+        parameters=(float(runs.parameters.min()), float(runs.parameters.max())),
         architectures=frozenset(runs.architecture.tolist()),
         cards=frozenset(runs.card.tolist()),
-        kinds=frozenset().union(*_kinds(runs)),
+        kinds=frozenset(name for name, is_used in _kinds(runs).items() if is_used.any()),
     )
 
 
-def _kinds(runs: Runs) -> list[frozenset[str]]:
-    """Each run's sharding, fp8 (all 16-bit formats are one kind), and ways of dividing a model."""
-    precisions = np.where(runs.precision == "fp8", "fp8", "16 bits").tolist()
-    degrees = {"tensor parallelism": runs.tp, "pipelines": runs.pp, "context parallelism": runs.cp}
-    divisions = [np.where(degree > 1, name, "").tolist() for name, degree in degrees.items()]
-    return [frozenset(kinds) - {""} for kinds in zip(runs.shard.tolist(), precisions, *divisions, strict=True)]
+def _kinds(runs: Runs) -> dict[str, Flags]:
+    """Shardings, fp8 or 16 bits, and ways of dividing a model: whether each run has them."""
+    is_fp8 = runs.precision == "fp8"
+    degrees = {"tensor parallelism": runs.tp > 1, "pipelines": runs.pp > 1, "context parallelism": runs.cp > 1}
+    return {shard: runs.shard == shard for shard in SHARDS} | {"fp8": is_fp8, "16 bits": ~is_fp8} | degrees
 
 
-def measure_distances(runs: Runs, ground: Ground, unstable: Flags) -> dict[str, Numbers]:
-    """Distances by name, (n,), none negative.
+def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
+    """Distances by what lies outside of measured runs, (n,), none negative.
 
-    `gpus`: beyond the largest measured number 1 and the doublings.
-    `outside`: the same for tokens and context-parallel ranks; 1 and the root of the doublings for parameters, half of
-    them beyond four; 1 per new kind of layout.
-    `hardware`: 1 for a new GPU, 2 if its architecture is new as well. `framework`: 1 without published runs.
-    `tensor_over_nodes`: doublings of a tensor-parallel group over its domain of fast links.
+    GPUs, tokens and context-parallel ranks: 1 and the doublings beyond the largest. Parameters: 1 and the root of the
+    doublings, half of them beyond four. 1 per new kind of layout; 1 for a new GPU, 2 if its architecture is new as
+    well; 1 for a framework without published runs.
     """
-    sizes, kinds, everything = np.log2(runs.parameters), _kinds(runs), ground.everything
-    gpus = np.zeros(len(runs))
-    outside = _beyond(np.log2(runs.seq_len / everything.seq_len)) + _beyond(np.log2(runs.cp / everything.cp))
-    for name in np.unique(runs.framework).tolist():
-        rows, limits = runs.framework == name, ground.limits(name)
-        gpus[rows] = _beyond(np.log2(runs.gpus[rows] / limits.gpus))
-        doublings = np.maximum(sizes[rows] - limits.log_sizes[-1], limits.log_sizes[0] - sizes[rows])
-        new_kinds = [len(kinds[row] - limits.kinds) for row in np.flatnonzero(rows)]
-        outside[rows] += _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)) + new_kinds
-    is_new_card = ~np.isin(runs.card, sorted(everything.cards))
-    is_new_architecture = ~np.isin(runs.architecture, sorted(everything.architectures))
-    is_unknown = is_elsewhere(runs, ground) & ~np.isin(runs.framework, sorted(ground.by_framework))
+    names, codes = runs.codes["framework"]
+    limits, everything = [ground.limits(str(name)) for name in names], ground.everything
+    smallest, largest = np.array([one.parameters for one in limits])[codes].T
+    doublings = np.log2(np.maximum(runs.parameters / largest, smallest / runs.parameters))
+    new_kinds = [
+        used & np.array([name not in one.kinds for one in limits])[codes] for name, used in _kinds(runs).items()
+    ]
+    is_known = np.isin(runs.framework, list(ground.by_framework))
     return {
-        "tensor_over_nodes": np.maximum(np.log2(runs.tp / np.maximum(runs.gpus_per_node, runs.link_gpus)), 0.0),
-        "unstable": unstable.astype(float),
-        "gpus": gpus,
-        "outside": outside,
-        "hardware": is_new_card.astype(float) + is_new_architecture,
-        "framework": is_unknown.astype(float),
+        "gpus": _beyond(np.log2(runs.gpus / np.array([one.gpus for one in limits])[codes])),
+        "parameters": _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)),
+        "tokens": _beyond(np.log2(runs.seq_len / everything.seq_len)),
+        "contexts": _beyond(np.log2(runs.cp / everything.cp)),
+        "kinds": np.sum(new_kinds, axis=0, dtype=np.float64),
+        "card": np.isin(runs.card, list(everything.cards), invert=True).astype(np.float64),
+        "architecture": np.isin(runs.architecture, list(everything.architectures), invert=True).astype(np.float64),
+        "framework": (ground.is_elsewhere(runs) & ~is_known).astype(np.float64),
     }
-
-
-def is_elsewhere(runs: Runs, ground: Ground) -> Flags:
-    """Return whether a run is of no measured table."""
-    return ~np.isin(runs.table, sorted(ground.tables))
 
 
 def _beyond(doublings: Numbers) -> Numbers:
@@ -136,16 +131,22 @@ def _beyond(doublings: Numbers) -> Numbers:
     return np.where(doublings > 1e-6, 1 + doublings, 0.0)
 
 
-def sum_distances(columns: Mapping[str, Numbers]) -> Numbers:
-    """Each run's total distance from measured runs, (n,)."""
-    return np.asarray(sum(columns[name] for name in DISTANCES if name not in SLOWER))
+def measure_slopes(distances: Mapping[str, Numbers], is_unstable: Flags) -> dict[str, Numbers]:
+    """Amounts by name in `SLOPES`, (n,); errors grow as the roots of distances."""
+    outside = [away for name, away in distances.items() if name not in ("gpus", "framework")]
+    return {
+        SLOWER: is_unstable.astype(np.float64),
+        "scale": np.sqrt(distances["gpus"]),
+        "outside": np.sqrt(np.sum(outside, axis=0)),
+        "framework": distances["framework"],
+    }
 
 
-def sum_widths(tables: Texts, columns: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:
+def sum_widths(tables: Texts, slopes: Mapping[str, Numbers], widths: Widths) -> tuple[Numbers, Numbers]:
     """Both ends' exponents, (n,)."""
     names, codes = np.unique(tables, return_inverse=True)
     homes = np.array([widths.get(str(name), widths[OTHERS]) for name in names])[codes]
-    low, high = (homes[:, end] + sum(columns[name] * widths[name][end] for name in DISTANCES) for end in (0, 1))
+    low, high = (homes[:, end] + sum(slopes[name] * widths[name][end] for name in SLOPES) for end in (0, 1))
     return low, high
 
 
@@ -181,25 +182,21 @@ def peak_s(runs: Runs) -> Numbers:
     return np.asarray(flops / (runs.gpus * runs.peak_tflops * 1e12 * fp8))
 
 
-def extrapolations(runs: Runs, row: int, ground: Ground) -> Iterator[str]:
+def extrapolations(runs: Runs, row: int, ground: Ground, distances: Mapping[str, Numbers]) -> Iterator[str]:
     """Yield in words where a run lies outside of measured runs."""
-    framework, everything = str(runs.framework[row]), ground.everything
-    limits, is_measured = ground.limits(framework), framework in ground.by_framework
-    where = f" with {framework}" if is_measured else ""
-    if not is_measured and runs.table[row] not in ground.tables:
+    if distances["framework"][row]:
         yield "framework without published runs: calibrate with three runs of it"
-    if runs.gpus[row] > limits.gpus:
-        yield f"extrapolated: {runs.gpus[row]:.0f} GPUs, fitted up to {limits.gpus:.0f}{where}"
-    size, smallest, largest = (2**log / 1e9 for log in (np.log2(runs.parameters[row]), *limits.log_sizes[[0, -1]]))
-    if not smallest * (1 - 1e-6) <= size <= largest * (1 + 1e-6):
-        yield f"extrapolated: {size:.3g} B parameters, fitted from {smallest:.3g} to {largest:.3g} B{where}"
-    if runs.seq_len[row] > everything.seq_len:
-        yield f"extrapolated: {runs.seq_len[row]:.0f} tokens per sequence, fitted up to {everything.seq_len:.0f}"
-    if runs.cp[row] > everything.cp:
-        yield f"extrapolated: {runs.cp[row]:.0f} context-parallel ranks, fitted up to {everything.cp:.0f}"
-    if runs.architecture[row] not in everything.architectures:
-        yield f"extrapolated: no published run on {runs.architecture[row]} GPUs"
-    elif runs.card[row] not in everything.cards:
-        yield f"extrapolated: no published run on {runs.card[row]}"
-    for kind in sorted(_kinds(runs.take([row]))[0] - limits.kinds):
-        yield f"extrapolated: no published run{where} in {kind}"
+    run, framework, everything = runs.origin[row], str(runs.framework[row]), ground.everything
+    limits, where = ground.limits(framework), f" with {framework}" if framework in ground.by_framework else ""
+    kinds = [name for name, is_used in _kinds(runs.take([row])).items() if is_used[0] and name not in limits.kinds]
+    size, smallest, largest = (count / 1e9 for count in (runs.parameters[row], *limits.parameters))
+    words = {
+        "gpus": f"{run.layout.gpus} GPUs, fitted up to {limits.gpus:.0f}{where}",
+        "parameters": f"{size:.3g} B parameters, fitted from {smallest:.3g} to {largest:.3g} B{where}",
+        "tokens": f"{run.seq_len} tokens per sequence, fitted up to {everything.seq_len:.0f}",
+        "contexts": f"{run.layout.cp} context-parallel ranks, fitted up to {everything.cp:.0f}",
+        "card": f"no published run on {runs.card[row]}",
+        "architecture": f"no published run on {runs.architecture[row]} GPUs",
+        "kinds": f"no published run{where} in {' and '.join(kinds)}",
+    }
+    yield from (f"extrapolated: {text}" for name, text in words.items() if distances[name][row])

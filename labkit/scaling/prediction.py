@@ -6,12 +6,13 @@
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TextIO
 
 import numpy as np
 
 from labkit.scaling import memory
-from labkit.scaling.constants import Constants, Profile, load_constants
+from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.intervals import (
     MAX_DISTANCE,
     Ground,
@@ -20,8 +21,8 @@ from labkit.scaling.intervals import (
     load_ground,
     load_widths,
     measure_distances,
+    measure_slopes,
     peak_s,
-    sum_distances,
     sum_widths,
 )
 from labkit.scaling.models import Numbers
@@ -76,16 +77,10 @@ class Prediction:
     """Probability of running out of memory."""
     is_unstable: bool
     """Memory is so full that steps become slow."""
+    fits: bool
+    has_room: bool
+    """Memory needs no change."""
     warnings: tuple[str, ...]
-
-    @property
-    def fits(self) -> bool:
-        return self.out_of_memory < FITS_RISK
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether memory needs no change."""
-        return self.out_of_memory < SAFE_RISK and not self.is_unstable
 
 
 @dataclass(frozen=True)
@@ -97,8 +92,8 @@ class Predictions:
     step_s: Numbers
     low_90: Numbers
     high_90: Numbers
-    distance: Numbers
-    """Distance from measured runs; beyond `MAX_DISTANCE` the error is unknown."""
+    distances: Mapping[str, Numbers]
+    """Distances from measured runs, by what lies outside of them."""
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
     mfu: Numbers
@@ -111,6 +106,11 @@ class Predictions:
     def fits(self) -> Flags:
         return self.out_of_memory < FITS_RISK
 
+    @cached_property
+    def distance(self) -> Numbers:
+        """Distance from measured runs; beyond `MAX_DISTANCE` the error is unknown."""
+        return np.sum(list(self.distances.values()), axis=0)
+
     @property
     def has_room(self) -> Flags:
         return (self.out_of_memory < SAFE_RISK) & ~self.is_unstable
@@ -118,27 +118,22 @@ class Predictions:
     def prediction(self, row: int) -> Prediction:
         """Return one prediction, even of a run that is too far from measured runs."""
         layout = self.runs.origin[row].layout
-        stages = [
-            {name: float(values[row, stage]) / memory.GIB for name, values in self.stages.parts.items()}
-            for stage in range(layout.pp)
-        ]
+        names = ("step_s", "distance", "mfu", "peak_gib", "out_of_memory", "is_unstable", "fits", "has_room")
+        parts = self.stages.parts.items()
         return Prediction(
             layout=layout,
-            step_s=float(self.step_s[row]),
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
-            distance=float(self.distance[row]),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
-            mfu=float(self.mfu[row]),
-            memory_gib=stages,
-            peak_gib=float(self.peak_gib[row]),
-            out_of_memory=float(self.out_of_memory[row]),
-            is_unstable=bool(self.is_unstable[row]),
+            memory_gib=[
+                {name: values[row, at].item() / memory.GIB for name, values in parts} for at in range(layout.pp)
+            ],
             warnings=tuple(self.warnings(row)),
+            **{name: getattr(self, name)[row].item() for name in names},
         )
 
     def warnings(self, row: int) -> Iterator[str]:
         """Yield where the prediction extrapolates, and whether memory runs out or slows steps down."""
-        yield from extrapolations(self.runs, row, self.ground)
+        yield from extrapolations(self.runs, row, self.ground, self.distances)
         if self.out_of_memory[row] >= FITS_RISK:
             yield "expected to run out of memory"
         elif self.is_unstable[row]:
@@ -148,7 +143,7 @@ class Predictions:
         """Why a run is too far from measured runs to predict, and the measurement that would help; None if near."""
         if self.distance[row] <= MAX_DISTANCE:
             return None
-        reasons = "; ".join(extrapolations(self.runs, row, self.ground))
+        reasons = "; ".join(extrapolations(self.runs, row, self.ground, self.distances))
         return f"too far from every published run for a number ({reasons}): measure one run of this kind and calibrate"
 
 
@@ -171,9 +166,10 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
     rows = constants.rows(runs)
     parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
     is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    columns = measure_distances(runs, ground, is_unstable)
+    distances = measure_distances(runs, ground)
+    exponents = sum_widths(runs.table, measure_slopes(distances, is_unstable), load_widths())
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = find_ends(runs, rows, predicted, sum_widths(runs.table, columns, load_widths()))
+    seconds, low, high = find_ends(runs, rows, predicted, exponents)
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(
@@ -182,7 +178,7 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
         step_s=seconds,
         low_90=low,
         high_90=high,
-        distance=sum_distances(columns),
+        distances=distances,
         parts_s=parts,
         mfu=peak_s(runs) / seconds,
         peak_gib=stages.peak_gib,
@@ -199,11 +195,11 @@ def calibrate(
     name: str = "calibrated",
     base: str = "generic",
     constants: Constants | None = None,
-) -> Profile:
-    """The most likely profile given these steps and the spread between frameworks (maximum a posteriori).
+) -> Constants:
+    """Constants with the most likely profile of these steps and the spread between frameworks (maximum a posteriori).
 
-    Use it as `load_constants().with_profile(profile)`, with `name` as the framework of the runs to predict. `base` is
-    the framework it starts from. ValueError for fewer than three runs, or times that are not positive.
+    Runs to predict have `name` as their framework. `base` is the framework that the profile starts from. ValueError for
+    fewer than three runs, or times that are not positive.
     """
     from scipy.optimize import least_squares  # half a second to import
 
@@ -212,23 +208,20 @@ def calibrate(
         raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
     constants = constants or load_constants()
     columns = Runs([replace(run, framework=name, table="") for run in runs])
-    start = constants.with_profile(Profile(name, base, {})).rows(columns)
-    values = {quantity: float(start[quantity][0]) for quantity in SPREADS}
 
-    def profile(shift: Numbers, unfused: float) -> Profile:
-        moved = {
-            quantity: value * float(np.exp(by)) for (quantity, value), by in zip(values.items(), shift, strict=True)
-        }
-        return Profile(name, base, moved | {"unfused_attention": unfused})
+    def moved(shift: Numbers, unfused: float) -> Constants:
+        values = zip(SPREADS, np.exp(shift), strict=True)
+        changed = {quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values}
+        return constants.with_profile(name, base, changed | {"unfused_attention": unfused})
 
     def residuals(shift: Numbers, unfused: float) -> Numbers:
-        predicted = predict_step_s(columns, constants.with_profile(profile(shift, unfused)).rows(columns))
+        predicted = predict_step_s(columns, moved(shift, unfused).rows(columns))
         return np.concatenate([soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())])
 
     # A table of runs does not say whether attention is tiled: the better fit decides.
     fits = [(least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused) for unfused in (0.0, 1.0)]
     best, unfused = min(fits, key=lambda fit: fit[0].cost)
-    return profile(best.x, unfused)
+    return moved(best.x, unfused)
 
 
 def soft_l1(errors: Numbers) -> Numbers:

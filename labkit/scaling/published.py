@@ -31,7 +31,6 @@ class Published:
     group: NDArray[np.str_]
     """Published table."""
     model: NDArray[np.str_]
-    gpu: NDArray[np.str_]
     is_ok: Flags
     step_s: Numbers
     mfu: Numbers
@@ -80,7 +79,6 @@ def load_published() -> Published:
         key=np.array([f"{file}:{row.line}" for file, row in files]),
         group=texts("group"),
         model=texts("model"),
-        gpu=texts("gpu"),
         is_ok=texts("status") == "ok",
         step_s=numbers("step_s"),
         mfu=numbers("mfu_percent") / 100,
@@ -129,7 +127,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
         PublishedRow(
             group=str(published.group[row]),
             model=str(published.model[row]),
-            gpu=str(published.gpu[row]),
+            gpu=str(runs.card[row]),
             gpus=int(runs.gpus[row]),
             arrangement=arrangement(runs.origin[row].layout),
             step_s=float(published.step_s[row]),

@@ -26,18 +26,6 @@ SHARDS = ("none", "zero1", "zero2", "zero3", "hsdp")
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp16", "fp8")
 MAX_STAGES = 512
-OPTIONS = {
-    "async_tp": "tensor-parallel collectives in pieces, alongside the matmuls (torchtitan)",
-    "fp8_rowwise": "a scale per row instead of one per tensor (torchtitan)",
-    "old_pipeline": "nanotron's pipeline engine before it was made faster",
-    "new_pipeline": "nanotron's pipeline engine after that",
-    "empty_stages": "more stages than layers are allowed; some only pass on (nanotron)",
-    "low_precision_master": "master weights and AdamW's states in 16 bits (llm-foundry's older rows)",
-    "blocking_launch": "every kernel's launch waits for the kernel (CUDA_LAUNCH_BLOCKING=1)",
-    "save_qkv": "full recomputation except for query, key and value (MaxText)",
-    "op_recompute": "selective: every second matmul and all elementwise operators again (torchtitan)",
-    "layer_recompute": "selective: every second layer again (fms)",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +50,8 @@ class Layout:
     precision: str = "bf16"
     compiled: bool = False
     options: frozenset[str] = frozenset()
-    """Names in `OPTIONS`."""
+    """Variants of one framework: names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`, `layer_recompute`;
+    `empty_stages`, by which some stages only pass on."""
 
     @property
     def gpus(self) -> int:
@@ -211,13 +200,6 @@ class Runs:
     @cached_property
     def nodes(self) -> Numbers:
         return np.ceil(self.gpus / self.gpus_per_node)
-
-    @cached_property
-    def shard_ranks(self) -> Numbers:
-        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole copies."""
-        inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
-        replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
-        return np.where(self.shard == "none", 1.0, replicas * self.cp)
 
     @cached_property
     def sequence_share(self) -> Numbers:

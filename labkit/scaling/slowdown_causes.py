@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.scaling.constants import Profile
 from labkit.scaling.models import layer_parameters, parameters, step_flops
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.runs import Layout
@@ -127,8 +126,8 @@ def _causes(request: Request, expected: Prediction, unspecified: Collection[str]
     slow = replace(hardware, peak_tflops=hardware.peak_tflops / FLOAT32_SLOWER)
     float32 = cause("matmuls in float32, no tensor cores", "labkit report precision", replace(request, hardware=slow))
     yield replace(float32, mfu=float32.mfu / FLOAT32_SLOWER)
-    profile = Profile("unfused", request.framework, {"unfused_attention": 1.0})
-    unfused = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
+    constants = request.constants.with_profile("unfused", request.framework, {"unfused_attention": 1.0})
+    unfused = replace(request, constants=constants, framework="unfused")
     yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
         name, slower = "GPUs that talk over PCIe instead of NVLink", {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}

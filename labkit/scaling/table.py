@@ -37,7 +37,7 @@ _FRAMEWORKS = {
 }
 """Published table -> framework."""
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
-_NOTES = {
+NOTES = {
     "async tp": "async_tp",
     "rowwise": "fp8_rowwise",
     "before a fix": "old_pipeline",
@@ -183,7 +183,7 @@ def _read_run(cells: Cells) -> Run:
     cells.number("step_s")
     if _CPU_OPTIMIZER.search(note):
         raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
-    options |= {option for words, option in _NOTES.items() if words in note}
+    options |= {option for words, option in NOTES.items() if words in note}
     framework = _find_framework(cells)
     if framework == "nanotron":
         options.add("empty_stages")

@@ -43,12 +43,3 @@ def test_the_fit_does_not_go_below_zero_and_refuses_what_it_cannot_use():
     for times in ([1.0], [1.0, 0.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="two or more positive times"):
             fit_alpha_beta([MessageCost(1, 1)] * len(times), times)
-
-
-def test_the_best_number_of_buckets_balances_calls_and_the_last_bucket():
-    best = c.best_buckets(1e9, 1e-4, 1e-10)
-    assert best == pytest.approx(1000**0.5)
-    seconds = [k * 1e-4 + 0.1 / k for k in (0.9 * best, best, 1.1 * best)]
-    assert min(seconds) == seconds[1]
-    assert c.best_buckets(1000, 1.0, 1e-9) == 1
-    assert c.best_buckets(1000, 0.0, 1e-9) == float("inf")

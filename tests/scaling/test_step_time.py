@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.scaling.constants import Profile, load_constants
+from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.models import Model
 from labkit.scaling.prediction import calibrate, predict, predict_runs
@@ -190,10 +190,10 @@ def _runs(framework):
 
 
 def test_three_runs_calibrate_a_slower_site():
-    theirs = load_constants().with_profile(Profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6}))
+    theirs = load_constants().with_profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6})
     measured = predict_runs(Runs(_runs("theirs")), theirs).step_s
-    profile = calibrate(_runs("generic")[:3], measured[:3].tolist(), name="mine")
-    mine = predict_runs(Runs(_runs("mine")), load_constants().with_profile(profile))
+    calibrated = calibrate(_runs("generic")[:3], measured[:3].tolist(), name="mine")
+    mine = predict_runs(Runs(_runs("mine")), calibrated)
     before = predict_runs(Runs(_runs("generic")))
     errors, blind = (np.abs(one.step_s / measured - 1) for one in (mine, before))
     assert np.median(errors) < np.median(blind) / 3

@@ -198,9 +198,8 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
     """The request with a profile of the user's runs, a CSV as `labkit predict` takes it, with `step_s`."""
     request = advice_request.request
     runs, seconds = _read_runs(path)
-    profile = calibrate(runs, seconds, base=request.framework)
-    request = replace(request, constants=request.constants.with_profile(profile), framework=profile.name)
-    own = Runs([replace(run, framework=profile.name, table="") for run in runs])
+    request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework="calibrated")
+    own = Runs([replace(run, framework="calibrated", table="") for run in runs])
     errors = np.abs(predict_runs(own, request.constants).step_s / seconds - 1)
     return replace(
         advice_request, request=request, calibration_runs=len(runs), calibration_error=float(np.median(errors))
