@@ -109,15 +109,9 @@ class Calibration:
     is_disturbed: bool = False
     """Whether the machine was busy meanwhile, and no other calibration is as new."""
 
-    def rates_on(self, device: str) -> Rates:
-        """The rates of a single rank. ValueError for a device that was not measured."""
-        for one in self.rates:
-            if (one.device, one.ranks) == (device, 1):
-                return one
-        raise ValueError(f"expected a device that was calibrated, got {device!r}")
-
-    def has_rates(self, device: str) -> bool:
-        return any((one.device, one.ranks) == (device, 1) for one in self.rates)
+    def rates_on(self, device: str) -> Rates | None:
+        """The rates of a single rank; None for a device that was not measured."""
+        return next((one for one in self.rates if (one.device, one.ranks) == (device, 1)), None)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
         """Costs of a transport between this number of ranks; None if it was not measured.

@@ -39,7 +39,7 @@ def saved_by_layer(
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
     copies = precision != "float32"
     scores = batch * shape.n_heads * sequence**2
-    softmax = FLOAT32 + LOW_PRECISION if copies and _on_cuda(device) else low
+    softmax = FLOAT32 + LOW_PRECISION if copies and device.startswith("cuda") else low
     return {
         "norms: inputs": 2 * FLOAT32 * tokens * d,
         "norms: scaled inputs": 2 * FLOAT32 * tokens * d,
@@ -75,8 +75,7 @@ def activation_bytes(
     """Bytes alive between forward and backward. With checkpointing, one residual stream per segment, and the head."""
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
-        kept = math.ceil(shape.n_layers / checkpoint_segment) * FLOAT32 * batch * sequence * shape.d_model
-        return kept + head
+        return head + math.ceil(shape.n_layers / checkpoint_segment) * FLOAT32 * batch * sequence * shape.d_model
     return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
 
 
@@ -105,9 +104,9 @@ def peak_bytes(
     if phase == "inference":
         copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
         return states["parameters"] + copies + max(read + logits, _inside_a_layer(shape, batch, sequence))
-    kept = activation_bytes(shape, batch, sequence, precision, checkpoint_segment, device=device)
+    activations = activation_bytes(shape, batch, sequence, precision, checkpoint_segment, device=device)
     if phase == "forward":
-        return states["parameters"] + kept + read
+        return states["parameters"] + activations + read
     if phase != "full_step":
         raise ValueError(f"expected a phase among {', '.join(PHASES)}, got {phase!r}")
     resting = states["parameters"] + states["optimizer"]
@@ -115,15 +114,11 @@ def peak_bytes(
     if checkpoint_segment:
         layer = sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
         head = saved_by_head(shape, batch, sequence, precision)
-        again = kept - head + min(checkpoint_segment, shape.n_layers) * layer
+        again = activations - head + min(checkpoint_segment, shape.n_layers) * layer
     largest = max(shape.vocabulary * shape.d_model, shape.d_ff * shape.d_model)
-    temporaries = states["parameters"] if _on_cuda(device) else 2 * FLOAT32 * largest
+    temporaries = states["parameters"] if device.startswith("cuda") else 2 * FLOAT32 * largest
     optimizing = states["gradients"] + temporaries
-    return resting + max(kept + 2 * logits, again, optimizing)
-
-
-def _on_cuda(device: str) -> bool:
-    return device.partition(":")[0] == "cuda"
+    return resting + max(activations + 2 * logits, again, optimizing)
 
 
 def _matrix_parameters(shape: TransformerShape) -> int:

@@ -68,7 +68,7 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
         if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
             continue
         calibration = calibrate_machine(run)
-        if calibration is not None and calibration.has_rates(machine.device("auto")):
+        if calibration is not None and calibration.rates_on(machine.device("auto")):
             return replace(calibration, is_disturbed=bool(run.busy))
     return None
 

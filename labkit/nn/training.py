@@ -23,8 +23,11 @@ from labkit.nn.attention import Attention, naive_attention
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 
-AUTOCAST_DTYPES: Mapping[str, torch.dtype | None]
-AUTOCAST_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST_DTYPES: Mapping[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 RESNET50 = "resnet50"
 RESNET50_PARAMETERS = 25_557_032
 CLASSES = 1000

@@ -99,25 +99,23 @@ def test_a_single_call_waits_for_a_cuda_device_however_it_is_named(monkeypatch):
     assert (results, len(waits)) == ([5] * 4, 3)
 
 
-BAD = [{"warmup": -1}, {"repeats": 0}, {"calls": 0}, {"ratio_within": -0.1}, {"rounds_s": 0.0}]
+BAD = [{"warmup": -1}, {"repeats": 0}, {"calls": 0}]
 
 
-@pytest.mark.parametrize("wrong", [*BAD, {"ratio_within": float("nan")}])
+@pytest.mark.parametrize("wrong", BAD)
 def test_impossible_counts_and_limits_are_refused_before_anything_runs(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         time_interleaved({"a": pytest.fail}, **{"warmup": 0, "repeats": 1} | wrong)
     assert time_interleaved({}, warmup=0, repeats=1, before=pytest.fail) == {}
 
 
-def test_a_stopwatch_keeps_its_laps_and_wants_a_start():
+def test_a_stopwatch_keeps_its_laps():
     watch = Stopwatch()
     for _ in range(3):
         watch.start()
         time.sleep(0.002)
         watch.stop()
     assert [lap >= 0.002 for lap in watch.seconds] == [True] * 3
-    with pytest.raises(ValueError, match="start the stopwatch first"):
-        watch.stop()
 
 
 def _turns():

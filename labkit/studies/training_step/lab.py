@@ -127,11 +127,11 @@ def predictions(results: Results) -> pd.DataFrame:
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
     calibration, shape = results.calibration, find_shape(row["size"])
-    if calibration is None or shape is None or not calibration.has_rates(row["device"]):
+    if calibration is None or shape is None or (rates := calibration.rates_on(row["device"])) is None:
         return None
     sizes = int(row["batch"]), int(row["context_length"])
     operators = list_operators(shape, *sizes, row["precision"], row["device"])
-    return predict_seconds(calibration, operators, PHASES[row["phase"]], row["device"])
+    return predict_seconds(rates, operators, PHASES[row["phase"]])
 
 
 def shares(results: Results) -> pd.DataFrame:

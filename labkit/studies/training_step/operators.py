@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from labkit.bench.operators import OperatorCall, record_operators
-from labkit.costs.calibration import Calibration
+from labkit.costs.calibration import Rates
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.training import TrainingStep, adamw
 
@@ -32,11 +32,10 @@ def list_operators(
     return {**_trace_all_layers(shape, passes), **_trace_all_layers(shape, update)}
 
 
-def predict_seconds(calibration: Calibration, operators: Phases, parts: Iterable[str], device: str) -> float:
-    """Predicted seconds of these parts of a step: their operators at the machine's rates, under autograd."""
+def predict_seconds(rates: Rates, operators: Phases, parts: Iterable[str]) -> float:
+    """Predict the seconds of these parts of a step: their operators at the device's rates, under autograd."""
     parts = list(parts)
     passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
-    rates = calibration.rates_on(device)
     counts = Counter((one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part])  # layers repeat
     seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
     return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))
