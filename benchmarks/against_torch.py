@@ -214,7 +214,7 @@ def start_together() -> None:
 
 def _line(contest: Contest, pair: tuple[str, str], times: dict[str, list[float]], bandwidth: float) -> tuple[str, bool]:
     own, theirs = (times[name] for name in pair)
-    ratio = compare(own, theirs, interleaved=True)
+    ratio = compare(own, theirs)
     title = " / ".join(pair)
     bound = contest.bounds.get(title)
     has_missed = bound is not None and ratio.value > bound

@@ -1,4 +1,4 @@
-"""Intervals and p-values from samples: of a median, of a ratio within rounds, of a ratio between two groups.
+"""Intervals and p-values from samples: of a median, and of a ratio within rounds.
 
 Twelve rounds and more are compared without assuming a normal distribution. With fewer, Student's t is used: ranks are
 too coarse to decide anything after a correction for many comparisons (the smallest p is 0.03 for six pairs, 0.008 for
@@ -72,28 +72,6 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     if factor > 1:
         p = 2 * float(ndtr(ndtri(p / 2) / factor))
     return Estimate(value, value - factor * (value - low), value + factor * (high - value), p)
-
-
-def estimate_unpaired(a: np.ndarray, b: np.ndarray) -> Estimate:
-    """Estimate the shift a - b: Hodges-Lehmann with the interval and p-value of Mann and Whitney, or Welch's t.
-
-    For groups measured one after the other: their drift is part of the shift.
-    """
-    sizes = len(a), len(b)
-    if min(sizes) < MIN_SAMPLES:
-        return Estimate(float(np.median(a) - np.median(b)))
-    if min(sizes) < MIN_FOR_RANKS:
-        parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
-        squares = sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
-        freedom = sum(parts) ** 2 / squares if squares else sum(sizes) - 2
-        return _student(float(a.mean() - b.mean()), float(np.sqrt(sum(parts))), freedom)
-    a, b = _subsample(a), _subsample(b)
-    shifts = np.sort((a[:, None] - b).ravel())
-    center, deviation = len(shifts) / 2, float(np.sqrt(len(shifts) * (len(a) + len(b) + 1) / 12))
-    above = float((shifts > 0).sum() + (shifts == 0).sum() / 2)
-    p = min(1.0, 2 * float(ndtr((0.5 - abs(above - center)) / deviation)))
-    depth = max(0, int(center + ndtri(TAIL) * deviation - 0.5))  # shifts outside the interval on each side
-    return Estimate(float(np.median(shifts)), float(shifts[depth]), float(shifts[-1 - depth]), p)
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:

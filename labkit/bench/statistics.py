@@ -19,7 +19,7 @@ import pandas as pd
 from scipy.special import fdtri, ndtri, stdtr, stdtrit
 from scipy.stats import false_discovery_control
 
-from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, estimate_unpaired, median_interval
+from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, median_interval
 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
@@ -38,21 +38,19 @@ BASELINE_CORRELATION = 0.5
 """Of two alternatives' ratios, half of whose variance is their baseline's."""
 
 
-def compare(a: Iterable[float], b: Iterable[float], *, interleaved: bool) -> Estimate:
-    """Estimate the ratio of times a to b; below 1 means that a is faster.
+def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
+    """Estimate the ratio of times a to b, of the same rounds; below 1 means that a is faster.
 
-    `interleaved`: repeat i of both was measured in the same round, so the rounds' ratios are compared and a slow moment
-    that hit both does not count. ValueError if their numbers differ, or for a value that is not finite. Samples that
-    are not all above zero get a ratio of medians and no interval.
+    The rounds' ratios are compared, so a slow moment that hit both does not count. ValueError if their numbers differ,
+    or for a value that is not finite. Samples that are not all above zero get a ratio of medians and no interval.
     """
     first, second = _finite(a), _finite(b)
-    if interleaved and len(first) != len(second):
+    if len(first) != len(second):
         raise ValueError(f"expected as many samples of both, since they took turns: {len(first)} and {len(second)}")
     if min(first.min(), second.min()) <= 0:
         with np.errstate(divide="ignore", invalid="ignore"):
             return Estimate(float(np.median(first) / np.median(second)))
-    logs = np.log(first), np.log(second)
-    estimate = estimate_paired(logs[0] - logs[1]) if interleaved else estimate_unpaired(*logs)
+    estimate = estimate_paired(np.log(first) - np.log(second))
     ratio, low, high = np.exp([estimate.value, estimate.low, estimate.high]).tolist()
     return Estimate(ratio, low, high, estimate.p)
 
@@ -92,13 +90,7 @@ def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.Data
 
 
 def compare_groups(
-    frame: pd.DataFrame,
-    value: str,
-    setting: Sequence[str],
-    column: str,
-    baseline: Hashable,
-    *,
-    interleaved: bool = True,
+    frame: pd.DataFrame, value: str, setting: Sequence[str], column: str, baseline: Hashable
 ) -> pd.DataFrame:
     """Compare, within each setting, `value` (a time) of every alternative in `column` with that of `baseline`.
 
@@ -110,7 +102,7 @@ def compare_groups(
         by_name = dict(iter(group.groupby(column)[value]))
         base = by_name.pop(baseline, None)
         for name, samples in by_name.items() if base is not None else ():
-            one = compare(samples, base, interleaved=interleaved)
+            one = compare(samples, base)
             rows.append((*key, name, one.value, one.low, one.high, one.p))
     return with_verdicts(pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "p"]))
 

@@ -61,8 +61,6 @@ class Metric:
     """Turns selected rows into samples, if they are not samples yet."""
     without: tuple[Any, ...] = ()
     """Alternatives that are measured but not compared."""
-    interleaved: bool = True
-    """Whether repeat i of all alternatives was measured in one round."""
     exact: bool = False
     """Whether values are counts without noise; then the largest of all ranks and repeats counts."""
 
@@ -120,7 +118,7 @@ class Metric:
             return self._exact_ratios(baseline, self.largest(frame))
         keys = [*self.configuration, "session"]
         samples = self.samples(frame)
-        ratios = compare_groups(samples, self.value, keys, self.compare, baseline, interleaved=self.interleaved)
+        ratios = compare_groups(samples, self.value, keys, self.compare, baseline)
         return with_verdicts(combine_sessions(ratios, self.configuration, self.compare))
 
     def _exact_ratios(self, baseline: Any, table: pd.DataFrame) -> pd.DataFrame:

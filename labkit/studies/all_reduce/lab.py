@@ -59,9 +59,16 @@ class AllReduceConfig(TimedConfig):
 CONFIGURATION = ("backend", "world_size", "n_bytes")
 TIME = Metric("seconds", "algorithm", CONFIGURATION, where={"sweep": "sizes"})
 TRANSPORT_TIME = Metric("seconds", "transport", CONFIGURATION[1:], where={"sweep": "transports"})
-POLICY_TIME = Metric(
-    "seconds", "scheduling", (*CONFIGURATION, "algorithm"), where={"sweep": "scheduling"}, interleaved=False
-)
+POLICY_KEYS = (*CONFIGURATION, "algorithm")
+
+
+def _common_repeats(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of repeats that both policies have: each is measured by other ranks, whose rounds may end earlier."""
+    by_repeat = rows.groupby([*POLICY_KEYS, "session", "repeat"], dropna=False)["scheduling"]
+    return rows[by_repeat.transform("nunique") == 2]
+
+
+POLICY_TIME = Metric("seconds", "scheduling", POLICY_KEYS, where={"sweep": "scheduling"}, prepare=_common_repeats)
 NAMES = {
     TORCH: "torch's all-reduce",
     AUTO: "labkit's all_reduce",
