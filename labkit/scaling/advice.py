@@ -6,10 +6,12 @@ from math import ceil, floor, gcd
 
 import numpy as np
 
+from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.runs import Layout
+from labkit.scaling.runs import Layout, Run, Runs
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
+from labkit.scaling.step_time import BF16, all_reduce_s, group, rank_parameters
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
@@ -108,6 +110,22 @@ def advise(request: Request) -> Advice:
         remedies=[] if best and first.has_room else _helpful(request),
         changes=[_answer(*variation) for variation in _variations(request)] if best else [],
     )
+
+
+def bucket_bytes(run: Run, constants: Constants) -> float | None:
+    """Bytes per bucket with the least exposed time of gradients: a call each, and the last bucket's transfer.
+
+    None without data parallelism; a layer if parameters are sharded.
+    """
+    layout, runs = run.layout, Runs([run])
+    if layout.dp * layout.cp == 1:
+        return None
+    if layout.shard in ("zero3", "hsdp"):
+        return float(BF16 * runs.layer_parameters[0] / layout.tp)
+    rows, ranks = constants.rows(runs), group(runs, constants.rows(runs), runs.dp * runs.cp, runs.tp)
+    n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
+    call_s, whole_s = (all_reduce_s(ranks, rows, moved) for moved in (0 * n_bytes, n_bytes))
+    return float((n_bytes * np.minimum(np.sqrt(call_s / (whole_s - call_s)), 1))[0])
 
 
 def sums_s(prediction: Prediction) -> dict[str, float]:

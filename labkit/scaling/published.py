@@ -125,13 +125,10 @@ def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
     order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()
     return [
         PublishedRow(
-            group=str(published.group[row]),
-            model=str(published.model[row]),
-            gpu=str(runs.card[row]),
-            gpus=int(runs.gpus[row]),
+            **{name: getattr(published, name)[row].item() for name in ("group", "model", "step_s", "mfu")},
+            gpu=runs.origin[row].hardware.name,
+            gpus=runs.origin[row].layout.gpus,
             arrangement=arrangement(runs.origin[row].layout),
-            step_s=float(published.step_s[row]),
-            mfu=float(published.mfu[row]),
             predicted_s=float(predicted[row]),
             distance=float(away[row]),
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from labkit.lab.advise.request import AdviceRequest
-from labkit.lab.units import counted, format_seconds, join_words
-from labkit.scaling.advice import Advice, Change, RunnerUp, describe_layout, sums_s
+from labkit.lab.units import counted, format_bytes, format_seconds, join_words
+from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, describe_layout, sums_s
 from labkit.scaling.memory import PARTS as MEMORY
 from labkit.scaling.models import parameters
 from labkit.scaling.prediction import FITS_SHARE, Prediction
@@ -194,12 +194,13 @@ def _best(request: AdviceRequest, advice: Advice) -> Section:
 def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     """A layout's cells by row."""
     request, layout, budget = advice_request.request, one.layout, advice_request.budget
-    tokens = request.tokens
+    bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
     return {
         "arrangement": describe_layout(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
         "recomputes": RECOMPUTED[layout.recompute],
+        "bucket": "none" if bucket is None else format_bytes(bucket),
         "memory": _memory_text(one, request.usable.memory_gib),
         "step": _with_interval(one, float, format_seconds),
         "MFU": _with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
