@@ -83,9 +83,8 @@ LARGE = 1000
 """GPUs from which on runs are scored apart."""
 MIN_LAYOUTS = 4
 """Measured layouts of a model on a number of GPUs, to judge which one is proposed."""
-MEMORY = {"activation_scale", "fused_operators", "logit_bytes", "transient_ffn", "held_gathers", "fragmentation"}
-MEMORY |= {"stream_fragmentation", "runtime_bytes"}
-"""Quantities that memory depends on."""
+MEMORY = {"activation_scale", "held_gathers"}
+"""Fitted quantities that memory depends on, and time does not."""
 FITTED = [constant for constant in read_constants() if constant.is_fitted]
 TIME_CONSTANTS = [constant for constant in FITTED if constant.quantity not in MEMORY]
 MEMORY_CONSTANTS = [constant for constant in FITTED if constant.quantity in MEMORY]

@@ -46,7 +46,7 @@ class Request:
 
     @property
     def usable(self) -> Hardware:
-        """The hardware without the reserved memory. ValueError if none is left."""
+        """The hardware without the reserved memory."""
         return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
 
     @property
