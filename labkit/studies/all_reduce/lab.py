@@ -157,7 +157,7 @@ LAB = Lab(
     config=AllReduceConfig,
     paper={
         "world_sizes": [2, 4, 6],
-        "sizes_bytes": [10**6, 10**7, 10**8, 10**9],
+        "sizes_bytes": [MIB, 10 * MIB, 100 * MIB, 1024 * MIB],
         "repeats": 50,
     },
     on_gpu={

@@ -204,7 +204,7 @@ LAB = Lab(
             table=matmul_shares,
             configuration=("device", "size"),
             says="Matmuls take {matmul_percent}% of a {view} of {size}.",
-            figure=Bars(source=shares, x="view", y="share_percent", hue="family", panel="size", stacked=True),
+            figure=Bars(source=shares, x="size", y="share_percent", hue="family", panel="view", stacked=True),
         ),
         Check(
             id="predicted",
