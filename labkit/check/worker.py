@@ -17,7 +17,7 @@ from labkit.bench.clock import time_interleaved
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
 from labkit.nn.attention_implementations import attention_named, has_triton
-from labkit.nn.attention_problem import AttentionProblem
+from labkit.nn.attention_problem import AttentionProblem, Passes
 from labkit.nn.training import TrainingStep, build_workload
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel import BucketedDDP
@@ -124,7 +124,7 @@ def _one_rank(device: str) -> Mapping[str, Quantity]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
     attention = attention_named(sizes.attention)
-    passes = problem.passes(attention.attend)
+    passes = Passes(problem, attention.attend)
     can_attend = attention.unavailable_reason(torch.device(device), dtype, HEAD_DIM) is None
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
     matmuls = {dtype: _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}

@@ -56,9 +56,6 @@ class AttentionProblem:
         self.inputs = self.q, self.k, self.v
         self.grad_output, self.causal = tensors[3], causal
 
-    def passes(self, attend: Attention) -> "Passes":
-        return Passes(self, attend)
-
     @cached_property
     def reference(self) -> "Reference":
         """Expected results, computed at the first use."""

@@ -8,7 +8,7 @@ import torch
 
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
-from labkit.nn.attention_problem import ROWS_AT_ONCE, AttentionProblem, check
+from labkit.nn.attention_problem import ROWS_AT_ONCE, AttentionProblem, Passes, check
 from tests.cases import thinned
 
 LONG = ROWS_AT_ONCE + 37
@@ -35,7 +35,7 @@ def _problem(sequence, causal, dtype):
 
 def _checked(attend, sequence, causal, dtype):
     problem = _problem(sequence, causal, dtype)
-    return check(problem, problem.passes(attend).run_checked())
+    return check(problem, Passes(problem, attend).run_checked())
 
 
 RIGHT = product([16, 50, LONG], [False, True], [FLOAT32, BFLOAT16, FLOAT16])

@@ -86,7 +86,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             continue
         if problem is None:
             problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
-        passes = problem.passes(attention_named(name).attend)
+        passes = Passes(problem, attention_named(name).attend)
         row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
         yield row
         if row["check"] != "ok":
@@ -147,7 +147,7 @@ def _warm_up(point: AttentionPoint, passes: Passes, name: str) -> None:
         return
     shape = (1, WARM_UP_TOKENS, point.head_dim)
     small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
-    small.passes(attention_named(name).attend).run_checked()
+    Passes(small, attention_named(name).attend).run_checked()
 
 
 def describe_check(checked: Checked) -> str:
