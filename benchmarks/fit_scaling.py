@@ -3,10 +3,9 @@
     python benchmarks/fit_scaling.py            the scoreboard
     python benchmarks/fit_scaling.py --write    also constants, intervals and predictions in data/reference/scaling/
 
-Folds leave out all runs on more than 64 or 32 GPUs, each table's largest model, whole frameworks, GPU generations, ways
-of sharding, or models (`folds.py`). Intervals are judged on models that their widths had not seen.
-The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier does not bend the constants; each
-published table counts with the square root of its rows.
+Folds leave runs out by scale, size, source, framework, GPU, sharding and model (`folds.py`). Intervals are judged on
+models that their widths had not seen. The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier
+does not bend the constants; each published table counts with the square root of its rows.
 """
 
 import argparse
@@ -60,7 +59,7 @@ The latter does not bind unseen frameworks: nanotron alone would widen their int
 LEVELS = [level / 200 for level in range(180, 198)]
 """Shares of the rows that a width is fitted to, to choose from: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
-"""Rows of a table with widths of its own, that judge a distance alone, or to be scored apart."""
+"""Rows of a table with widths of its own, or of a group that is judged."""
 TABLES = "tables"
 """What the level of all tables' widths is called."""
 JUDGES: Mapping[str, tuple[str, ...]] = {
