@@ -6,6 +6,7 @@ What algorithms compute over it is in `test_collectives.py`.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -184,13 +185,34 @@ def _exchange(length: int) -> None:
         (_reduce(4, "mean", torch.float16), _reduce(4, "mean", torch.bfloat16)),
         (_gather(8), _reduce(4)),
         (partial(_exchange, 3 << 17), partial(_exchange, 2 << 17)),
+        (_reduce(4), _reduce(0)),
+        (_gather(1), _gather(1), _gather(2)),
+        (_reduce(4), _reduce(4, "max"), _reduce(4)),
+        (_reduce(4), _reduce(4, "mean", torch.int64)),
     ],
 )
 def test_ranks_that_make_different_calls_say_so(calls: Iterable[Callable[[], None]]) -> None:
     calls = list(calls)
     errors = run_ranks(_error_text, calls, world_size=len(calls), timeout_s=60)
     assert any("the same call, with one shape and dtype" in error for error in errors)
-    assert [error for error in errors if not ("same call" in error or "ended or failed" in error)] == []
+    assert [
+        error for error in errors if not re.search("same call|ended or failed|op must be|dtypes float64", error)
+    ] == []
+
+
+def test_a_call_that_all_ranks_refuse_costs_the_group_nothing() -> None:
+    results = run_ranks(_refused_then_made, world_size=3, timeout_s=60)
+    assert results == [[6.0, 3.0]] * 3
+
+
+def _refused_then_made() -> list[float]:
+    for op in ("max", "min"):
+        with pytest.raises(ValueError, match="op must be"):
+            _reduce(4, op)()
+    values = torch.full((1,), 1.0 + dist.get_rank()), torch.ones(1)
+    for tensor in values:
+        all_reduce(tensor, op="sum", transport=SHARED)
+    return [float(tensor) for tensor in values]
 
 
 def _error_text(calls: list[Callable[[], None]]) -> str:
@@ -199,7 +221,7 @@ def _error_text(calls: list[Callable[[], None]]) -> str:
         calls[dist.get_rank()]()
         all_reduce(torch.ones(1), transport=SHARED)
         return ""
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
 
 

@@ -70,6 +70,7 @@ class Transport(ABC):
         self.rank, self.world_size, self.device = rank, world_size, device
         self.call = 0
         """Checksum of the collective that `run` is part of: through shared memory, ranks compare it."""
+        self.n_ended = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._vectors: list[torch.Tensor] = []
         self._shape: tuple[int, int, torch.dtype] | None = None
@@ -85,6 +86,10 @@ class Transport(ABC):
         when it is to be completed.
         """
         return lambda: self.run([step])
+
+    def end_call(self) -> None:
+        """Count a collective that is over on this rank, or refused: through shared memory, no rank waits for it."""
+        self.n_ended += 1
 
     @abstractmethod
     def piece_bytes(self, depth: int) -> int:

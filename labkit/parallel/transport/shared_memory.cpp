@@ -1,10 +1,11 @@
 // Messages between the ranks of one host, through memory that all of them map (`shared_memory.py`).
 //
-// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, four slots for messages, and a mark
-// that the rank has left the group, or failed in a call.
+// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, four slots for messages, a mark that
+// the rank has left the group, or failed in a call, and a count of collectives that are over.
 //
 //     send      copy the part into a free slot, write a note (which slot, how many bytes, of which call), post `filled`
 //     receive   wait for `filled`, read the note, copy or add from the slot straight into place, post `taken`
+//     end       count the collective: whoever still waits for this rank gives up
 //
 // Order. Slot and note are written before `filled` is posted, and again only after the reader's `taken` has been taken.
 // POSIX promises that what a process wrote before sem_post is visible after the wait that took it.
@@ -163,6 +164,7 @@ struct Mailboxes {
         return reinterpret_cast<long*>(start(sender) + (2 * p + target * NOTES + number % NOTES) * CACHE_LINE);
     }
     long* mark(long owner) { return note(owner, p, 0); }  // not 0: the rank has left the group, or failed
+    long* ended(long owner) { return mark(owner) + 1; }   // how many collectives are over there, or refused
     char* slot(long owner, long number) { return start(owner) + size(p) - (SLOTS - number) * SLOT_BYTES; }
 
     // Let ranks that wait for this one give up.
@@ -184,13 +186,17 @@ struct Mailboxes {
             pollfd process = {int(processes[peer]), POLLIN, 0};
             bool has_ended = __atomic_load_n(mark(peer), __ATOMIC_SEQ_CST) || poll(&process, 1, 0) > 0;
             bool is_late = now_ns() > start + timeout_ns;
+            bool is_over = __atomic_load_n(ended(peer), __ATOMIC_SEQ_CST) > *ended(rank);
             PyEval_RestoreThread(thread);
             bool is_interrupted = PyErr_CheckSignals() != 0;
             thread = PyEval_SaveThread();
             if (is_interrupted) throw Failure{nullptr, ""};
-            if (!has_ended && !is_late) continue;
-            if (sem_trywait(awaited) == 0) return;  // posted before the other rank ended
+            if (!has_ended && !is_late && !is_over) continue;
+            if (sem_trywait(awaited) == 0) return;  // posted before the other rank, or its call, ended
             if (has_ended) refuse(PyExc_RuntimeError, "rank ", peer, " ended or failed while this rank waited for it");
+            if (is_over)
+                refuse(PyExc_RuntimeError, "every rank must make the same call, with one shape and dtype: rank ", peer,
+                       " has refused or ended it, and rank ", rank, " waits for a message");
             refuse(PyExc_TimeoutError, "waited too long for rank ", peer);
         }
     }
@@ -326,6 +332,9 @@ Mailboxes* connect_mailboxes(long p, long rank, const long* addresses, const lon
     }
     return mailboxes;
 }
+
+// This rank sends no more messages of its collective.
+void end_call(Mailboxes* mailboxes) { __atomic_fetch_add(mailboxes->ended(mailboxes->rank), 1, __ATOMIC_SEQ_CST); }
 
 void disconnect_mailboxes(Mailboxes* mailboxes) {
     mailboxes->leave();

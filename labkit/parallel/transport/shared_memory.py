@@ -102,7 +102,12 @@ class SharedTransport(Transport):
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._finish()
-        self._library.run_steps(self._link, [*steps], depth, self.call, self.call)
+        call = self.call + (self.n_ended << 32)  # checksums have 32 bits
+        self._library.run_steps(self._link, [*steps], depth, call, call)
+
+    def end_call(self) -> None:
+        super().end_call()
+        self._library.end_call(self._link)
 
     def start(self, step: Step) -> Callable[[], None]:
         """Copy the message into slots; what does not fit follows while pieces of the other message arrive."""
@@ -198,7 +203,8 @@ def _declare(library: ctypes.PyDLL) -> Any:
     library.connect_mailboxes.restype = ctypes.c_void_p
     library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
     library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
-    library.disconnect_mailboxes.argtypes, library.disconnect_mailboxes.restype = [ctypes.c_void_p], None
+    for function in (library.end_call, library.disconnect_mailboxes):
+        function.argtypes, function.restype = [ctypes.c_void_p], None
     library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, *[ctypes.c_long] * 3]
     library.run_steps.restype = ctypes.py_object
     return library
