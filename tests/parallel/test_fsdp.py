@@ -257,6 +257,11 @@ def _check_any_moment() -> list[str]:
                 model(inputs()).sum().backward()
             hook.remove()
             look(f"after an exception in {moment}")
+            with torch.no_grad():
+                model(inputs())
+            places = [parameter.place for unit in model._units for parameter in unit.parameters]
+            if any(place.untyped_storage().nbytes() for place in places) and "reshard_after_backward" not in options:
+                wrong.append(f"the model stays whole in evaluation after an exception in {moment}")
             model.zero_grad()
             model(inputs()).sum().backward()
             if furthest([_local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
@@ -518,7 +523,7 @@ def _check_hooks() -> list[str]:
         shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(_local(p.grad).abs().max()))))
     model(inputs()).sum().backward()
     wrong = [] if seen == ["0.0"] * len(shards) else [f"hooks saw {seen}"]
-    alive = weakref.ref(model)
+    alive = weakref.ref(model._units[0])  # and with it threads and transports
     del model, shards, shard
     gc.collect()
     return wrong if alive() is None else [*wrong, "not freed"]

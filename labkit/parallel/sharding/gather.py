@@ -41,7 +41,6 @@ class GatherPass:
         """`channels`: for gathers, and for averages. Every rank has `replicated` parameters whole."""
         self._units, self._options, self._replicated = list(units), options, replicated
         self._gathers, self._averages = channels
-        self._parameters = [parameter for unit in units for parameter in unit.parameters]
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
@@ -53,12 +52,14 @@ class GatherPass:
         """How many of the queue are started, or need not be."""
         self._waits: list[Wait] = []
         self._waits_in_backward = True
+        self._parameters = [parameter for unit in units for parameter in unit.parameters]
+        self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
+        hook = weak_hook(self, GatherPass._note_gradient)  # which refers to no unit: torch hides it from the collector
         for unit in units:
             run_around(unit.module, partial(self._run_unit, unit))
-            for parameter in unit.parameters:
-                if parameter.whole.requires_grad:
-                    hook = weak_hook(self, GatherPass._note_gradient, unit, parameter)
-                    parameter.whole.register_post_accumulate_grad_hook(hook)
+        for whole in self._by_whole:
+            if whole.requires_grad:
+                whole.register_post_accumulate_grad_hook(hook)
 
     # Forward
 
@@ -104,8 +105,7 @@ class GatherPass:
                     each.release()
 
     def _begin_forward(self) -> None:
-        if torch.is_grad_enabled():
-            self._abandon_unfinished()
+        self._abandon_unfinished()
         self._last_order, self._order = self._order, []
         for unit in self._units:
             unit.release()
@@ -178,9 +178,10 @@ class GatherPass:
             if not unit.is_last:
                 self._queue.append(unit)
 
-    def _note_gradient(self, unit: Unit, parameter: UnitParameter, whole: Tensor) -> None:
+    def _note_gradient(self, whole: Tensor) -> None:
         """Note a complete gradient, start to average complete units, and release units that are over."""
         self._begin_backward()
+        unit, parameter = self._by_whole[whole]
         self._note_entry(unit)
         if whole.grad is not None and whole.grad.layout is not torch.strided:
             raise ValueError(f"expected dense gradients, got a sparse one in {unit.name}")
