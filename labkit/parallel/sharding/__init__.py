@@ -5,7 +5,7 @@
 ``gather``     when FSDP gathers, releases and averages: `GatherPass._run_unit` runs a unit with whole parameters
 ``unit``       parameters that are gathered together, whole and in shards, and their gradients
 ``partition``  how a model is cut into units
-``rows``       `gather_rows` and `average_rows`: the messages
+``rows``       `plan_gather` and `average_rows`: the messages
 ``sharded``    a rank's rows as DTensors, and in state dicts
 
 `shard` builds them and torch's by name. Classes are imported on first use: torch's DTensor takes half a second.

@@ -26,7 +26,7 @@ from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.sharding.unit import Options, Token, Unit, UnitParameter
+from labkit.parallel.sharding.unit import Options, Token, Unit
 
 PATIENCE_S = 1.0  # for other ranks to average a unit during backward
 OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
@@ -175,10 +175,10 @@ class GatherPass:
     def _note_entry(self, unit: Unit) -> None:
         if not unit.in_backward:
             unit.in_backward = True
-            if not unit.is_last:
+            if not unit.ends_with_pass:
                 self._queue.append(unit)
 
-    def _note_gradient(self, whole: Tensor) -> None:
+    def _note_gradient(self, whole: nn.Parameter) -> None:
         """Note a complete gradient, start to average complete units, and release units that are over."""
         self._begin_backward()
         unit, parameter = self._by_whole[whole]

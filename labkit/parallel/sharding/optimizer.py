@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, find_device
-from labkit.parallel.sharding.rows import gather_rows, own_rows
+from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.sharding.rows import own_rows, plan_gather
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_gradient,
@@ -80,6 +81,8 @@ class ShardedOptimizer(Optimizer):
         """The optimizer of shards, whose groups and state are this one's."""
         self._shards: dict[Tensor, Any] = {}
         """This rank's rows of each parameter, views of its memory: the inner optimizer's parameters."""
+        self._gathered_places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Addresses, shapes and strides for which `_gather` is planned."""
 
         def build() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
@@ -142,12 +145,19 @@ class ShardedOptimizer(Optimizer):
         self.gather_parameters()
         return loss
 
+    @disable_compile
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Gather the ranks' rows of every parameter that a step may have changed. A collective."""
-        if self._place[1] > 1:
-            changed = [p.detach() for p in self._parameters if p.requires_grad or p.grad is not None]
-            gather_rows(changed, self._group, transport=self._transport)
+        changed = [p for p in self._parameters if p.requires_grad or p.grad is not None]
+        if self._place[1] == 1 or not changed:
+            return
+        places = [(p.data_ptr(), p.shape, p.stride()) for p in changed]
+        if places != self._gathered_places:
+            with torch.inference_mode(False):  # its vectors stay
+                via = find_transport(self._group, changed[0].device, self._transport)
+                self._gather, self._gathered_places = plan_gather([p.detach() for p in changed], via), places
+        self._gather()
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""

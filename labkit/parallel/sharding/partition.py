@@ -63,7 +63,7 @@ class Part:
 
     name: str
     module: nn.Module
-    is_last: bool
+    ends_with_pass: bool
     """Its gradients are complete only at the end of a backward pass: it contains units, or is the model."""
     modules: list[nn.Module] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from labkit.parallel.collectives import add_steps, copy_steps
 from labkit.parallel.data_parallel.consistency import strides_like
-from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.prepare import cut, shard_sizes
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, find_transport
@@ -43,15 +42,6 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@disable_compile
-def gather_rows(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, transport: str | Transport = AUTO
-) -> None:
-    """Complete, in place, tensors on one device of which each rank has its rows. A collective."""
-    if tensors:
-        plan_gather(tensors, find_transport(group, tensors[0].device, transport))()
 
 
 def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:

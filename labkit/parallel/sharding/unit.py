@@ -120,7 +120,8 @@ class Unit:
 
     def __init__(self, part: Part, mesh: DeviceMesh, options: Options) -> None:
         """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules."""
-        self.name, self.module, self.modules, self.is_last = part.name, part.module, part.modules, part.is_last
+        self.name, self.module, self.modules = part.name, part.module, part.modules
+        self.ends_with_pass = part.ends_with_pass
         self._reduce_dtype, self._keeps_memory = options.reduce_dtype, not options.reshard_after_backward
         self.parameters = [
             UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory)
@@ -237,7 +238,7 @@ class Unit:
     @property
     def is_over(self) -> bool:
         """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
-        is_complete = self.is_complete and not (self.is_last and self.parameters)
+        is_complete = self.is_complete and not (self.ends_with_pass and self.parameters)
         return is_complete and (self.inputs <= self.reached_inputs or not self.has_frozen)
 
     @property
