@@ -378,6 +378,38 @@ def _lose_connection() -> None:
     raise OSError("no connection")
 
 
+def _check_elements() -> list[str]:
+    """Shards draw the numbers of one process, and refuse changes that would be lost, or end the process."""
+    wrong, (bare, model) = [], (plain(), FSDP(plain()))
+    makers: dict[str, Callable[[Any], object]] = {
+        "uniform": lambda p: p.data.uniform_(-1, 1),
+        "normal": lambda p: p.normal_(),
+        "orthogonal": nn.init.orthogonal_,
+        "dropout": lambda p: p.mul_(torch.bernoulli(torch.full_like(p, 0.5)) + torch.rand_like(p)),
+        "row in its own memory": lambda p: p[:, 1].zero_(),
+    }
+    with torch.no_grad():
+        for name, make in makers.items():
+            for module in (bare, model.module):
+                torch.manual_seed(3)
+                make(module[0].weight)
+            if furthest([model.module[0].weight.full_tensor()], [bare[0].weight]) > 1e-6:
+                wrong.append(f"{name}: other numbers than in one process")
+    model(inputs()).sum().backward()
+    changes: list[Callable[[Any], object]] = [
+        lambda p: p.grad[0].zero_(),
+        lambda p: p.grad.data[:3].mul_(2),
+        lambda p: p.data[-1].fill_(1),
+        lambda p: p.grad.share_memory_(),
+        lambda p: p.data.share_memory_(),
+    ]
+    for number, change in enumerate(changes):
+        with contextlib.suppress(RuntimeError, TypeError):
+            change(model.module[0].weight)
+            wrong.append(f"change {number} was lost")
+    return wrong
+
+
 def _check_averages() -> list[str]:
     """Two averages of a unit that are in flight at the same time have memory of their own."""
     unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._pass._averages
@@ -537,6 +569,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "refusals": (2, _check_refusals),
     "gathers": (2, _check_gathers),
     "averages": (2, _check_averages),
+    "elements": (3, _check_elements),
     "scaler": (2, _check_scaler),
     "dtypes": (2, _check_dtypes),
     "hooks": (2, _check_hooks),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from labkit.parallel.data_parallel.consistency import strides_like
 from labkit.parallel.prepare import FLOAT_TYPES
@@ -17,7 +17,24 @@ from labkit.parallel.sharding.rows import own_rows
 SHARD = "shard"  # key in a state_dict or its metadata; its value is "rank r of p"
 
 
-class Sharded(DTensor):
+class Rows(DTensor):
+    """A rank's rows. What is read by index may be a copy, from other ranks, too: to change that in place raises."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        part: Any = super().__getitem__(index)
+        storages = {each._local_tensor.untyped_storage()._cdata for each in (self, part)}
+        if part.requires_grad or len(storages) == 1:
+            return part
+        with torch.inference_mode():  # torch refuses to change its tensors outside of it
+            return part.clone()
+
+    def share_memory_(self) -> NoReturn:
+        raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")
+
+
+class Sharded(Rows):
     """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
 
     __slots__ = ()
@@ -25,7 +42,9 @@ class Sharded(DTensor):
     @property
     def data(self) -> Tensor:
         """The same rows, hidden from autograd."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        rows = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        rows.__class__ = Rows
+        return rows
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -48,7 +67,21 @@ def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: d
     return op_call(args[0]._local_tensor)
 
 
-DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+    """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on each rank."""
+    whole = op_call(args[0].full_tensor(), *args[1:], **kwargs)
+    drawn = distribute_tensor(whole, args[0].device_mesh, args[0].placements, src_data_rank=None)
+    if not op_call._schema.is_mutable:
+        return drawn
+    args[0]._local_tensor.copy_(drawn._local_tensor)
+    return args[0]
+
+
+_aten, _handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
+_handlers[_aten._local_scalar_dense.default] = _read_number
+for _name in ("normal_", "uniform_", "bernoulli", "rand_like", "randn_like", "randint_like"):
+    _handlers[getattr(_aten, _name).default] = _draw
+_handlers[_aten.bernoulli_.float] = _draw
 
 
 @torch.no_grad()
