@@ -291,18 +291,17 @@ def reduce_scatter(
     group: Group = None,
     op: str = "mean",
     *,
-    sizes: Sequence[int] | None = None,
     into: Tensor | None = None,
     transport: Via = AUTO,
 ) -> None:
     """Sum or mean of shard r over the ranks of `group` on rank r, in place. The rest of the tensor is overwritten.
 
     The first phase of an all-reduce: a tensor, flattened, is cut into p shards of equal length, as if it were padded.
-    `into`, a vector of the shard's length, gets the shard instead. `sizes`: elements of each rank's shard, if they are
-    not equal. Raises ValueError as `all_reduce`, and for `sizes` and `into` that do not fit.
+    `into`, a vector of the shard's length, gets the shard instead. Raises ValueError as `all_reduce`, and for an `into`
+    that does not fit.
     """
     transport = find_transport(group, tensor.device, transport)
-    sizes, r = shard_sizes(tensor.numel(), transport.world_size, sizes), transport.rank
+    sizes, r = shard_sizes(tensor.numel(), transport.world_size), transport.rank
     if into is not None:
         into = into.detach()
         check_into(into, tensor, sizes[r])
@@ -324,7 +323,8 @@ def all_gather(
 ) -> None:
     """Complete, in place, a tensor of any dtype whose shard r is right on rank r: the second phase of an all-reduce.
 
-    `sizes` and errors as `reduce_scatter`.
+    `sizes`: elements of each rank's shard, if they are not equal. Raises ValueError as `all_reduce`, and for `sizes`
+    that do not fit.
     """
     transport = find_transport(group, tensor.device, transport)
     sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)

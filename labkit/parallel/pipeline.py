@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe, find_device
+from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
 from labkit.parallel.exchange import agree, describe_tensor, exchange
 from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.prepare import FLOAT_TYPES
@@ -98,9 +98,9 @@ class Pipeline(nn.Module):
         settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
         settings |= {"recompute": recompute, "transport": transport}
         named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
-        self.device = find_device([p for _, p in named], group)
+        self.device = next((p.device for _, p in named), torch.device("cpu"))
         tensors = [describe(name, p) for name, p in named]
-        check_same_on_all_ranks("pipeline", settings, tensors, self.device, group, refusal)
+        check_same_on_all_ranks("pipeline", settings, tensors, group, refusal)
         broadcast(dict.fromkeys(each for layer in layers for each in (*layer.parameters(), *layer.buffers())), members)
         self._transport = find_transport(members, self.device, transport)
         self.stages = balance(costs, chunks * self.ranks)

@@ -81,9 +81,8 @@ class TensorParallel(nn.Module):
         members = member_group(group)
         refusal = _find_refusal(model, members.size(), transport)
         tensors = [] if refusal else [describe(name, tensor) for name, tensor in model.named_parameters()]
-        device = torch.device("cpu") if refusal else model.norm.gain.device
         options = {"sequence_parallel": sequence_parallel, "transport": transport}
-        check_same_on_all_ranks("model", options, tensors, device, group, refusal)
+        check_same_on_all_ranks("model", options, tensors, group, refusal)
         broadcast([*model.parameters(), *model.buffers()], members)
         self.module: Any = model
         self.sequence_parallel = sequence_parallel

@@ -1,6 +1,5 @@
 """The same model on every rank: models that differ are refused on all ranks, then rank 0's values are copied."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.transport import member_group
 
 COALESCED_BYTES = 2**26
@@ -51,38 +51,31 @@ def check_replicas(
     """
     state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]
-    device = find_device([tensor for _, tensor in state], group)
-    check_same_on_all_ranks("model", settings, described, device, group, refused)
+    check_same_on_all_ranks("model", settings, described, group, refused)
 
 
 def check_same_on_all_ranks(
     what: str,
     settings: Mapping[str, object],
-    tensors: Sequence[str],
-    device: torch.device,
+    tensors: Iterable[str],
     group: dist.ProcessGroup | None,
     refused: Exception | None = None,
 ) -> None:
     """Raise ValueError, on every rank or on none, unless settings and descriptions of tensors are equal. A collective.
 
-    `device`: of the group's collectives. A rank that cannot go on passes its error as `refused`: it is raised there,
-    and the other ranks raise ValueError.
+    A rank that cannot go on passes its error as `refused`: it is raised there, and the other ranks raise ValueError.
     """
     described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
-    number = torch.tensor([len(described), -len(described), refused is not None], device=device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    by_rank = gather_json(None if refused else described, group)
     if refused is not None:
         raise refused
-    most, fewest, is_refused_elsewhere = int(number[0]), -int(number[1]), bool(number[2])
-    if is_refused_elsewhere:
+    if None in by_rank:
         raise ValueError(f"expected the same {what} on every rank; one of the others raised an error")
-    if most != fewest:
-        raise ValueError(f"expected the same {what} on every rank, got {fewest} to {most} tensors and settings")
-    digests = torch.tensor([_digest(text) for text in described], device=device)
-    bounds = torch.stack([digests, -digests])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    if differing := (bounds[0] != -bounds[1]).nonzero().flatten().tolist():
-        raise ValueError(f"expected the same {what} on every rank; they differ at {described[differing[0]]} (here)")
+    if len(numbers := {*map(len, by_rank)}) > 1:
+        raise ValueError(f"expected the same {what} on every rank, got {sorted(numbers)} tensors and settings")
+    for of_ranks in zip(*by_rank, strict=True):
+        if len({*of_ranks}) > 1:
+            raise ValueError(f"expected the same {what} on every rank; they differ at {of_ranks[0]} (rank 0's)")
 
 
 @torch.no_grad()
@@ -109,14 +102,5 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 
 
-def find_device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of the first tensor; without one, that of the group's collectives."""
-    return tensors[0].device if tensors else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
 def _path(name: str) -> str:
     return name or "the model"
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -29,7 +29,7 @@ _OUT_OF_MEMORY = re.compile(
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator was aborted"
     r"|remote process exited|connectFullMesh failed|ended or failed while this rank waited|waited too long for rank"
-    r"|one of the others raised",
+    r"|has refused or ended it|one of the others raised",
     re.IGNORECASE,
 )
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # no alternative is to blame

@@ -109,6 +109,12 @@ class FSDP(nn.Module):
         channels = [
             CheckedChannel(group, device, transport, names) for _ in range(2)
         ]  # or ValueError, before any change
+        if device.type == "cpu":
+            channels.append(channels[0])
+        else:  # on NCCL's communicator, flags and averages of ranks that use different parameters wait for each other
+            ranks = dist.get_process_group_ranks(members)
+            on_cpu = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            channels.append(CheckedChannel(on_cpu, torch.device("cpu"), AUTO, names))
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
         self._units = [Unit(part, mesh, options) for part in parts]

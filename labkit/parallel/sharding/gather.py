@@ -38,9 +38,9 @@ class GatherPass:
     def __init__(
         self, units: Sequence[Unit], options: Options, channels: list[CheckedChannel], replicated: list[nn.Parameter]
     ) -> None:
-        """`channels`: for gathers, and for averages. Every rank has `replicated` parameters whole."""
+        """`channels`: for gathers, averages and flags. Every rank has `replicated` parameters whole."""
         self._units, self._options, self._replicated = list(units), options, replicated
-        self._gathers, self._averages = channels
+        self._gathers, self._averages, self._flags = channels
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
@@ -233,10 +233,10 @@ class GatherPass:
         """Note which parameters were used on any rank; return units with late gradients, and replicated parameters."""
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
         flags += [unit.is_late for unit in self._units] + [p.grad is not None for p in self._replicated]
-        transport = self._gathers.transport
+        transport = self._flags.transport
         by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8, device=transport.device)
         by_rank[transport.rank] = torch.tensor(flags)
-        self._gathers.start_checked(END_OF_PASS, partial(self._gathers.call, all_gather, by_rank))()
+        self._flags.start_checked(END_OF_PASS, partial(self._flags.call, all_gather, by_rank))()
         used = by_rank[:, : len(self._parameters)]
         self._waits_in_backward = bool((used == used[0]).all())  # ranks that use the same probably will again
         on_any = iter(by_rank.any(0).tolist())

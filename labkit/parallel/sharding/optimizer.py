@@ -25,7 +25,7 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values, find_device
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.rows import own_rows, plan_gather
 from labkit.parallel.sharding.sharded import (
@@ -215,8 +215,7 @@ class ShardedOptimizer(Optimizer):
         plain = (bool, int, float, str, tuple)
         described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
         described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
-        device = find_device(self._parameters if groups else [], self._group)
-        check_same_on_all_ranks("optimizer", settings, described, device, self._group, refusal)
+        check_same_on_all_ranks("optimizer", settings, described, self._group, refusal)
 
     def _make_shards(self) -> None:
         for p in self._parameters:
