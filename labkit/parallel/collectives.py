@@ -36,21 +36,19 @@ Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication ope
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache
 from itertools import chain
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import InPlace, Reduction, check_into, cut, shard_sizes
+from labkit.parallel.prepare import InPlace, Reduction, check_into, collective, cut, shard_sizes
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, Step, Transport, find_transport
 
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 
-Function = TypeVar("Function", bound=Callable[..., None])
 Group = dist.ProcessGroup | None
 Via = str | Transport
 Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
@@ -64,21 +62,6 @@ Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
 #     100 MiB           D .96  R .92            D 1.0  R 1.0
 SHORT_BYTES, MIDDLE_BYTES = 512 << 10, 16 << 20
 SHARED_SHORT_BYTES = 192 << 10  # through shared memory, RD over D: 64 KiB .73 to .91, 256 KiB .82 to 1.2
-
-
-def _collective(function: Function) -> Function:
-    """Tell other ranks when a call of this collective is over, or refused: those that still wait for it raise."""
-
-    @disable_compile
-    @wraps(function)
-    def call(tensor: Tensor, group: Group = None, *args: Any, transport: Via = AUTO, **options: Any) -> None:
-        via = find_transport(group, tensor.device, transport)
-        try:
-            function(tensor, group, *args, transport=via, **options)
-        finally:
-            via.end_call()
-
-    return cast("Function", call)
 
 
 @disable_compile
@@ -103,7 +86,7 @@ def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     return "butterfly" if transport == SHARED or n_bytes <= MIDDLE_BYTES else "ring"
 
 
-@_collective
+@collective
 def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
@@ -127,7 +110,7 @@ def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, tr
         transport.run(copies, depth)
 
 
-@_collective
+@collective
 def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Direct exchange, published as "butterfly": rank i adds up shard i and sends it to all. Best in the middle.
 
@@ -171,7 +154,7 @@ def copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
     ]
 
 
-@_collective
+@collective
 def one_shot_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
     """Every rank sends all others its whole vector, and adds up all p vectors itself. Few waits, many bytes.
 
@@ -197,7 +180,7 @@ def _sum_all_parts(part: Tensor, transport: Transport, divisor: int) -> None:
         part.div_(divisor)
 
 
-@_collective
+@collective
 def recursive_doubling_all_reduce(
     tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
 ) -> None:
@@ -221,7 +204,7 @@ def recursive_doubling_all_reduce(
         _fold(vector, ranks, transport, inward=False)
 
 
-@_collective
+@collective
 def halving_doubling_all_reduce(
     tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
 ) -> None:
@@ -285,7 +268,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 """The algorithms that the all-reduce lab checks, times, predicts and plots."""
 
 
-@_collective
+@collective
 def reduce_scatter(
     tensor: Tensor,
     group: Group = None,
@@ -317,7 +300,7 @@ def reduce_scatter(
             torch.autograd.graph.increment_version(into)
 
 
-@_collective
+@collective
 def all_gather(
     tensor: Tensor, group: Group = None, *, sizes: Sequence[int] | None = None, transport: Via = AUTO
 ) -> None:

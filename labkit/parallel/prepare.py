@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import find_transport
+from labkit.parallel.transport import AUTO, find_transport
 from labkit.parallel.transport.base import Transport, checksum
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
+Function = TypeVar("Function", bound=Callable[..., None])
+
+
+def collective(function: Function) -> Function:
+    """Tell other ranks when a call of this collective is over, or refused: those that still wait for it raise."""
+
+    @disable_compile
+    @wraps(function)
+    def call(tensor: Any, group: Any = None, *args: Any, transport: str | Transport = AUTO, **options: Any) -> None:
+        via = find_transport(group, tensor.device, transport)
+        try:
+            function(tensor, group, *args, transport=via, **options)
+        finally:
+            via.end_call()
+
+    return cast("Function", call)
 
 
 class InPlace:
