@@ -1,9 +1,12 @@
 """What counts as a change since the baseline: rarely without one, surely with one, never where it cannot be told."""
 
+from itertools import product
+
 import pytest
 
 from labkit.check.comparison import compare, differences, has_lost_hardware
 from labkit.machine.description import Gpu
+from tests.cases import thinned
 from tests.check.made_up import QUANTITIES, made_run
 
 BUSY = {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}
@@ -17,8 +20,7 @@ def _verdicts(changes):
     return {one.quantity: one.verdict for one in changes}
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.05])
-@pytest.mark.parametrize("runs", [1, 5])
+@pytest.mark.parametrize(("runs", "drift"), thinned(product((1, 5), (0.0, 0.05)), lambda *case: case != (5, 0.0)))
 def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
     """A baseline of one run takes the usual drift; one of several knows this machine's."""
     changed = 0

@@ -59,12 +59,14 @@ def _random_cases(number: int) -> list[Case]:
     return cases
 
 
-# Full, diagonal and ragged blocks, either side longer, each dtype; then random ones, of which `make test` takes a few.
+# Full, diagonal and ragged blocks, either side longer, each dtype, groups, strides, a scale; then random ones.
 FIXED_CASES = [
-    *(Case(n, n, 64, causal, leading=(1,)) for n, causal in ((1, False), (64, True), (200, False), (200, True))),
-    *(Case(q, k, 32, causal, leading=(1,)) for q, k, causal in ((17, 200, True), (200, 17, False), (130, 70, True))),
-    Case(130, 130, 256, True, BF16, leading=(1,)),
+    *(Case(n, n, 64, causal, leading=(1,)) for n, causal in ((1, False), (64, True), (130, False), (130, True))),
+    *(Case(q, k, 32, causal, leading=(1,)) for q, k, causal in ((17, 100, True), (130, 17, False), (130, 70, True))),
+    Case(70, 70, 256, True, BF16, leading=(1,)),
     Case(70, 100, 48, True, F16, leading=()),
+    Case(50, 40, 64, False, BF16, leading=(1, 1), group=3, scale=0.3),
+    Case(38, 80, 147, False, leading=(1,), group=2, contiguous=False),
 ]
 RANDOM_CASES = _random_cases(200)
 DESCRIPTOR_CASES = [case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous]
@@ -83,15 +85,13 @@ def test_passes_under_the_interpreter(interpreted_kernels: subprocess.CompletedP
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    "case", thinned(FIXED_CASES + RANDOM_CASES, lambda case: case in FIXED_CASES + RANDOM_CASES[:4]), ids=str
-)
+@pytest.mark.parametrize("case", thinned(FIXED_CASES + RANDOM_CASES, lambda case: case in FIXED_CASES), ids=str)
 def test_matches_the_oracle(case: Case) -> None:
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the tile is compared with float64 before its first use")
-@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case in DESCRIPTOR_CASES[4:12]), ids=str)
+@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case in FIXED_CASES[4:]), ids=str)
 def test_specialized_warps_with_descriptors_match_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INTERPRETER_TILES, "forward", Tile(64, 32, 4, 1, specialize=2))
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
@@ -104,7 +104,7 @@ def test_matches_the_oracle_at_length(case: Case) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(32, 32, 4, 1)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)], ids=str)
 @pytest.mark.parametrize("causal", thinned([False, True], lambda causal: causal))
 @pytest.mark.parametrize("name", INTERPRETER_TILES)
 def test_any_tile_agrees_with_float64(name: str, causal: bool, tile: Tile) -> None:
@@ -182,7 +182,7 @@ def test_dtypes_head_dims_and_devices_that_do_not_fit_are_refused(options: dict[
 @runs_kernels
 def test_a_step_of_the_transformer_with_flash_equals_one_with_naive_attention() -> None:
     """In float32 both round sums of the same terms; the gradients differ by a few units of the largest of each."""
-    shape, results = TransformerShape(d_model=64, d_ff=96, n_layers=2, n_heads=2, vocabulary=50), []
+    shape, results = TransformerShape(d_model=64, d_ff=96, n_layers=1, n_heads=2, vocabulary=50), []
     for attend in (naive_attention, IMPLEMENTATIONS["flash"].attend):
         step = TrainingStep(shape, batch=2, context_length=40, device=DEVICE, attention=attend)
         loss = step.forward().detach()

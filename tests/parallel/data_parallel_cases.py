@@ -16,7 +16,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
-STEPS, ROWS, WIDTH = 5, 3, 6
+STEPS, ROWS, WIDTH = 3, 3, 6
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "naive": NaiveDDP,
@@ -330,7 +330,7 @@ class Case:
     tolerance: float = 1e-10
 
 
-# float32: a gradient is a mean of some tens of terms, its rounding some eps; five steps of 0.1 add up to less than
+# float32: a gradient is a mean of some tens of terms, its rounding some eps; the steps of 0.1 add up to less than
 # 64 eps of the largest parameter, which is below 2.
 FLOAT32 = 128 * torch.finfo(torch.float32).eps
 
@@ -382,7 +382,7 @@ def train(
     after_step: Callable[[], None],
     make: Callable[..., torch.optim.Optimizer] = lambda parameters, cls, **settings: cls(parameters, **settings),
 ) -> None:
-    """Five steps on the given shards: one for a rank, all of them for the reference."""
+    """`STEPS` steps on the given shards: one for a rank, all of them for the reference."""
     optimizer = _optimizer(case, model, make)
     for step in range(STEPS):
         for micro_batch in range(case.micro_batches):

@@ -94,9 +94,9 @@ def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None)
 @pytest.mark.parametrize(
     ("world_size", "lengths"),
     [
-        *((p, LENGTHS) for p in (1, 2, 3)),
-        *((p, SHORT) for p in (4, 5)),
-        *(pytest.param(p, LENGTHS, marks=pytest.mark.slow) for p in (4, 5, 8)),
+        (3, LENGTHS),
+        *((p, SHORT) for p in (1, 2, 4, 5)),
+        *(pytest.param(p, LENGTHS, marks=pytest.mark.slow) for p in (1, 2, 4, 5, 8)),
     ],
     ids=lambda value: f"to {value[-1]}" if isinstance(value, tuple) else str(value),
 )
@@ -212,7 +212,7 @@ def _check_lost_messages() -> list[str]:
     total = torch.stack(inputs).sum(0)
     for name, function in {**ALGORITHMS, "phases": phases}.items():
         for by in TRANSPORTS:
-            for victim in range(p):
+            for victim in range(p) if p != 4 else (0, 3):
                 lost = count = 0
                 while lost <= count:  # one round more than there are messages: nothing is lost in the last
                     lossy = Lossy(find_transport(None, CPU, by), lost if rank == victim else -1)
@@ -486,7 +486,7 @@ def _check_refusals() -> list[str]:
 
 # Each check, on how many ranks; and in `make test-all`
 CHECKS = [
-    (_check_bound, (3, 5), (2, 8)),
+    (_check_bound, (3,), (2, 5, 8)),
     (_check_special, (3,), ()),
     (_check_lost_messages, (3, 4), (2, 5)),
     (_check_bytes, (3, 4), (2, 5)),

@@ -61,7 +61,7 @@ def _trained(world_size):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", thinned([2, 4], lambda world_size: world_size == 2))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_five_steps_equal_one_process_on_the_full_batch(wrapper, world_size, case):
+def test_training_equals_one_process_on_the_full_batch(wrapper, world_size, case):
     trained = _trained(world_size)[wrapper]
     assert isinstance(trained, list), trained
     ranks = [result[case] for result in trained]

@@ -185,6 +185,7 @@ LAB = Lab(
     title="Training on CIFAR-100",
     summary="Whether labkit's wrapper and SyncBatchNorm train as well as torch's, as fast, and in as little memory.",
     config=CifarConfig,
+    smoke={"train_images": 128, "epochs": 2},
     paper={"dataset": CIFAR100, "train_images": None, "epochs": 16, "batch": 64, "timeout_s": 86_400.0},
     on_gpu={"world_size": 8, "train_images": None, "batch": 16, "accumulation": 1},
     worker=train,

@@ -168,6 +168,7 @@ LAB = Lab(
     title="Data-parallel training",
     summary="How to average gradients over ranks on this machine, with which bucket size, and what it costs a step.",
     config=DataParallelConfig,
+    smoke={"workloads": ["nano"]},
     paper={
         "workloads": ["resnet50", "xl"],
         "buckets_mb": [1.0, 10.0, 25.0, 100.0, 1000.0],

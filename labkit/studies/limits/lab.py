@@ -167,6 +167,7 @@ LAB = Lab(
     title="The limits of this machine",
     summary="What this machine can do at best (arithmetic, memory, threads, messages), and which limit binds what.",
     config=LimitsConfig,
+    smoke={"model": "nano", "context_length": 64},
     paper={
         "matmul_sizes": [2**k for k in range(4, 14)],
         "dtypes": ["float32", "float64", "bfloat16", "float16"],
