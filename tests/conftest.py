@@ -27,13 +27,13 @@ BY_COMMAND = ("all_reduce",)
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
 FIRST = (
-    *("test_notebooks.py", "parallel/test_leftovers.py", "parallel/test_torchrun.py", "parallel/test_collectives.py"),
-    *("studies/test_own_alternatives.py", "parallel/test_data_parallel.py", "parallel/test_fsdp.py"),
-    *("studies/test_one_rank_fails.py", "rehearsal/test_missing_rows.py", "test_adding_a_lab.py"),
-    *("nn/test_flash_attention.py", "rehearsal/test_machines.py", "test_cli.py", "parallel/test_launch.py"),
-    *("lab/test_advise_notebook.py", "nn/test_flash_compile.py", "lab/test_comparison.py", "lab/test_torchrun.py"),
-    *("lab/test_advise.py", "faults/test_measurements.py", "lab/test_killed.py"),
-    "test_start_here.py",
+    *("test_notebooks.py", "parallel/test_sharding_parity.py", "nn/test_flash_attention.py"),
+    *("parallel/test_leftovers.py", "parallel/test_collectives.py", "parallel/test_shared_memory.py"),
+    *("studies/test_own_alternatives.py", "test_cli.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
+    *("faults/test_measurements.py", "parallel/test_torchrun.py", "check/test_class.py", "check/test_comparison.py"),
+    *("lab/test_comparison.py", "test_start_here.py", "parallel/test_pipeline.py", "lab/test_killed.py"),
+    *("parallel/test_tensor.py", "studies/test_one_rank_fails.py", "parallel/test_fsdp.py", "lab/test_torchrun.py"),
+    *("rehearsal/test_machines.py", "parallel/test_launch.py", "rehearsal/test_missing_rows.py"),
 )
 
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -114,7 +114,6 @@ GPU-u1, 1980, 1980, 60, 650.00, 0x0000000000000004
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"nvml": 2, "error": TOO_OLD}, "The NVIDIA driver on your system is too old (found version 12040)"),
         ({"nvml": 2, "error": TOO_OLD}, "driver 580.65.06"),
         ({"nvml": 8, "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
         ({"nvml": 8, "devices": [H100, ("off the bus",)]}, "CUDA does not start: not enough values"),

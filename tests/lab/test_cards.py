@@ -45,15 +45,18 @@ def answer_pieces(text):
 
 @pytest.mark.parametrize(("text", "escaped"), [(EVIL, "&lt;script"), (QUOTED, "&#34; onerror=&#39;alert(1)")])
 def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
-    machine = describe_machine().model_copy(update={"cpu": text, "host": text, "source": Source(commit=text)})
+    names = dict.fromkeys(("cpu", "host", "system", "python"), text)
+    machine = describe_machine().model_copy(update=names | {"versions": {text: text}, "source": Source(commit=text)})
     pieces = [
         *answer_pieces(text),
         piece("progress", text=Progress(1, 2, text).line()),
         cards.table(pd.DataFrame({text: [text]}), text).data,
         cards.machine_card(machine, elsewhere=True).data,
     ]
-    with RunWriter.create(tmp_path, header(lab="fake", config={text: text}, command=text)) as writer:
-        writer.end_point(POINTS[0], "skipped", reason=text)
+    with RunWriter.create(
+        tmp_path, header(config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]})
+    ) as writer:
+        writer.end_point(POINTS[0], "failed", reason=text, facts={"world_size": 2, "backend": text, "scheduling": text})
         writer.start_resumption(text, Source(commit=text))
     run = Run.load(writer.path)
     assert provenance_rows(FAKE, run)["Resumed at"].endswith(f", by {text}")

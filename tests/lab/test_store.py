@@ -126,11 +126,6 @@ def test_a_damaged_record_is_refused_by_name(writer, record, words):
         Run.load(writer.path)
 
 
-def test_two_writers_of_one_run_are_refused(writer):
-    with pytest.raises(RunFileError, match="another process is writing"):
-        RunWriter.reopen(writer.path)
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
