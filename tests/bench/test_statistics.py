@@ -124,7 +124,9 @@ def test_a_ratio_and_its_inverse_agree(n):
     assert (_verdict(there), _verdict(back)) == ("slower", "faster")
 
 
-@pytest.mark.parametrize(("kind", "n"), list(product(NOISE, (6, 8, 11, 12, 15, 50))))
+@pytest.mark.parametrize(
+    ("kind", "n"), thinned(product(NOISE, (6, 8, 11, 12, 15, 50)), lambda kind, n: n in (6, 11, 15))
+)
 def test_intervals_cover_93_to_97_percent(kind, n):
     rng, tries = np.random.default_rng(n), 800
     true_median = np.median(NOISE[kind](np.random.default_rng(1), 400_000))

@@ -21,6 +21,7 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import Task, balance, make_schedule, peak_activations, plan_rank, simulate
 from labkit.parallel.traffic import recorded_traffic
+from tests.cases import thinned
 from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, assert_refused, furthest, gradients, left_out
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
@@ -102,7 +103,7 @@ def check_parity() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4], lambda world_size: world_size != 2))
 def test_it_computes_what_one_process_does(world_size: int) -> None:
     assert run_ranks(check_parity, world_size=world_size, timeout_s=300) == [[]] * world_size
 

@@ -378,7 +378,7 @@ def compiled() -> str:
 
 def test_processes_that_start_together_build_it_once_and_print_nothing(tmp_path: Path, compiled: str) -> None:
     cache, compiler = tmp_path / "cache", _compiler(tmp_path, compiled)
-    files = {_output(process) for process in [_start(cache, CXX=compiler) for _ in range(3)]}
+    files = {_output(process) for process in [_start(cache, CXX=compiler) for _ in range(2)]}
     (file,) = files
     assert _output(_start(cache)) == file
     assert (tmp_path / "calls").read_text() == "called\n"
@@ -399,13 +399,14 @@ def test_a_full_temporary_folder_does_not_matter(tmp_path: Path, compiled: str) 
     assert _output(_start(tmp_path / "cache", CXX=compiler)).endswith("library.so")
 
 
-@pytest.mark.parametrize(
-    ("variables", "hint"), [({"PATH": "/nowhere"}, "apt install g++"), ({"CXX": "no-such-compiler"}, "apt install g++")]
-)
-def test_a_missing_compiler_is_named_with_what_to_install(tmp_path: Path, variables: dict[str, str], hint: str) -> None:
-    text = _output(_start(tmp_path / "cache", **variables))
-    assert text.startswith("none: ")
-    assert hint in text
+@pytest.mark.parametrize("name", ["PATH", "CXX"])
+def test_a_missing_compiler_is_named_with_what_to_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setattr(shared_memory, "_libraries", [])
+    assert "apt install g++" in str(shared_memory.unavailable_reason())
 
 
 def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
