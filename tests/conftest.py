@@ -31,7 +31,7 @@ FIRST = (
     *("parallel/test_leftovers.py", "parallel/test_collectives.py", "parallel/test_shared_memory.py"),
     *("studies/test_own_alternatives.py", "test_cli.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
     *("faults/test_measurements.py", "parallel/test_torchrun.py", "check/test_class.py", "check/test_comparison.py"),
-    *("lab/test_comparison.py", "test_start_here.py", "parallel/test_pipeline.py", "lab/test_killed.py"),
+    *("lab/test_comparison.py", "test_start_here.py", "parallel/test_pipeline.py"),
     *("parallel/test_tensor.py", "studies/test_one_rank_fails.py", "parallel/test_fsdp.py", "lab/test_torchrun.py"),
     *("rehearsal/test_machines.py", "parallel/test_launch.py", "rehearsal/test_missing_rows.py"),
 )

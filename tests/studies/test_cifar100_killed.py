@@ -9,7 +9,7 @@ import pytest
 
 from labkit.lab.runs.store import Run
 from tests.commands import all_runs, labkit, runs_by
-from tests.lab.test_killed import _until
+from tests.faults.check import until
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive
 
 EPOCHS = 16
@@ -54,8 +54,9 @@ def _epochs_told(path):
 def test_kill_9_costs_no_epoch_and_the_end_is_the_same(training):
     command, start, runs = training
     process = start()
-    path = _until(lambda: next(iter(runs()), None))
-    _until(lambda: len(_epochs_told(path)) >= 3 * len(NAMES))
+    until(runs)
+    (path,) = runs()
+    until(lambda: len(_epochs_told(path)) >= 3 * len(NAMES))
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = _epochs_told(path)
