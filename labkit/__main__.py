@@ -249,9 +249,7 @@ def compare_command(
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
 
     page = output or project.reports_directory() / "compare.html"
-    if page.is_dir():
-        raise ParameterError(f"--output names the file of the page, and {page} is a folder")
-    project.check_writable(page.parent)
+    project.check_page(page)
     if len(runs) == 1 and holds_hand_ins(runs[0]):
         lines = write_class_page(Path(runs[0]), page)
         if as_json:

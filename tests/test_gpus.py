@@ -128,7 +128,7 @@ def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(cuda, monkeypatch,
     assert (machine.gpus, machine.device("auto"), machine.backend("cuda", 1)) == ([], "cpu", "gloo")
     assert reason in machine.no_gpu_reason
     assert reason in dict(doctor.machine_rows())["gpu"]
-    assert reason in cards.machine_card(machine, elsewhere=False).data
+    assert reason in cards.machine_card(machine).data
     monkeypatch.setattr("sys.argv", ["labkit", "measure", "attention", "--profile", "smoke", "--set", "device=cuda"])
     with pytest.raises(SystemExit) as ended:
         main()

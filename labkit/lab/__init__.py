@@ -1,4 +1,1 @@
-"""What makes a notebook a lab: studies, runs on disk, findings, figures, reports.
-
-Kept free of imports: a rank that measures a point needs `labkit.lab.point` and nothing else of this package.
-"""
+"""Parts of a lab: points, runs, answers, figures, pages. Imports nothing: ranks need `labkit.lab.point` alone."""

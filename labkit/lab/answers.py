@@ -94,7 +94,7 @@ class Question:
         )
 
     def find(self, results: Results) -> Answer | None:
-        """The answer, or None without rows."""
+        """Return the answer, or None without rows."""
         raise NotImplementedError
 
     def _no_answer_reason(self, results: Results) -> str:
@@ -111,8 +111,6 @@ class Compare(Question):
     """Alternatives of this question; None: all that were measured."""
     keep: str | None = None
     """Advice if nothing is better."""
-    names: Mapping[Any, str] = field(default_factory=dict)
-    """Names of alternatives in sentences, if they differ from the values of their column."""
 
     def find(self, results: Results) -> Answer | None:
         metric, compared = self.metric, None if self.among is None else {self.baseline, *self.among}
@@ -124,10 +122,13 @@ class Compare(Question):
         rows = table if best is None else table[table[metric.compare] == best]
         better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         is_undecided = bool(rows["p"].isna().all())
-        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, rows[metric.compare].nunique())
-        words = self._words(table, rows, better, worse, best)
-        noun = "comparisons" if rows[metric.compare].nunique() > 1 else "configurations"
-        count = _count(words, rows, better, worse, noun)
+        has_several = rows[metric.compare].nunique() > 1
+        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, has_several)
+        words = self._words(rows, better, worse)
+        n_alternatives = table[metric.compare].nunique()
+        words["name"] = f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
+        words["baseline"] = self._name(self.baseline, results)
+        count = _count(words, rows, better, worse, "comparisons" if has_several else "configurations")
         advice = self.keep
         if verdict in ("yes", "it depends"):
             advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
@@ -144,19 +145,13 @@ class Compare(Question):
             notes=notes,
         )
 
-    def _words(
-        self, table: pd.DataFrame, rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, best: Any
-    ) -> dict[str, Any]:
-        """Values for the placeholders of headlines and advice."""
-        metric, phrases = self.metric, phrasing(self.metric.value)
-        alternatives = list(dict.fromkeys(table[metric.compare]))
-        name = alternatives[0] if len(alternatives) == 1 else best
+    def _words(self, rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> dict[str, str]:
+        """Return values for the placeholders of headlines and advice, but names."""
+        phrases = phrasing(self.metric.value)
         quoted = better if len(better) else worse
-        region = describe_region(rows, better, metric.configuration) if len(better) else None
+        region = describe_region(rows, better, self.metric.configuration) if len(better) else None
         some = "in most configurations" if 2 * len(better) > len(rows) else "in some configurations"
         return {
-            "name": f"any of {len(alternatives)} alternatives" if name is None else self._name(name),
-            "baseline": self._name(self.baseline),
             "change": phrases.clause(quoted) if len(quoted) else "",
             "better": phrases.better,
             "worse": phrases.worse,
@@ -165,17 +160,17 @@ class Compare(Question):
             "where": "" if len(better) == len(rows) else f" {region}" if region else f" ({phrases.better} {some})",
         }
 
-    def _name(self, alternative: Any) -> str:
-        return self.names.get(alternative) or label(self.metric.compare, alternative)
+    def _name(self, alternative: Any, results: Results) -> str:
+        return results.names.get(alternative) or label(self.metric.compare, alternative)
 
 
-def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, n_alternatives: int) -> tuple[Verdict, str]:
-    """Verdict and headline template; of `n` configurations, the alternative is better or worse in so many."""
+def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, has_several: bool) -> tuple[Verdict, str]:
+    """Choose verdict and headline template: of `n` configurations, the alternative is better or worse in so many."""
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
         return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
-    if not n_better and n_alternatives > 1:
+    if not n_better and has_several:
         if n_worse == n:
             return "no", "No: all are {worse} than {baseline}."
         return "no", "No: none is measurably {better} than {baseline}."

@@ -22,7 +22,7 @@ from labkit.costs.calibration import (
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.metric import Metric
 from labkit.lab.project import runs_directory
-from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.runs.store import Run, newest_runs
 from labkit.machine.description import Machine
 
 LIMITS = "limits"
@@ -32,7 +32,6 @@ LEAST_ROWS = 512
 PRODUCTS = Metric("seconds", "shape", ("world_size", "device", "dtype", "flops"), where={"sweep": "products"})
 MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "bytes"), where={"sweep": "memory"})
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
-THREADS = Metric("seconds", "threads", (), where={"sweep": "threads"})
 CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep": "autograd"})
 NEW = "new"  # operation of the sweep "memory"
 
@@ -43,7 +42,7 @@ def calibrate_machine(run: Run) -> Calibration | None:
     rates = tuple(_rates(frame))
     if not any(rate.ranks == 1 for rate in rates):
         return None
-    threads = THREADS.select(frame)["threads"].max()
+    threads = frame.get("threads", pd.Series(dtype=float)).max()
     return Calibration(
         run=run.name,
         measured=run.header.started,
@@ -58,11 +57,7 @@ def calibrate_machine(run: Run) -> Calibration | None:
 
 def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
     """The calibration from the newest complete and large enough limits run of this machine, at most `within` old."""
-    for path in sorted((runs_directory() / LIMITS).glob("*.jsonl"), reverse=True):
-        try:
-            run = Run.load(path)
-        except (RunFileError, OSError):
-            continue
+    for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
         if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
@@ -128,7 +123,7 @@ def autograd(frame: pd.DataFrame) -> Autograd | None:
 
 
 def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
-    """Shortest of the repeats: other programs only add to the time of a rank."""
+    """Return the shortest of the repeats: other programs only add to the time of a rank."""
     return metric.samples(frame).groupby(metric.columns, as_index=False)["seconds"].min()
 
 

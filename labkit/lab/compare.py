@@ -159,7 +159,7 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
-    """Key of each point, by its id: its fields except lists of alternatives and those ignored."""
+    """Return the key of each point, by its id: its fields except lists of alternatives and those ignored."""
 
     def matters(name: str, value: Any) -> bool:
         return name not in ignored and not (isinstance(value, list) and any(isinstance(one, str) for one in value))
@@ -182,7 +182,7 @@ def _unshared_reason(pair: Pair) -> str:
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
-    """The ratios of each `Compare` side by side."""
+    """Return the ratios of each `Compare` side by side."""
     columns = ["question", "configuration", "first ratio", "low", "high", "ratio", "low", "high", "difference"]
     ends = ["ratio_first", "low_first", "high_first", "ratio", "low", "high"]
     rows: list[list[Any]] = []
@@ -198,7 +198,7 @@ def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFr
 
 
 def _difference(first: float, first_low: float, first_high: float, ratio: float, low: float, high: float) -> str:
-    """Direction of a difference if intervals are apart, by more than is usual from run to run."""
+    """Return the direction of a difference if intervals are apart, by more than is usual from run to run."""
     is_apart = low > first_high or high < first_low
     is_large = max(ratio / first, first / ratio) > USUAL_VARIATION if first > 0 and ratio > 0 else first != ratio
     if not (is_apart and is_large):
@@ -245,7 +245,7 @@ def _lab_section(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
-    """One row per question that any run answers, one column per run."""
+    """Return one row per question that any run answers, one column per run."""
     rows = []
     for question in pairs[0].lab.questions:
         outcomes = [pair.outcomes().get(question.id, "") for pair in pairs]

@@ -5,7 +5,7 @@ To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.i
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -37,10 +37,15 @@ class Lab:
     config: type[LabConfig]
     """Parameters; the defaults are the profile `quick`."""
     points: Callable[[Any, Machine], Iterable[Point]]
-    """Plans the points in order. Neighbors with equal groups of ranks share their ranks."""
+    """Plans the points in order. Neighbors with equal groups of ranks share their ranks.
+
+    ParameterError for bad inputs, such as a damaged file.
+    """
     worker: Callable[..., Iterable[Mapping[str, Any]] | None]
     """Runs on every rank for each point and yields rows; its module imports nothing heavy."""
     questions: Sequence[Question]
+    names: Mapping[Any, str] = field(default_factory=dict)
+    """Names of alternatives in sentences, if they differ from the values of their column."""
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the published measurements."""
     smoke: Mapping[str, Any] = field(default_factory=dict)
@@ -62,12 +67,8 @@ class Lab:
     keeps_checkpoints: bool = False
     """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run with
     one folder `<point.id>/` per point; None on ranks that must not write."""
-    check_inputs: Callable[[Any, Say], None] = lambda config, say: None
-    """Checks the files that the config names, before anything is planned or fetched. ParameterError for a bad one."""
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
     """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
-    progress: Callable[[Any, Mapping[str, Any]], str | None] = lambda point, values: None
-    """Makes a few words for the progress line from a row of rank 0, or None."""
 
     @cached_property
     def profiles(self) -> dict[str, LabConfig]:
@@ -78,14 +79,14 @@ class Lab:
         return {"smoke": smoke, "quick": quick, "paper": self.config(**paper)}
 
     def profiles_on(self, machine: Machine, device: Any = AUTO) -> dict[str, LabConfig]:
-        """Parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
+        """Return parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
         fewest = 1 if "device" in self.config.model_fields else 2  # a lab without devices uses NCCL alone
         if len(machine.gpus) < fewest or machine.device(device) != "cuda":
             return self.profiles
         return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))}
 
     def configure(self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None) -> LabConfig:
-        """Parameters of a profile on a machine (None: this one), replaced by `overrides`.
+        """Return parameters of a profile on a machine (None: this one), replaced by `overrides`.
 
         ParameterError for a wrong name or value.
         """
@@ -93,12 +94,13 @@ class Lab:
         return resolve_config(self.name, profiles, profile, overrides)
 
     def plan(self, config: LabConfig, machine: Machine) -> list[Point]:
-        """Points in order; a point that is planned twice is measured once."""
+        """Return points in order; a point that is planned twice is measured once."""
         return list({point.id: point for point in self.points(config, machine)}.values())
 
     def answers(self, results: Results) -> dict[str, Answer]:
         """Answer each question from a run's results, by its id."""
-        return {question.id: question.answer(results) for question in self.questions}
+        named = replace(results, names=self.names)
+        return {question.id: question.answer(named) for question in self.questions}
 
     def question(self, identifier: str) -> Question:
         """Look up a question. ParameterError, with the nearest id, if there is none."""

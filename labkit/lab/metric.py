@@ -31,6 +31,8 @@ class Results:
     machine_bytes: float = float("nan")
     link_bytes_per_s: float = float("nan")
     """Data-sheet peak of the links between the machine's GPUs."""
+    names: Mapping[Any, str] = field(default_factory=dict)
+    """Names of alternatives in sentences (`Lab.names`)."""
 
     def rows(self, columns: Sequence[str], **where: Any) -> pd.DataFrame:
         """These columns of the rows that have these values; a column that the frame lacks is empty."""
@@ -56,7 +58,7 @@ class Metric:
     """Column of the alternatives."""
     configuration: tuple[str, ...]
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Values that rows must have, by column; a tuple allows several."""
+    """Values that rows must have, by column."""
     prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows
     """Turns selected rows into samples, if they are not samples yet."""
     without: tuple[Any, ...] = ()
@@ -72,7 +74,7 @@ class Metric:
         """Select rows that meet `where` and turn them into samples; `with_missing`: also rows that lack its columns."""
         rows = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *self.columns, *self.where, self.value])))
         for name, wanted in self.where.items():
-            is_wanted = rows[name].isin(wanted if isinstance(wanted, tuple) else (wanted,))
+            is_wanted = rows[name] == wanted
             rows = rows[is_wanted | rows[name].isna() if with_missing else is_wanted]
         rows = rows[~rows[self.compare].isin(self.without)].dropna(subset=[self.compare])
         return rows if with_missing or rows.empty else self.prepare(rows)
@@ -137,16 +139,14 @@ class Metric:
         name, keys = self.compare, list(self.configuration)
         if table[name].nunique() == 1:
             return table[name].iloc[0]
-        n_alternatives = table.groupby(keys, dropna=False)[name].transform("nunique") if keys else len(table)
-        shared = table[n_alternatives == table[name].nunique()] if keys else table
-        ranked = shared if len(shared) else table
-        if not (ranked["verdict"] == "faster").any():
-            ranked = table
+        shared = table
+        if keys:
+            shared = table[table.groupby(keys, dropna=False)[name].transform("nunique") == table[name].nunique()]
+        ranked = shared if (shared["verdict"] == "faster").any() else table
         score = ranked["verdict"].map({"faster": 1, "slower": -1}).fillna(0)
         standing = pd.DataFrame({name: ranked[name], "wins": score, "log": np.log(ranked["ratio"].astype(float))})
         standing = standing.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
-        winners = set(ranked.loc[ranked["verdict"] == "faster", name])
-        standing = standing[standing.index.isin(winners)]
+        standing = standing[standing.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
         if standing.empty:
             return None
         leaders = standing[standing["wins"] == standing["wins"].max()]

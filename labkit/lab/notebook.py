@@ -72,7 +72,7 @@ class OpenLab:
     def machine_card(self) -> None:
         """Show the machine."""
         self._read_run()
-        display(cards.machine_card(self.machine, elsewhere=self._is_of_another_machine()))
+        display(cards.machine_card(self.machine))
 
     def measure(
         self,
@@ -164,22 +164,12 @@ class OpenLab:
 
     def close(self) -> None:
         """Show where the numbers come from and how to get them again; leave the answers for the index."""
-        record = run_record(self.study, self.run, self.answers(), elsewhere=self._is_of_another_machine())
-        display(record_card(record))
+        display(record_card(run_record(self.study, self.run, self.answers())))
 
     def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> cards.Piece:
         """Save a figure and make its piece."""
         plot.save(figures_directory() / self.study.name / self.run.name / name)
         return cards.figure(plot, alt, f"{self.study.name}_{name}", caption)
-
-    def _plugin_failures(self, run: Run) -> dict[str, None]:
-        """Return which of the reader's alternatives are wrong or failed, and where, each once."""
-        names, frame = list(self._plugins.alternatives), run.frame()
-        metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
-        return dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names))
-
-    def _is_of_another_machine(self) -> bool:
-        return self.machine.identity != describe_machine().identity
 
     def _read_run(self) -> None:
         text = self.parameters.run
@@ -200,13 +190,20 @@ class OpenLab:
                     self._refuse_hanging()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
-            raise MeasuringInterrupted(f"interrupted{self._resume_hint()}") from None
+            hint = ""
+            if self._interrupted is not None:
+                hint = "; what was measured is kept: lab.resume() goes on"
+                if self._plugins == NO_PLUGINS:  # a terminal has no plugins
+                    hint += f", or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
+            raise MeasuringInterrupted(f"interrupted{hint}") from None
         self._interrupted = None
         if line is None:
             display(cards.coverage(run))
         else:
             line.show(cards.coverage(run).data)
-        for note in self._plugin_failures(run):
+        names, frame = list(self._plugins.alternatives), run.frame()
+        metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
+        for note in dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names)):
             display(cards.note(note))
         return run
 
@@ -217,18 +214,9 @@ class OpenLab:
             if result.verdict == "hangs" and f"in {NAME}" in result.details:  # not a baseline that is slow today
                 raise ParameterError(f"{self.study.name}: nothing was measured: {name} hangs: {result.details}")
 
-    def _resume_hint(self) -> str:
-        """How to resume the interrupted run; in a terminal, too, unless only this notebook has its alternatives."""
-        if self._interrupted is None:
-            return ""
-        hint = "; what was measured is kept: lab.resume() goes on"
-        if self._plugins.alternatives or self._plugins.models:
-            return hint
-        return f"{hint}, or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
-
 
 def labs_table(studies: Iterable[Lab]) -> str:
-    """Markdown table of labs for the tour: a link to each notebook, and what it shows."""
+    """Return a Markdown table of labs for the tour: a link to each notebook, and what it shows."""
     rows = ["| lab | what it shows | questions |", "|---|---|---|"]
     for study in studies:
         link = f"[{study.title}]({notebook_path(study.name).name})"

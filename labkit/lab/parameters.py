@@ -64,7 +64,9 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     parameters cell came after papermill's and has set its values back.
     """
     valid = (*COMMON_PARAMETERS, *study.config.model_fields)
-    cells = [(_is_papermills(source), _assigned_names(source)) for source in namespace.get("In", [])]
+    cells = [
+        (source.lstrip().startswith(PAPERMILL_MARK), _assigned_names(source)) for source in namespace.get("In", [])
+    ]
     injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
     setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]
     readers = [place for place in setting if place not in injected] or setting
@@ -80,12 +82,8 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def _is_papermills(source: str) -> bool:
-    return source.lstrip().splitlines()[:1] == [PAPERMILL_MARK]
-
-
 def _assigned_names(source: str) -> list[str]:
-    """Names that a cell sets at its top level, above the line that opens a lab; none that begin with `_`."""
+    """Return names that a cell sets at its top level, above the line that opens a lab; none that begin with `_`."""
     lines = takewhile(lambda line: OPENS not in line, source.splitlines())
     try:
         symbols = symtable("\n".join(lines), "cell", "exec").get_symbols()

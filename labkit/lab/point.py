@@ -135,7 +135,7 @@ class Point:
         return ", ".join([ranks, *(label(name, value) for name, value in values)])
 
     def _own_fields(self) -> Iterator[tuple[str, Any]]:
-        """Names and values of the fields that a lab adds."""
+        """Return names and values of the fields that a lab adds."""
         common = {field.name for field in fields(SessionPoint)}
         return ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in common)
 
@@ -184,9 +184,6 @@ class SessionPoint(TimedPoint):
     def ranks_key(self) -> tuple[Any, ...]:
         return (*super().ranks_key, self.session)
 
-    def next_session(self) -> Self:
-        return replace(self, session=self.session + 1)
-
 
 P = TypeVar("P", bound=SessionPoint)
 
@@ -194,7 +191,7 @@ P = TypeVar("P", bound=SessionPoint)
 def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
     """Yield the points of each further session, in reverse order, so that a steady drift affects all alike."""
     for _ in range(1, sessions):
-        points = [point.next_session() for point in reversed(points)]
+        points = [replace(point, session=point.session + 1) for point in reversed(points)]
         yield from points
 
 

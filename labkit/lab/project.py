@@ -25,22 +25,22 @@ def project_root() -> Path:
 
 
 def shipped() -> Path:
-    """Folder of the notebooks and data that come with labkit: the checkout, or inside an installed package."""
+    """Return folder of the notebooks and data that come with labkit: the checkout, or inside an installed package."""
     return checkout() or PACKAGE / "shipped"
 
 
 def runs_directory() -> Path:
-    """This machine's runs, ignored by git."""
+    """Return this machine's runs, ignored by git."""
     return project_root() / "data" / "runs"
 
 
 def recorded_directory() -> Path:
-    """Runs worth keeping, committed."""
+    """Return runs worth keeping, committed."""
     return shipped() / "data" / "recorded"
 
 
 def reference_directory() -> Path:
-    """Published measurements."""
+    """Return published measurements."""
     return shipped() / "data" / "reference"
 
 
@@ -75,6 +75,15 @@ def check_writable(*folders: Path) -> None:
             raise ParameterError(f"{folder} cannot be written ({error.strerror}){way_out}") from None
 
 
+def check_page(page: Path) -> None:
+    """ParameterError unless `--output` names an HTML file that can be written."""
+    from labkit.lab.config import ParameterError
+
+    if page.suffix not in (".html", ".htm") or page.is_dir():
+        raise ParameterError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
+    check_writable(page.parent)
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all, by renaming a temporary one. OSError with the file's name if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +103,7 @@ def is_full_disk(error: Exception) -> TypeGuard[OSError]:
 
 
 def notebook_path(lab: str) -> Path:
-    """Path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
+    """Return the path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
@@ -102,7 +111,7 @@ def notebook_path(lab: str) -> Path:
 
 
 def committed_notebook(lab: str) -> tuple[str, bool]:
-    """Text of a lab's notebook for a report, and whether the file was edited.
+    """Return the text of a lab's notebook for a report, and whether the file was edited.
 
     The text is that of git's last commit if the file was edited; without git it is the file's.
     """
@@ -118,7 +127,7 @@ def committed_notebook(lab: str) -> tuple[str, bool]:
 
 
 def _code_cells(text: str) -> list[str] | None:
-    """Source of each code cell; None for a file that is no notebook, as after a failed merge."""
+    """Return the source of each code cell; None for a file that is no notebook, as after a failed merge."""
     try:
         cells = json.loads(text)["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -127,14 +136,14 @@ def _code_cells(text: str) -> list[str] | None:
 
 
 def relative_to_project(path: Path) -> str:
-    """Path for a page: relative to the project, or to the files that come with labkit, if inside."""
+    """Return the path for a page: relative to the project, or to the files that come with labkit, if inside."""
     resolved = path.resolve()
     root = next((root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None)
     return str(resolved.relative_to(root) if root else path)
 
 
 def path_from_here(path: Path) -> str:
-    """Path for a terminal: relative to the working directory if inside."""
+    """Return the path for a terminal: relative to the working directory if inside."""
     resolved, here = path.resolve(), Path.cwd()
     return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 

@@ -5,7 +5,6 @@ requested model or the measured one nearest in size. It is the best alternative 
 unless the nearest one shows no gain for it.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Compare
 from labkit.lab.declaration import find_lab
 from labkit.lab.project import recorded_directory, runs_directory
-from labkit.lab.runs.store import Run, RunFileError
+from labkit.lab.runs.store import Run, newest_runs
 from labkit.machine.description import Machine, describe_machine
 
 MAX_LENGTH_RATIO = 2.0  # factor by which a measured sequence may differ in length for its result to apply
@@ -35,8 +34,6 @@ class Configuration:
 
 
 DEFAULT = Configuration()
-RANK_FIELDS = ("wrapper",)
-"""Fields that mean nothing on one rank."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Topic:
         """Choose the value of the field by the ratios of a run."""
         question = find_lab(self.lab).question(self.question)
         assert isinstance(question, Compare)
-        table = question.metric.ratios_to(question.baseline, run.frame())
+        table = question.metric.ratios_to(question.baseline, run.frame(), question.among)
         for name, value in self.at.items():
             table = table[table[name] == value]
         distance, name = self._distances(table, model, context_length), question.metric.compare
@@ -70,7 +67,7 @@ class Topic:
         """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
         if self.near == "sequence":
             distance = np.log(table["sequence"].astype(float) / context_length).abs()
-            return distance.where(distance <= math.log(MAX_LENGTH_RATIO))
+            return distance.where(distance <= np.log(MAX_LENGTH_RATIO))
         sizes = table[self.near].map({name: float(n_parameters(shape)) for name, shape in SIZES.items()})
         return np.log(sizes / n_parameters(SIZES[model])).abs()
 
@@ -89,20 +86,14 @@ def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Confi
     return Configuration(**chosen)
 
 
-def newest_runs(machine: Machine) -> dict[str, Run]:
-    """Newest run with rows of this machine, by lab that decides a field."""
+def runs_here(machine: Machine) -> dict[str, Run]:
+    """Return the newest run with rows of this machine, by lab that decides a field."""
     runs: dict[str, Run] = {}
-    folders = [parent / topic.lab for parent in (runs_directory(), recorded_directory()) for topic in TOPICS]
-    files = [path for folder in folders for path in folder.glob("*.jsonl")]
-    for path in sorted(files, key=lambda path: path.name, reverse=True):
-        if path.parent.name in runs:
-            continue
-        try:
-            run = Run.load(path)
-        except RunFileError:
-            continue
-        if run.header.machine.identity == machine.identity and not run.frame().empty:
-            runs[path.parent.name] = run
+    for lab in {topic.lab for topic in TOPICS}:
+        for run in newest_runs(runs_directory() / lab, recorded_directory() / lab):
+            if run.header.machine.identity == machine.identity and not run.frame().empty:
+                runs[lab] = run
+                break
     return runs
 
 
@@ -114,7 +105,7 @@ def recommended_code(model: str | None, context_length: int | None) -> str:
     if model is not None and model not in SIZES:
         raise ValueError(f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}")
     size, length = model or "small", context_length or 128
-    return write_code(recommend(size, length, newest_runs(describe_machine())), size, length)
+    return write_code(recommend(size, length, runs_here(describe_machine())), size, length)
 
 
 def write_code(chosen: Configuration, model: str, context_length: int) -> str:

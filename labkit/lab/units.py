@@ -76,7 +76,7 @@ def _three_digits(value: float) -> str:
 
 
 def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
-    """The value in the largest unit that is not larger than it, or whole in the smallest unit."""
+    """Return the value in the largest unit that is not larger than it, or whole in the smallest unit."""
     if math.isnan(value):
         return "not measured"
     for scale, unit in units:
@@ -86,8 +86,6 @@ def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> s
 
 
 Form = Callable[[float], str]
-INTERVAL = "interval"
-"""Key in a table's `attrs`: the confidence of its intervals, if that is not 95%."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,6 @@ _COLUMNS = {
     "seconds": Column("time", "time", format_seconds),
     "sequence": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True),
     "context_length": Column("context", "context length (tokens)", _whole, "{value} tokens", doubles=True),
-    "head_dim": Column("head dim", "head dimension", _whole),
-    "batch": Column("batch", "batch", _whole),
     "features": Column("features", "features", _whole, "{value} features"),
     "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
     "algbw_gb_per_s": Column("algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number),
@@ -142,7 +138,6 @@ _COLUMNS = {
     "ratio": Column("ratio", "ratio of times", format_number),
     "mfu_percent": Column("MFU (%)", "MFU (%)", format_number),
     "sweep": Column("sweep", "sweep", format_number, is_internal=True),
-    "panel": Column("panel", "panel", format_number, is_internal=True),
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
 }
 
@@ -155,7 +150,7 @@ _BETTER = {
 
 
 def better(name: str) -> str | None:
-    """Direction that is better along a column, such as "lower is faster"; None if neither is."""
+    """Return the direction that is better along a column, such as "lower is faster"; None if neither is."""
     return next((words for words, endings in _BETTER.items() if name.endswith(endings)), None)
 
 

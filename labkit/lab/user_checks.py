@@ -17,8 +17,8 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_plugins import Plugins
 
-ALTERNATIVES = ("implementation", "algorithm", "alternative")
-"""Columns by which labs name what is checked."""
+ALTERNATIVES = ("implementation", "algorithm", "alternative", "way", "axis", "schedule", "sweep", "precision", "point")
+"""Columns by which labs name what is checked; a row counts by the first one that it has."""
 EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
 NAME = "mine"
@@ -54,12 +54,12 @@ class Correctness:
 def verdicts(run: Run) -> Iterator[Correctness]:
     """Yield a verdict per alternative, device, ranks and transport of a run, and per point that did not end well."""
     frame, lab = run.frame(), run.header.lab
-    name = next((column for column in ALTERNATIVES if column in frame), "point")
-    rows = frame.reindex(columns=[name, "transport", "backend", "device", "world_size", "check", "not_measured"])
+    rows = frame.reindex(columns=["transport", "backend", "device", "world_size", "check", "not_measured"])
     rows = rows.astype({"device": object, "transport": object})
+    rows["name"] = frame.reindex(columns=[*ALTERNATIVES]).astype(object).bfill(axis=1).iloc[:, 0]
     rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"})).fillna("cpu")
     rows["transport"] = rows["transport"].fillna("")
-    for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", name]):
+    for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", "name"]):
         over = f" over {transport}" if transport not in ("", one) else ""
         checks = group["check"].dropna()
         verdict, _, reason = str(next((check for check in checks if check != "ok"), "ok")).partition(": ")
@@ -118,9 +118,9 @@ def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any
     bad = [one for one in results if one.is_bad]
     if not bad and any(one.verdict == "ok" for one in results):
         return AlternativeCheck("right")
-    kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
     if not results:
         return AlternativeCheck("fails", "it was not measured")
+    kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
     first = (bad or results)[0]
     return AlternativeCheck(kinds.get(first.verdict, "fails"), str(first.reason))
 

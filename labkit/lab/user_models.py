@@ -58,30 +58,25 @@ def registered_models(models: Mapping[str, Model]) -> Iterator[None]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the named sizes and the user's models."""
+    """Return names of the named sizes and the user's models."""
     return (*SIZES, *_models)
 
 
-def user_model_names() -> tuple[str, ...]:
-    """Names of the user's models."""
-    return tuple(_models)
-
-
 def find_shape(name: str) -> TransformerShape | None:
-    """Shape of a named size or of a user's `TransformerShape`; None for other models."""
+    """Return the shape of a named size or of a user's `TransformerShape`; None for other models."""
     model = {**SIZES, **_models}.get(name)
     return model if isinstance(model, TransformerShape) else None
 
 
 def model_source(name: str) -> TransformerShape | Callable[[], Trained]:
-    """Shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
+    """Return the shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
     return find_shape(name) or partial(_call, _models[name])
 
 
 def count_parameters(name: str) -> int | None:
-    """Number of parameters of a model; None if it cannot be built on the meta device."""
+    """Return the number of parameters of a model; None if it cannot be built on the meta device."""
     if (shape := find_shape(name)) is not None:
         return n_parameters(shape)
     try:
@@ -124,7 +119,7 @@ def errors_with_line(name: str | None) -> Iterator[None]:
 
 
 def user_line(error: Exception) -> str:
-    """The deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or ""."""
+    """Return the deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if place := user_file(frame.filename):
             return f", line {frame.lineno} of {place}"

@@ -30,7 +30,7 @@ LABS = (
 
 
 def load_lab(lab: str) -> "Lab":
-    """The declaration of a lab, imported on demand. ParameterError for a name that is no lab's."""
+    """Return the declaration of a lab, imported on demand. ParameterError for a name that is no lab's."""
     from labkit.lab.config import ParameterError, nearest
     from labkit.lab.declaration import find_lab
 

@@ -41,7 +41,7 @@ def test_the_reader_sees_an_answer_a_ranking_and_the_parts_of_a_step(changes):
     assert ranking["layout"].is_unique
     firsts = questions.groupby(level=0, sort=False).first()
     for plot, table in ((layouts, ranking), (steps, firsts)):
-        parts = plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["seconds"].sum()
+        parts = plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["duration_s"].sum()
         whole = table["step_s"].to_numpy()[: len(parts)]
         assert ((parts > 0.96 * whole) & (parts < 1.001 * whole)).all()
     assert firsts["tokens_per_s"]["half the GPUs"] < firsts["tokens_per_s"]["as asked"]

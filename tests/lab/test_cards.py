@@ -15,7 +15,6 @@ from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunHeader
-from labkit.lab.units import INTERVAL
 from labkit.machine.description import describe_machine
 from labkit.machine.source import Source
 from labkit.parallel.collectives import ring_all_reduce
@@ -51,7 +50,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
         *answer_pieces(text),
         piece("progress", text=Progress(1, 2, text).line()),
         cards.table(pd.DataFrame({text: [text]}), text).data,
-        cards.machine_card(machine, elsewhere=True).data,
+        cards.machine_card(machine).data,
     ]
     with RunWriter.create(
         tmp_path, header(config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]})
@@ -119,13 +118,10 @@ def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
     assert '<td data-sort="1.5">1.5 s</td>' in html
 
 
-def test_headings_name_medians_next_to_means_and_the_share_of_an_interval():
-    table = pd.DataFrame({"seconds": [0.1], "low": [0.09], "high": [0.2], "mean_s": [0.2], "mfu_percent": [12.0]})
-    for heading in ("median", "95% interval", "MFU (%)"):
+def test_low_and_high_become_an_interval():
+    table = pd.DataFrame({"seconds": [0.1], "low": [0.09], "high": [0.2], "mfu_percent": [12.0]})
+    for heading in ("time", "95% interval", "MFU (%)"):
         assert f">{heading}</th>" in cards.table(table).data
-    table.attrs[INTERVAL] = "90%"
-    assert ">90% interval</th>" in cards.table(table).data
-    assert ">time</th>" in cards.table(table.drop(columns="mean_s")).data
 
 
 def test_a_console_that_shows_no_html_gets_text():
@@ -136,7 +132,7 @@ def test_a_console_that_shows_no_html_gets_text():
     frame = pd.DataFrame({"name": ["b", "longer"], "seconds": [0.002, 1.5]})
     assert repr(cards.table(frame, "Times.")) == "Times.\nname  time\nb  2 ms\nlonger  1.5 s"
     machine = describe_machine()
-    text = repr(cards.machine_card(machine, elsewhere=False))
+    text = repr(cards.machine_card(machine))
     assert "Memory" in text
     assert text.count(machine.cpu) == 1  # of a CPU the label says its name
 

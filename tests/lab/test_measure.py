@@ -164,7 +164,7 @@ def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path
     path = _begun(tmp_path, "fine")
     path.write_text(path.read_text().replace('"host":"', '"host":"another-'))
     nothing = [None, None]  # after a broadcast that only waits for all
-    agreed = iter([None, nothing, None, nothing, None, nothing, []])
+    agreed = iter([None, nothing, None, nothing, []])
     monkeypatch.setattr(measuring, "job_rank", lambda: 1)
     for module in (measuring, executor):
         monkeypatch.setattr(module, "broadcast_from_first_rank", lambda _: next(agreed))

@@ -1,11 +1,17 @@
 """Parameters cells as readers write them: every name they set is checked, and nothing that is set is ignored."""
 
+import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
+from labkit.lab.pages.execute import join_parameters
 from labkit.lab.parameters import literal_assignments, read_parameters
+from labkit.lab.project import recorded_directory
+from labkit.lab.runs.store import Run
+from labkit.lab.user_checks import verdicts
 from labkit.studies import load_lab
 
 STUDY = load_lab("all_reduce")
@@ -118,3 +124,22 @@ def test_literals_are_read_beside_lines_that_set_nothing():
     assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
     with pytest.raises(ValueError, match="malformed"):
         literal_assignments('profile = "smoke"\nrepeats = len(profile)')
+
+
+def test_a_report_s_values_win_over_the_config_of_a_notebook():
+    cell = new_code_cell('profile = "smoke"\nconfig = {"repeats": 7, "warmup": 0}', metadata={"tags": ["parameters"]})
+    text = nbformat.writes(new_notebook(cells=[cell]))
+    assert join_parameters(STUDY, text, {"repeats": 8}) == {"config": {"repeats": 8, "warmup": 0}}
+    with pytest.raises(ParameterError, match="set twice"):
+        join_parameters(STUDY, text, {"repeats": 8, "config": {"repeats": 9}})
+
+
+@pytest.mark.parametrize(
+    ("lab", "name"), [("model_parallel", "pipeline"), ("context_parallel", "ring, zigzag"), ("limits", "gloo")]
+)
+def test_a_verdict_names_the_way_axis_or_schedule(lab, name):
+    (path,) = (recorded_directory() / lab).glob("*.jsonl")
+    run = Run.load(path)
+    names = {one.name for one in verdicts(run)}
+    assert name in names
+    assert not names & set(run.header.planned)

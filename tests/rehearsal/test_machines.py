@@ -39,7 +39,7 @@ def _this_machine_has_no_say(monkeypatch):
     """
     monkeypatch.setattr("labkit.lab.point.available_memory_bytes", lambda: 32 * GIB)
     monkeypatch.setattr("labkit.studies.training_step.worker.no_compiler_reason", lambda device: None)
-    monkeypatch.setattr("labkit.studies.tuned_step.lab.newest_runs", lambda machine: {})
+    monkeypatch.setattr("labkit.studies.tuned_step.lab.runs_here", lambda machine: {})
     monkeypatch.setattr("labkit.studies.tuned_step.lab.recommend", lambda *where: _recommendations(*where[:2]))
 
 

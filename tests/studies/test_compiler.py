@@ -10,11 +10,9 @@ import torch
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.ranks.worker import COMPILED_CODE
-from labkit.studies.shared.compiler import prepare_compiler
 
 
 def _compile(_):
-    prepare_compiler("cpu")
     torch.compile(torch.nn.functional.gelu)(torch.ones(8))
     return os.environ[COMPILED_CODE], tempfile.gettempdir()
 

@@ -1,12 +1,6 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
-from collections import Counter
-from dataclasses import replace
-
-import pytest
-
 from labkit.costs.transformer import SIZES
-from labkit.studies.training_step import operators as module
 from labkit.studies.training_step.operators import OPTIMIZER, list_operators, predict_seconds
 from tests.calibrated import made_up
 
@@ -18,13 +12,3 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
     (rates, *_) = made_up().rates
     operators = list_operators(SIZES["nano"], 2, 16, "float32", "cuda")
     assert predict_seconds(rates, operators, ["forward"]) > 0
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_layers_that_are_not_trace_are_counted(precision):
-    shape = replace(SIZES["nano"], n_layers=4)
-    whole = {**module._trace_passes(shape, 2, 16, precision), **module._trace_update(shape, "cpu")}
-    counted = list_operators(shape, 2, 16, precision)
-    assert {phase: Counter(calls) for phase, calls in counted.items()} == {
-        phase: Counter(calls) for phase, calls in whole.items()
-    }

@@ -11,7 +11,7 @@ import typer
 from labkit.lab.advise.request import Options, flag, make_request, read_options
 from labkit.lab.commands.console import print_json
 from labkit.lab.config import ParameterError
-from labkit.lab.project import is_full_disk
+from labkit.lab.project import check_page, is_full_disk, path_from_here, write_file
 
 if TYPE_CHECKING:
     from labkit.lab.advise.report import Report, Section
@@ -30,7 +30,14 @@ def advise(
     page, predictions = None if output is None else Path(output), list["Prediction"]()
     try:
         options = read_options(texts)
-        lines = [_apply(options, page, explain)] if apply else list(_advise(options, explain, page, predictions))
+        if apply:
+            lines = [_apply(options, page, explain)]
+        else:
+            report, predictions = _advise(options, explain, page)
+            lines = [*report.lines()]
+            if page is not None:
+                _write_page(report, page)
+                lines.append(f"page: {path_from_here(page)}")
     except (ValueError, OSError) as error:
         if is_full_disk(error):
             raise  # it names the file
@@ -42,7 +49,7 @@ def advise(
 
 
 def _parameters() -> Iterator[Parameter]:
-    """An option of the command line for each field of `Options`, all text, and those of the command itself."""
+    """Yield an option of the command line for each field of `Options`, all text, and those of the command itself."""
     for name, field in Options.model_fields.items():
         yield _parameter(name, str | None, None, str(field.description))
     yield _parameter("output", str | None, None, "Also write a page, one HTML file.")
@@ -59,8 +66,8 @@ def _parameter(name: str, kind: Any, default: Any, help_text: str, *names: str) 
 advise.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defined]
 
 
-def _advise(options: Options, explain: bool, page: Path | None, predictions: list["Prediction"]) -> Iterator[str]:
-    """The lines to print, after every refusal, and after the page is written; adds what was predicted."""
+def _advise(options: Options, explain: bool, page: Path | None) -> tuple["Report", list["Prediction"]]:
+    """Answer the question, after every refusal."""
     from labkit.lab.advise.report import report_advice, report_diagnosis
     from labkit.scaling import advice, slowdown_causes
     from labkit.scaling.published import nearest
@@ -70,27 +77,20 @@ def _advise(options: Options, explain: bool, page: Path | None, predictions: lis
     question = make_request(options)
     request = question.request
     if page is not None:
-        _check(page)
+        check_page(page)
     if explain:
         mfu = None if options.mfu is None else options.mfu / 100
         speed = options.tokens_per_second
         causes = slowdown_causes.explain(request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified)
-        predictions.append(causes.expected)
-        report = report_diagnosis(question, causes, nearest(request.run(causes.expected.layout)))
-    else:
-        best = advice.advise(request)
-        predictions.extend(best.best or [best.first])
-        report = report_advice(question, best, nearest(request.run(best.first.layout)))
-    yield from report.lines()
-    if page is not None:
-        from labkit.lab.project import path_from_here
-
-        _write_page(report, page)
-        yield f"page: {path_from_here(page)}"
+        rows = nearest(request.run(causes.expected.layout))
+        return report_diagnosis(question, causes, rows), [causes.expected]
+    best = advice.advise(request)
+    report = report_advice(question, best, nearest(request.run(best.first.layout)))
+    return report, list(best.best or [best.first])
 
 
 def _apply(options: Options, page: Path | None, explain: bool) -> str:
-    """This machine's joined configuration as Python, from its newest runs."""
+    """Return this machine's joined configuration as Python, from its newest runs."""
     from labkit.lab.recommended import recommended_code
 
     other = [name for name in options.named() if name not in ("model", "sequence")]
@@ -112,16 +112,6 @@ def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str
         yield number(describe_layout(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
 
 
-def _check(page: Path) -> None:
-    from labkit.lab.project import check_writable
-
-    if page.is_dir():
-        raise ValueError(f"--output names the file of the page, and {page} is a folder")
-    if page.suffix not in (".html", ".htm"):
-        raise ValueError(f"expected --output to name an .html file, got {str(page)[-80:]!r}")
-    check_writable(page.parent)
-
-
 def _write_page(report: "Report", page: Path) -> None:
     """Write the page, with all rows of every table and the steps as figures."""
     import shlex
@@ -131,7 +121,6 @@ def _write_page(report: "Report", page: Path) -> None:
     from labkit.lab.advise.notebook import draw_steps
     from labkit.lab.pages import cards
     from labkit.lab.pages.html import render
-    from labkit.lab.project import write_file
 
     def show(section: "Section") -> dict[str, Any]:
         table = cards.table(pd.DataFrame(section.rows, columns=list(section.headings))).data

@@ -16,11 +16,6 @@ from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
 
-NAMES = (
-    *("model", "gpu", "gpus", "gpus_per_node", "network_gbps", "tokens_per_step", "sequence", "precision"),
-    *("memory_reserve", "tokens", "framework", "calibrate"),
-)
-"""Variables of a notebook that are options of `labkit advise`."""
 MIN_SHARE = 5e-3
 """Share of a step from which on a part is plotted."""
 WHOLE = "step"
@@ -45,26 +40,26 @@ class Plan:
         return "\n".join(report_advice(self.question, self.advice, rows).lines())
 
     def ranking(self, count: int = 10) -> pd.DataFrame:
-        """The best layouts, one per row; times in seconds, memory in GiB."""
+        """Return the best layouts, one per row; times in seconds, memory in GiB."""
         rows = [_row(one) for one in rank(self.question.request).proposed(count)]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def waterfall(self) -> Plot:
-        """The parts of the best layouts' steps, one panel each, numbered as in the ranking."""
+        """Return the parts of the best layouts' steps, one panel each, numbered as in the ranking."""
         return draw_steps(number_steps(self.advice))
 
     def but(self, **changes: Any) -> "Plan":
-        """The plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the default."""
+        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the default."""
         return Plan(self.options.named() | changes)
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
-    """The plan for a notebook's variables: those named as an option of `labkit advise`. ParameterError as there."""
-    return Plan({name: variables.get(name) for name in NAMES})
+    """Make a plan from a notebook's variables that are options of `labkit advise`. ParameterError as there."""
+    return Plan({name: variables.get(name) for name in Options.model_fields})
 
 
 def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
-    """The best layouts of each plan, one per row, and tokens per second of all GPUs."""
+    """Return the best layouts of each plan, one per row, and tokens per second of all GPUs."""
     rows = {
         (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
         for name, plan in plans.items()
@@ -74,7 +69,7 @@ def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
 
 
 def waterfall(plans: Mapping[str, Plan]) -> Plot:
-    """The parts of each plan's best step, one panel each."""
+    """Return the parts of each plan's best step, one panel each."""
     return draw_steps({name: plan.advice.first for name, plan in plans.items()})
 
 
@@ -98,18 +93,18 @@ def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
     """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and the whole step."""
     rows = [row for name, one in steps.items() for row in _boxes(name, one)]
     frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
-    is_large = frame["seconds"] > MIN_SHARE * frame.groupby("layout")["seconds"].transform("max")
+    is_large = frame["duration_s"] > MIN_SHARE * frame.groupby("layout")["duration_s"].transform("max")
     frame = frame[is_large.groupby(frame["part"]).transform("any")]
-    plot = Timeline(panel="layout", x="start_s", y="seconds", lane="part").plot(frame)
+    plot = Timeline(panel="layout", lane="part").plot(frame)
     return replace(plot, data=plot.data.assign(source=PREDICTED))
 
 
 def _boxes(name: str, one: Prediction) -> Iterator[dict[str, object]]:
-    """A row per part of a step, and one of the whole step with its interval."""
+    """Yield a row per part of a step, and one of the whole step with its interval."""
     start_s, box = 0.0, {"layout": name, "low": math.nan, "high": math.nan}
     for part, seconds in sums_s(one).items():
         if seconds > 0:
-            yield box | {"part": part, "start_s": start_s, "seconds": seconds}
+            yield box | {"part": part, "start_s": start_s, "duration_s": seconds}
         start_s += seconds
     low, high = one.interval_90
-    yield {"layout": name, "low": low, "high": high, "part": WHOLE, "start_s": 0.0, "seconds": start_s}
+    yield {"layout": name, "low": low, "high": high, "part": WHOLE, "start_s": 0.0, "duration_s": start_s}

@@ -40,7 +40,7 @@ class Section:
     steps: Mapping[str, Prediction] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """The title, the headings and the rows that fit on a screen."""
+        """Yield the title, the headings and the rows that fit on a screen."""
         yield f"{self.title} ({self.mark})"
         rows = [self.headings, *self.rows[: self.max_rows]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -59,7 +59,7 @@ class Report:
     notes: Sequence[str]
 
     def lines(self) -> Iterator[str]:
-        """The report on one screen of a terminal."""
+        """Yield the report on one screen of a terminal."""
         yield from (self.verdict, self.headline, f"  {self.about}")
         for section in self.sections:
             yield from ("", *section.lines())
@@ -103,7 +103,7 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequenc
 
 
 def describe_request(request: Request) -> str:
-    """Model, GPUs, batch and precision in one line."""
+    """Return model, GPUs, batch and precision in one line."""
     hardware = request.hardware
     nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
     return (
@@ -129,12 +129,12 @@ def format_percent(share: float) -> str:
 
 
 def format_change(share: float) -> str:
-    """A difference: "+12%"."""
+    """Return a difference: "+12%"."""
     return "no clear difference" if abs(share) < CLEAR else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
 
 
 def number_steps(advice: Advice) -> dict[str, Prediction]:
-    """The steps of the best layouts, numbered; of the one with the least memory if none fits."""
+    """Return the steps of the best layouts, numbered; of the one with the least memory if none fits."""
     best = advice.best or [advice.first]
     return {f"{place}: {describe_layout(one.layout)}": one for place, one in enumerate(best, start=1)}
 
@@ -192,7 +192,7 @@ def _best(request: AdviceRequest, advice: Advice) -> Section:
 
 
 def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
-    """A layout's cells by row."""
+    """Return a layout's cells by row."""
     request, layout, budget = advice_request.request, one.layout, advice_request.budget
     bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
@@ -213,7 +213,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
 
 
 def _with_interval(one: Prediction, value: Callable[[float], float], text: Callable[[float], str]) -> str:
-    """A quantity of the predicted step in seconds, and of the ends of its interval."""
+    """Return a quantity of the predicted step in seconds, and of the ends of its interval."""
     low, high = sorted(map(value, one.interval_90))
     return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
 
@@ -269,7 +269,7 @@ def _step_parts(expected: Prediction) -> Section:
 
 
 def _nearest(rows: Sequence[PublishedRow]) -> Section:
-    """The published rows nearest to the request, and how wrong the prediction of each is."""
+    """Return the published rows nearest to the request, and how wrong the prediction of each is."""
     cells = [
         (
             f"{row.group}: {row.model}",

@@ -28,7 +28,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_number(value: Any) -> Any:
-    """A number from "4M", "15T" or "4,000,000"; other types pass unchanged. ValueError for other text."""
+    """Return a number from "4M", "15T" or "4,000,000"; other types pass unchanged. ValueError for other text."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace("_", "")
@@ -44,7 +44,6 @@ def _parse_gib(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=10**7)]
-Layers = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=10_000)]
 Gpus = Annotated[int, BeforeValidator(parse_number), Field(ge=1, le=2**20)]
 Amount = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1e18)]
 Gib = Annotated[float, BeforeValidator(_parse_gib), Field(gt=0, le=1e6)]
@@ -80,12 +79,6 @@ class Options(BaseModel):
     )
     micro_batch: Whole | None = Field(None, description="Sequences at once on a rank.")
     recompute: Literal["none", "selective", "full"] | None = Field(None, description="none, selective or full.")
-    layers: Layers | None = Field(None, description="Instead of --model, with --hidden and --heads.")
-    hidden: Whole | None = Field(None, description="Width.")
-    heads: Layers | None = Field(None, description="Attention heads.")
-    kv_heads: Layers | None = Field(None, description="Heads of keys and values; default --heads.")
-    ffn: Whole | None = Field(None, description="Width of the feed-forward part; default 8/3 of --hidden.")
-    vocab: Whole | None = Field(None, description="Vocabulary; default 32000.")
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options that are set, of these names or of all."""
@@ -94,7 +87,7 @@ class Options(BaseModel):
 
 
 def flag(name: str) -> str:
-    """An option as the command line spells it."""
+    """Return an option as the command line spells it."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -110,11 +103,9 @@ def read_options(values: Mapping[str, Any]) -> Options:
         raise ValueError(f"{flag(name)} {message}, got {str(first['input'])[:40]!r}") from None
 
 
-TOKENS_PER_STEP, SEQUENCE, VOCABULARY = 4e6, 4096, 32_000
+TOKENS_PER_STEP, SEQUENCE = 4e6, 4096
 TOKENS_PER_PARAMETER = 20
 """Default budget: Hoffmann et al. 2022, arXiv:2203.15556."""
-MAX_TABLE_BYTES = 2**24
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 LAYOUT = ("tp", "pp", "vp", "cp", "dp", "micro_batch", "shard", "recompute")
 """Options that fix a field of the layout; the others are searched."""
 
@@ -136,7 +127,7 @@ class AdviceRequest:
 def make_request(options: Options) -> AdviceRequest:
     """Build the request of these options. ValueError in one line, with what was expected."""
     assumptions: list[str] = []
-    model = _model(options, assumptions)
+    model = _find_model(options.model)
     hardware, gpus = _hardware(options)
     seq_len = options.sequence or SEQUENCE
     tokens = options.tokens_per_step or TOKENS_PER_STEP
@@ -178,24 +169,14 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
     return hardware, options.gpus
 
 
-def _model(options: Options, assumptions: list[str]) -> Model:
-    sizes = options.named(*SHAPE)
-    if (name := options.model) is not None:
-        if sizes:
-            raise ValueError("expected --model or --layers, --hidden and --heads, not both")
-        if name.endswith(".json") or kind_of_path(name):
-            return read_model(Path(name))
-        return find_model(name)
-    if not {"layers", "hidden", "heads"} <= sizes.keys():
-        raise ValueError("expected --model NAME, --model config.json, or --layers, --hidden and --heads")
-    defaults = {"kv_heads": 0, "ffn": 256 * math.ceil(8 * sizes["hidden"] / 3 / 256), "vocab": VOCABULARY}
-    named = {"ffn": "ffn", "vocab": "vocabulary"}
-    assumptions += [f"{text} {defaults[size]}" for size, text in named.items() if size not in sizes]
-    return Model(**(defaults | sizes), name=f"{sizes['layers']} layers of {sizes['hidden']}")
+def _find_model(name: str | None) -> Model:
+    if name is None:
+        raise ValueError("expected --model NAME or --model config.json")
+    return read_model(Path(name)) if name.endswith(".json") or kind_of_path(name) else find_model(name)
 
 
 def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
-    """The request with a profile of the user's runs, a CSV as `labkit predict` takes it, with `step_s`."""
+    """Return the request with a profile of the user's runs, a CSV as `labkit predict` takes it, with `step_s`."""
     request = advice_request.request
     runs, seconds = _read_runs(path)
     request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework="calibrated")
@@ -209,8 +190,6 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
 def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
     if str(path) != "-" and not path.is_file():
         raise ValueError(f"expected --calibrate to name a CSV of runs, and there is no file {str(path)[-80:]}")
-    if str(path) != "-" and path.stat().st_size > MAX_TABLE_BYTES:
-        raise ValueError(f"expected --calibrate to name a CSV of at most {MAX_TABLE_BYTES >> 20} MiB")
     runs, seconds = [], []
     for row in read_rows(path):
         if row.run is None:

@@ -1,1 +1,0 @@
-"""Parts of the command line: output in a terminal, `doctor`, `predict`."""

@@ -87,7 +87,7 @@ def require_device(device: object) -> None:
 
 
 def plain(value: object) -> str:
-    """Text that rich prints as it is: brackets are not markup."""
+    """Return the text that rich prints as it is: brackets are not markup."""
     return str(value).replace("[", r"\[")
 
 
@@ -97,7 +97,7 @@ def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: An
 
 
 def document(command: str, numbers: Iterable[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-    """The document of a command: where and when it ran, its numbers (`number`), and further facts."""
+    """Return the document of a command: where and when it ran, its numbers (`number`), and further facts."""
     from labkit.machine.description import describe_machine
 
     machine = describe_machine()
@@ -123,7 +123,7 @@ def number(
     measured: datetime | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """A number with its interval, unit, validity and age; unknown and infinite values are null."""
+    """Return a number with its interval, unit, validity and age; unknown and infinite values are null."""
     age_s = None if measured is None else round((datetime.now(UTC) - measured).total_seconds())
     ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
     others = {name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
@@ -139,11 +139,11 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     from labkit.lab.answers import Compare
     from labkit.lab.units import labels
 
-    results, at = run.results(), run.header.started
+    answers, at = lab.answers(run.results()), run.header.started
     disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
     validity = f"{disturbed}: {next(iter(run.busy.values()))}" if run.busy else "ok"
     for question in lab.questions:
-        answer = question.answer(results)
+        answer = answers[question.id]
         facts: dict[str, Any] = {"lab": lab.name, "question": question.id}
         name = f"{lab.name}.{question.id}"
         if answer.verdict == "not measured":

@@ -16,9 +16,9 @@ from labkit.parallel.transport.shared_memory import unavailable_reason
 
 
 def machine_rows() -> list[tuple[str, str]]:
-    """Facts about this machine that matter for measuring, as (name, value)."""
+    """Return facts about this machine that matter for measuring, as (name, value)."""
     machine = describe_machine()
-    facts = {name.lower(): value for name, value in cards.machine_rows(machine, elsewhere=False).items()}
+    facts = {name.lower(): value for name, value in cards.machine_rows(machine).items()}
     facts["processor"] = f"{machine.cpu}, {machine.cores_text}"
     facts["memory"] += f", {format_bytes(available_memory_bytes())} available"
     if machine.gpus:
@@ -26,14 +26,11 @@ def machine_rows() -> list[tuple[str, str]]:
     else:
         facts["gpu"] += ": labs run on the CPU, points that need a GPU are skipped"
     backends = [name for name, has in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if has()]
-    facts |= {"backends": ", ".join(backends), "shared memory": shared_memory_status()}
+    shared_memory = "compiled"
+    if reason := unavailable_reason():  # the first call compiles the transport
+        shared_memory = f"not available ({reason}): CPU ranks send point to point, which takes longer"
+    facts |= {"backends": ", ".join(backends), "shared memory": shared_memory}
     return list((facts | {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}).items())
-
-
-def shared_memory_status() -> str:
-    """Say whether ranks here can share memory, and why not; the first call compiles the transport."""
-    reason = unavailable_reason()
-    return f"not available ({reason}): CPU ranks send point to point, which takes longer" if reason else "compiled"
 
 
 def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, ...]]:

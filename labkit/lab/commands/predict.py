@@ -50,6 +50,6 @@ def predict(
 
 
 def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
-    """The predicted step time of a row, with its input and the other predictions."""
+    """Return the predicted step time of a row, with its input and the other predictions."""
     value, low, high = (float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high"))
     return number(f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row))

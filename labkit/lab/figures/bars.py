@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import Rectangle
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
@@ -56,20 +54,23 @@ class Bars(Figure):
     def _draw_panel(self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str]) -> list[Mark]:
         places = list(dict.fromkeys(rows[self.x]))
         hues = [name for name in colors if (rows[self.color] == name).any()]  # no room for bars of other panels
-        rows = rows.assign(at=rows[self.x].map(places.index), layer=rows[self.color].map(hues.index))
-        rows = rows.sort_values(["layer", "at"])  # as seaborn draws them
-        edge: dict[str, Any] = {"edgecolor": style.PAGE, "linewidth": 0.8}
-        if self.stacked:
-            bottoms = rows.groupby("at")[self.value].cumsum() - rows[self.value]
-            axis.bar(rows["at"], rows[self.value], GROUP_WIDTH, bottoms, color=rows[self.color].map(colors), **edge)
-        else:
-            seaborn.barplot(
-                rows, x=self.x, y=self.value, hue=self.color, order=places, hue_order=hues, palette=colors, ax=axis,
-                width=GROUP_WIDTH, saturation=1, dodge=self.color != self.x, errorbar=None, legend=False, **edge,
-            )  # fmt: skip
-        boxes = [patch.get_bbox() for patch in axis.patches if isinstance(patch, Rectangle)]
+        n_bars = 1 if self.stacked or self.color == self.x else len(hues)
+        rows = rows.assign(place=rows[self.x].map(places.index), layer=rows[self.color].map(hues.index))
+        rows = rows.sort_values(["layer", "place"])
+        shift = (rows["layer"] - (n_bars - 1) / 2) * GROUP_WIDTH / n_bars if n_bars > 1 else 0.0
+        bottoms = rows.groupby("place")[self.value].cumsum() - rows[self.value] if self.stacked else 0.0
+        bars = axis.bar(
+            rows["place"] + shift,
+            rows[self.value],
+            GROUP_WIDTH / n_bars,
+            bottoms,
+            color=rows[self.color].map(colors),
+            edgecolor=style.PAGE,
+            linewidth=0.8,
+        )
+        boxes = [patch.get_bbox() for patch in bars.patches]
         if not self.stacked:
-            style.draw_intervals(axis, [(box.x0 + box.x1) / 2 for box in boxes], rows, [style.TEXT] * len(rows))
+            style.draw_intervals(axis, rows["place"] + shift, rows, [style.TEXT] * len(rows))
         return [
             Mark(axis, *box.extents, self._text(row)) for box, row in zip(boxes, rows.to_dict("records"), strict=True)
         ]
@@ -108,11 +109,13 @@ class Areas(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Figure):
-    """Boxes that begin at `x` and last `y`, counted from the first: one lane per name, from the top down.
+    """Boxes that start at `start_s` and last `duration_s`: one lane per name, from the top down; the first starts at 0.
 
     If each lane has one box, its duration is written next to it.
     """
 
+    x: str = "start_s"
+    y: str = "duration_s"
     lane: str
 
     @property

@@ -76,7 +76,7 @@ class Plot:
         return buffer.getvalue()
 
     def page_svg(self) -> str:
-        """The figure as an element of a page: without a size, in the page's font and colors."""
+        """Return the figure as an element of a page: without a size, in the page's font and colors."""
         text = _HEAD.sub("", self.svg)
         text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
         text = text.replace("xlink:href", "href")
@@ -99,7 +99,7 @@ class Plot:
         return json.dumps(places, ensure_ascii=False)
 
     def csv(self) -> str:
-        """The plotted points as comma-separated values."""
+        """Return the plotted points as comma-separated values."""
         return self.data.to_csv(index=False)
 
     def save(self, stem: Path) -> None:
@@ -109,7 +109,7 @@ class Plot:
 
 
 def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
-    """Text of a point: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
+    """Return the text of a point: "ring · 64 KiB · 366 µs [299 µs, 436 µs]"."""
     value = format_value(y, row[y])
     if "low" in row and row["low"] == row["low"]:
         value += f" [{format_value(y, row['low'])}, {format_value(y, row['high'])}]"
@@ -160,7 +160,7 @@ class Figure:
         return self.plot(pd.DataFrame() if table is None else self.select(table))
 
     def select(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The rows at `at`; columns that the table lacks, or that make panels or colors, select nothing."""
+        """Return the rows at `at`; columns that the table lacks, or that make panels or colors, select nothing."""
         for name, wanted in self.at.items():
             if name in table and name not in (self.panel, self.color) and len(table):
                 values = table[name]

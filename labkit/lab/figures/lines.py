@@ -19,7 +19,6 @@ MAX_LINES = 6  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
 SPREAD = 0.5  # of the distance between two names on the x axis: room for the dots of one
 FEW_PLACES = 4  # on the x axis: each gets a tick
-FIRST = "nccl"  # panel that comes first: readers with GPUs look for it
 RATIOS = ("ratio", "measured_over_predicted")  # columns with a line at 1
 AT = "at"  # column of places on the x axis
 
@@ -67,7 +66,7 @@ class Lines(Figure):
 
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
         """Yield the rows of each panel, in several parts if they are too many lines."""
-        for value, rows in sorted(style.split_panels(data, self.panel), key=lambda panel: panel[0] != FIRST):
+        for value, rows in style.split_panels(data, self.panel):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
@@ -108,7 +107,7 @@ class Lines(Figure):
             axis.margins(x=0.15)  # room for the first and the last label next to another panel
 
     def _handles(self, data: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]) -> dict[str, Line2D]:
-        """Legend entries in the order of the lines' ends, from the top down."""
+        """Return legend entries in the order of the lines' ends, from the top down."""
         ends = data.groupby(self.color, sort=False)[self.value].last().sort_values(ascending=False, kind="stable")
         line: dict[str, Any] = {"linestyle": "-" if self._has_lines(data) else "none", "markersize": 5}
         return {str(name): Line2D([], [], color=colors[name], marker=markers[name], **line) for name in ends.index}

@@ -49,7 +49,7 @@ def markers(values: Iterable[Any]) -> dict[Any, str]:
 
 
 def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
-    """Legend entries by name."""
+    """Return legend entries by name."""
     return {str(name): Patch(color=color) for name, color in colors.items()}
 
 
@@ -94,7 +94,7 @@ def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "
 
 
 def value_title(name: str) -> str:
-    """Title of an axis with the direction that is better: "time (lower is faster)"."""
+    """Return the title of an axis with the direction that is better: "time (lower is faster)"."""
     title, direction = column(name).axis, better(name)
     if direction is None:
         return title
@@ -122,7 +122,7 @@ def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[Any, pd.Da
 
 
 def panel_title(panel: str | None, value: Any) -> str | None:
-    """Title of the panel of a value; None for a single panel."""
+    """Return the title of the panel of a value; None for a single panel."""
     return None if panel is None else label(panel, value)
 
 

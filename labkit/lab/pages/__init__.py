@@ -1,1 +1,0 @@
-"""Pages that people read: notebooks executed and exported, cards, and the index of a report."""

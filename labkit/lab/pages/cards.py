@@ -28,7 +28,7 @@ from labkit.lab.figures import Plot
 from labkit.lab.pages.html import code_style, piece, piece_style, script, split_constant, table_columns
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
-from labkit.machine.description import Machine
+from labkit.machine.description import Machine, describe_machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.traffic import record_schedule
@@ -62,20 +62,21 @@ class Piece(HTML):
         return self._records
 
 
-def machine_card(machine: Machine, *, elsewhere: bool) -> Piece:
-    """The measured machine; says if it is another one than the reader's."""
-    html = piece("machine", style=piece_style(), rows=machine_rows(machine, elsewhere=elsewhere).items())
+def machine_card(machine: Machine) -> Piece:
+    """Return the card of the measured machine, which says if it is another one than the reader's."""
+    html = piece("machine", style=piece_style(), rows=machine_rows(machine).items())
     return Piece(html, on_page="")  # a page has the facts at its top and its end
 
 
-def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
-    """Facts about a machine by name."""
+def machine_rows(machine: Machine) -> dict[str, str]:
+    """Return facts about a machine by name."""
     gpus = [
         f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
         f"compute capability {gpu.compute_capability}"
         for count, gpu in machine.gpu_counts
     ]
-    rows = {"Machine": machine.label + (" (a recorded run, not measured here)" if elsewhere else "")}
+    is_here = machine.identity == describe_machine().identity
+    rows = {"Machine": machine.label + ("" if is_here else " (a recorded run, not measured here)")}
     if machine.gpus or machine.cpu_quota:  # else the label says it
         rows["Processor"] = f"{machine.cpu}, {machine.cores_text}"
     rows["Memory"] = format_bytes(machine.memory_bytes)
@@ -91,17 +92,17 @@ def machine_rows(machine: Machine, *, elsewhere: bool) -> dict[str, str]:
 
 
 def machine_summary(rows: Mapping[str, str]) -> list[str]:
-    """Facts that a reader needs with the first number of a page."""
+    """Return facts that a reader needs with the first number of a page."""
     return [form.format(rows[name]) for name, form in SUMMARY_FACTS.items() if name in rows]
 
 
 def note(text: str) -> Piece:
-    """One line of text."""
+    """Return one line of text."""
     return Piece(piece("coverage", line=text, notes=[], reasons=[]))
 
 
 def coverage(run: Run) -> Piece:
-    """One line: points planned and measured, which are missing and why, and whether the machine was busy."""
+    """Return one line: points planned and measured, which are missing and why, and whether the machine was busy."""
     load, points = run.header.load, run.coverage()
     counts = points["status"].value_counts().to_dict()
     line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
@@ -127,7 +128,7 @@ class MissingPoints:
 
 
 def missing_points(run: Run) -> list[MissingPoints]:
-    """Points that did not end `ok`, by status and reason, the most frequent first."""
+    """Return points that did not end `ok`, by status and reason, the most frequent first."""
     table = run.coverage()
     others = table[table["status"] != "ok"]
     others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
@@ -136,7 +137,7 @@ def missing_points(run: Run) -> list[MissingPoints]:
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Piece:
-    """A frame as an aligned table, folded on a page. A column's name decides the unit of its values."""
+    """Return a frame as an aligned table, folded on a page. A column's name decides the unit of its values."""
     if frame.empty:  # headings alone look like a mistake
         return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns, same = split_constant(list(table_columns(frame)))
@@ -147,7 +148,7 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 
 
 def render_source(studied: Any) -> Piece:
-    """Source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
+    """Return the source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
 
     ParameterError for an object without Python source.
     """
@@ -167,7 +168,7 @@ def render_source(studied: Any) -> Piece:
 
 
 def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
-    """A figure: a picture in a notebook, a drawing with values on hover on a page.
+    """Return a figure: a picture in a notebook, a drawing with values on hover on a page.
 
     `alt` describes it to readers who do not see it, `file` names the file of its numbers.
     """
@@ -185,7 +186,7 @@ def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
 
 
 def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) -> Piece:
-    """The answer to a question: verdict, sentence and scope, figures, the numbers folded, notes, advice."""
+    """Return the answer to a question: verdict, sentence and scope, figures, the numbers folded, notes, advice."""
     has_table = answer.table is not None and len(answer.table) > 0
     about = {"question": question, "answer": answer, "table": table(answer.table).on_page if has_table else None}
     html, on_page = (
@@ -198,7 +199,7 @@ def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) ->
 def stepper(
     algorithms: Mapping[str, Callable[..., None]] = ALGORITHMS, world_sizes: Sequence[int] = tuple(range(2, 9))
 ) -> Piece:
-    """The messages of all-reduces, recorded from the real functions, for a reader to step through.
+    """Return the messages of all-reduces, recorded from the real functions, for a reader to step through.
 
     `algorithms` by name, called like those of `labkit.parallel.collectives`, with a `transport`. ValueError for numbers
     of ranks that `record_schedule` refuses; errors of a function pass through.

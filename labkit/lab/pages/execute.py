@@ -172,11 +172,7 @@ def execute_notebook(
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
         KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks have ended.
     """
-    in_cell = notebook_parameters(notebook, target.name)
-    check_parameters(study, in_cell | dict(parameters))
-    values = {name: value for name, value in parameters.items() if name in in_cell}
-    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
-        values["config"] = ((in_cell | values).get("config") or {}) | others
+    values = join_parameters(study, notebook, parameters)
     write_file(target, notebook)
     papermill_engines.register(ENGINE, _Engine)
     try:
@@ -198,6 +194,20 @@ def execute_notebook(
     except RuntimeError as error:  # nbclient: the kernel died
         kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
+
+
+def join_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Join a report's parameters into values for the notebook's cell of parameters: they win over what it sets.
+
+    ParameterError for a wrong name or value.
+    """
+    in_cell = notebook_parameters(notebook, study.name)
+    check_parameters(study, parameters)
+    values = {name: value for name, value in parameters.items() if name in in_cell}
+    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
+        values["config"] = ((in_cell | values).get("config") or {}) | others
+    check_parameters(study, in_cell | values)
+    return values
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pygments.formatters import HtmlFormatter
 
-from labkit.lab.units import INTERVAL, column
+from labkit.lab.units import column
 from labkit.lab.wording import capitalize
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -45,24 +45,24 @@ def piece(name: str, **values: Any) -> str:
 
 @cache
 def style_sheet() -> str:
-    """Style of a page and its pieces. The pieces' print rules come last, so that they win."""
+    """Return the style of a page and its pieces. The pieces' print rules come last, so that they win."""
     return (TEMPLATES / "style.css").read_text() + piece_style()
 
 
 @cache
 def piece_style() -> str:
-    """Style of the pieces alone, which take the colors of their surroundings."""
+    """Return the style of the pieces alone, which take the colors of their surroundings."""
     return (TEMPLATES / "pieces.css").read_text()
 
 
 @cache
 def script() -> str:
-    """Script of a page: sorts tables, opens them for printing, displays the values of figures."""
+    """Return the script of a page: sorts tables, opens them for printing, displays the values of figures."""
     return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
-    """Hash of the script for a page's Content-Security-Policy, so that no other script runs."""
+    """Return the hash of the script for a page's Content-Security-Policy, so that no other script runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
 
 
@@ -130,12 +130,11 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
         if place and names[place : place + 2] == ["low", "high"]:
             ends = zip(values, visible.iloc[:, place + 1], strict=True)
             cells = [_interval(names[place - 1], low, high) for low, high in ends]
-            yield TableColumn(f"{frame.attrs.get(INTERVAL, '95%')} interval", True, cells)
+            yield TableColumn("95% interval", True, cells)
         elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
-            heading = "median" if name == "seconds" and "mean_s" in names else column(name).title
             present = [value for value in values if not _is_missing(value)]
             is_number = bool(present) and all(map(_is_number, present))
-            yield TableColumn(heading, is_number, [_cell(name, value) for value in values])
+            yield TableColumn(column(name).title, is_number, [_cell(name, value) for value in values])
 
 
 def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import nbformat
 from pydantic import AfterValidator, BaseModel, ValidationError
@@ -119,10 +119,6 @@ class LabRecord(BaseModel, frozen=True):
     run: RunRecord | None = None
 
     @property
-    def page(self) -> str:
-        return f"{self.lab}.html"
-
-    @property
     def is_here(self) -> bool:
         """Return whether this machine measured it."""
         return self.run is not None and self.run.identity == list(describe_machine().identity)
@@ -138,7 +134,7 @@ class LabRecord(BaseModel, frozen=True):
         return [one for one in self.run.missing if one.status in FAILED] if self.run else []
 
 
-def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: bool) -> RunRecord:
+def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer]) -> RunRecord:
     """Make the record of a run, for its page and for the index."""
     coverage, machine = run.coverage(), run.header.machine
     is_busy = coverage["point"].isin(run.busy)
@@ -149,7 +145,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer], *, elsewhere: 
         profile=run.header.profile,
         identity=list(machine.identity),
         machine=machine.label,
-        machine_rows=list(machine_rows(machine, elsewhere=elsewhere).items()),
+        machine_rows=list(machine_rows(machine).items()),
         provenance=list(provenance_rows(lab, run).items()),
         coverage=coverage["status"].value_counts().to_dict(),
         missing=missing_points(run),
@@ -177,7 +173,7 @@ def record_card(record: RunRecord) -> Piece:
 
 
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
-    """Facts of the provenance card by name."""
+    """Return facts of the provenance card by name."""
     path, hosts = relative_to_project(run.path), run.header.ranks_by_host
     return {
         "Run": path,
@@ -199,7 +195,7 @@ def _describe_resumption(resumption: Resumption) -> str:
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
-    """The command with the --set options that lead from the profile to the config of the run."""
+    """Return the command with the --set options that lead from the profile to the config of the run."""
     try:
         lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
@@ -223,16 +219,13 @@ def _describe_ranks(run: Run) -> str:
 
 
 def _joined_code(run: Run) -> str | None:
-    """The configuration that the lab of tuned steps compared with the default; None for every other lab."""
+    """Return the joined configuration of the lab of tuned steps as Python; None for every other lab."""
     frame, names = run.frame(), [field.name for field in fields(Configuration)]
-    if not {"implementation", "model", "context_length", *names} <= set(frame.columns):
-        return None
-    rows = frame[frame["implementation"] == "joined"]
-    if rows.empty:
-        return None
-    row = rows.iloc[0]
-    values: dict[str, Any] = {name: None if row[name] != row[name] else row[name] for name in names}
-    return write_code(Configuration(**values), row["model"], int(row["context_length"]))
+    rows = frame.reindex(columns=["implementation", "model", "context_length", *names]).dropna()
+    for row in rows[rows["implementation"] == "joined"].to_dict("records"):
+        configuration = Configuration(**{name: row[name] for name in names})
+        return write_code(configuration, row["model"], int(row["context_length"]))
+    return None
 
 
 def read_notebook_record(notebook: Path) -> RunRecord | None:
@@ -266,7 +259,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     tuned = None  # until all labs are measured, whose answers it joins
     if not to_come:
         tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
-    machine = machine_rows(describe_machine(), elsewhere=False)
+    machine = machine_rows(describe_machine())
     html = render(
         "index_page.html.j2",
         machine=machine.items(),
@@ -300,7 +293,7 @@ def _recommendations(answers: Iterable[AnswerRecord], *, has_joined: bool) -> di
 
 
 def _largest_differences(answers: Iterable[AnswerRecord]) -> list[AnswerRecord]:
-    """The largest clear effect of each lab, without those that everybody expects, by size."""
+    """Return the largest clear effect of each lab, without those that everybody expects, by size."""
     largest: dict[str, AnswerRecord] = {}
     for answer in sorted(answers, key=lambda answer: answer.size):
         if answer.verdict in ("yes", "no") and answer.change and not answer.is_expected:

@@ -20,10 +20,9 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
-from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, notebook_parameters
+from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, join_parameters
 from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, with_nonbreaking_units
 from labkit.lab.pages.record import RULE, LabRecord, read_notebook_record
-from labkit.lab.parameters import check_parameters
 from labkit.lab.project import check_writable, committed_notebook, figures_directory, runs_directory, write_file
 from labkit.lab.runs.progress import Progress
 
@@ -49,9 +48,9 @@ def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: 
     """
     folders = [output / "notebooks"]
     for study in studies:
-        text, _ = committed_notebook(study.name)
-        checked = check_parameters(study, notebook_parameters(text, study.name) | dict(parameters))
-        folders += [figures_directory() / study.name, *([] if checked.run else [runs_directory() / study.name])]
+        join_parameters(study, committed_notebook(study.name)[0], parameters)
+        has_run = parameters.get("run") is not None
+        folders += [figures_directory() / study.name, *([] if has_run else [runs_directory() / study.name])]
     check_writable(*folders)
 
 
@@ -150,13 +149,9 @@ def _hide_empty_sections(cells: list[Any]) -> None:
             heading = cell if re.fullmatch(r"#+ .*", cell.source.strip()) else None
             if heading is not None:
                 cell.metadata["labkit_silent"] = True
-        elif heading is not None and any(map(_is_visible, cell.get("outputs", []))):
-            heading.metadata["labkit_silent"] = False
-
-
-def _is_visible(output: Any) -> bool:
-    """Return whether a page displays anything of an output."""
-    return output.get("data", {}).get(PIECE_MIME, {"html": "other"})["html"] != ""
+        elif heading is not None:
+            pieces = [output.get("data", {}).get(PIECE_MIME, {"html": "other"}) for output in cell.get("outputs", [])]
+            heading.metadata["labkit_silent"] &= all(piece["html"] == "" for piece in pieces)
 
 
 def _anchor(heading: str) -> str:

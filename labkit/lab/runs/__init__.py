@@ -1,1 +1,0 @@
-"""Runs on disk: measured, written line by line, resumed, and read again."""

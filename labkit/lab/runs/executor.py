@@ -103,12 +103,8 @@ class Executor:
 
     def _add_row(self, point: Point, row: Row) -> None:
         self.writer.add_row(point, row.rank, row.values)
-        if row.rank > 0:
-            return
-        if isinstance(seconds := row.values.get("seconds"), list) and seconds:
+        if row.rank == 0 and isinstance(seconds := row.values.get("seconds"), list) and seconds:
             self._rows_s.append(median(seconds) * len(seconds))
-        if text := self.study.progress(point, row.values):
-            self._show(f"{point.title()}: {text}")
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts, "load": load}

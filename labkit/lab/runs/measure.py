@@ -60,7 +60,6 @@ def measure(
         config = with_plugin_names(study, config, plugins, only=only_plugins)
         folder = directory or runs_directory() / study.name
         _on_first_rank(lambda: check_writable(folder))
-        _check_inputs(study, config, on_progress)
         points = study.plan(config, describe_machine())
         if only_plugins:
             points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
@@ -89,25 +88,22 @@ def resume(
     """Measure the points of a run that have not ended, and return the whole run.
 
     RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
-    All other checks are made before any input is fetched.
     """
     _check_job()
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     with registered(study.register, plugins):  # the run's config names them
         config = study.configure(run.header.profile, run.header.config)
-        if run.pending:
-            _check_inputs(study, config, on_progress)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
+        if unavailable := _prepare(study, config, remaining, on_progress):
+            raise ParameterError(f"{path}: cannot go on: {unavailable}")
         if job_rank() > 0:
-            _prepare_again(study, path, config, remaining, on_progress)
             run_as_worker_rank(study, remaining, plugins)
             raise SystemExit(0)
         with RunWriter.reopen(path) as writer, announced():
             if Run.load(path).pending != run.pending:  # the run was read before its file was locked
                 raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
-            _prepare_again(study, path, config, remaining, on_progress)
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
             done = len(points) - len(remaining)
@@ -116,7 +112,7 @@ def resume(
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Whether one of these labs predicts, and this machine has no calibration by this labkit in the last 24 hours.
+    """Return whether a lab predicts and this machine lacks a calibration by this labkit of the last 24 hours.
 
     False at `smoke`, which must be short, and under torchrun, where all other ranks would have to wait.
     """
@@ -161,11 +157,6 @@ def _check_job() -> None:
         raise ParameterError(str(error)) from None
 
 
-def _check_inputs(study: Lab, config: LabConfig, on_progress: ShowProgress) -> None:
-    """ParameterError on every rank for a bad file that the config names."""
-    _on_first_rank(lambda: study.check_inputs(config, lambda text: on_progress(Progress(0, 1, text))))
-
-
 def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
     """Fetch the inputs of these points if any can be measured here; return the reason if they are not available."""
 
@@ -176,11 +167,6 @@ def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: Sh
         return study.prepare(config, lambda text: on_progress(Progress(0, 1, text)))
 
     return _on_first_rank(prepare)
-
-
-def _prepare_again(study: Lab, path: Path, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> None:
-    if unavailable := _prepare(study, config, points, on_progress):
-        raise ParameterError(f"{path}: cannot go on: {unavailable}")
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
@@ -224,7 +210,7 @@ def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
 
 
 def _command() -> str:
-    """The command as typed, without paths of this machine; "notebook" inside a kernel."""
+    """Return the command as typed, without paths of this machine; "notebook" inside a kernel."""
     program = Path(sys.argv[0]).name
     if program.startswith("ipykernel") or "ipykernel" in sys.modules:
         return "notebook"

@@ -28,7 +28,7 @@ class Progress:
     """Name of the run, by which it can be resumed; None before it exists."""
 
     def line(self, waited_s: float = 0.0) -> str:
-        """The state `waited_s` later as one line: "3 of 9 points   61 s so far   ring"."""
+        """Return the state `waited_s` later as one line: "3 of 9 points   61 s so far   ring"."""
         elapsed = "" if self.run is None else f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
         return "   ".join(filter(None, (f"{self.done} of {self.total} points", elapsed, self.text)))
 

@@ -5,6 +5,7 @@ A killed run keeps every complete line. Rows of a point that did not end are ign
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from labkit.lab.runs.records import (
 from labkit.machine.load import Load, busy_points
 from labkit.machine.source import Source
 
-__all__ = ["Run", "RunFileError", "RunHeader", "find_run"]
+__all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 
 MAX_REASONS = 3
 
@@ -123,7 +124,7 @@ class Run:
         return Results(self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s)
 
     def coverage(self) -> pd.DataFrame:
-        """One row per planned point: its fields, status ("pending" before its end), reason, elapsed_s."""
+        """Return one row per planned point: its fields, status ("pending" before its end), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         ends = {point: {name: getattr(end, name) for name in pending} for point, end in self._ends.items()}
         rows = [
@@ -148,12 +149,20 @@ class Run:
                 yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Reports of the ranks about themselves (threads, scheduling, start method), by point id."""
+        """Return reports of the ranks about themselves (threads, scheduling, start method), by point id."""
         return {point: end.facts for point, end in self._ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
         fields = self.header.planned[point]
         return {name: value for name, value in fields.items() if not isinstance(value, list | dict)}
+
+
+def newest_runs(*folders: Path) -> Iterator[Run]:
+    """Yield the runs in these folders that can be read, newest first."""
+    paths = (path for folder in folders for path in folder.glob("*.jsonl"))
+    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        with suppress(RunFileError):
+            yield Run.load(path)
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:

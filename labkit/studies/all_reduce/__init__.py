@@ -1,1 +1,0 @@
-"""The all-reduce lab: what it costs to average a tensor over ranks, and which algorithm does it best."""

@@ -6,6 +6,7 @@ has ranks of its own. Short tensors are measured in two sessions: again later, b
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -82,7 +83,7 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """Over gloo; with several GPUs over NCCL first, then gloo without `algorithms`. Last, further sessions."""
+    """Plan gloo, with several GPUs NCCL first and gloo without `algorithms`; then short tensors in further sessions."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
         once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
@@ -95,15 +96,15 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
     sizes = [n for n in config.sizes_bytes if backend == "nccl" or n <= config.gloo_up_to_bytes]
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
+    point = partial(AllReducePoint.of, config, backend=backend)
     for world_size, n_bytes in product(worlds, sizes):
-        common: dict[str, Any] = {"backend": backend, "world_size": world_size, "n_bytes": n_bytes}
-        yield AllReducePoint.of(config, sweep="sizes", **common | {"algorithms": algorithms})
+        yield point(sweep="sizes", world_size=world_size, n_bytes=n_bytes, algorithms=algorithms)
         if backend == "gloo":
-            yield AllReducePoint.of(config, sweep="transports", **common | {"algorithms": over_transports})
-    if backend == "gloo":
-        for world_size, policy, n_bytes in product(worlds, ("batch", "default"), config.scheduling_bytes):
-            common = {"world_size": world_size, "n_bytes": n_bytes, "scheduling": policy, "backend": backend}
-            yield AllReducePoint.of(config, sweep="scheduling", **common | {"algorithms": (TORCH, AUTO)})
+            yield point(sweep="transports", world_size=world_size, n_bytes=n_bytes, algorithms=over_transports)
+    policies = product(worlds, ("batch", "default"), config.scheduling_bytes if backend == "gloo" else ())
+    for world_size, policy, n_bytes in policies:
+        both = (TORCH, AUTO)
+        yield point(sweep="scheduling", world_size=world_size, n_bytes=n_bytes, scheduling=policy, algorithms=both)
 
 
 def times(results: Results) -> pd.DataFrame:
@@ -119,7 +120,7 @@ def times(results: Results) -> pd.DataFrame:
 
 
 def torch_times(results: Results) -> pd.DataFrame:
-    """Torch's all-reduce by size and ranks."""
+    """Return torch's all-reduce by size and ranks."""
     table = times(results)
     return table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
 
@@ -171,6 +172,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="algorithms",
     register=register,
+    names=NAMES,
     questions=[
         Report(
             id="size_and_ranks",
@@ -194,7 +196,6 @@ LAB = Lab(
             text="Point to point, does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
             metric=TIME,
             baseline=TORCH,
-            names=NAMES,
             topic="all_reduce",
             advice="Between ranks that share no memory, average by {name}{where}.",
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
@@ -214,7 +215,6 @@ LAB = Lab(
             metric=TRANSPORT_TIME,
             baseline=TORCH,
             among=(SHARED, POINT_TO_POINT),
-            names=NAMES,
             topic="transport",
             advice="On one machine, average CPU tensors by {name}{where}.",
             figure=Lines(source=TRANSPORT_TIME, x="n_bytes", panel="world_size"),
@@ -224,7 +224,6 @@ LAB = Lab(
             text="Are small all-reduces faster under SCHED_BATCH than under the default policy?",
             metric=POLICY_TIME,
             baseline="default",
-            names=NAMES,
             topic="scheduling",
             advice="Run CPU ranks under SCHED_BATCH{where}. labkit does; start other programs with `chrt -b 0`.",
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),

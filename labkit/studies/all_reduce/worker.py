@@ -78,7 +78,7 @@ def _run_user_function(
 
 
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
-    """One row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
+    """Yield one row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
     device, rows = use_device(point.device), dict[str, dict[str, Any]]()
     base, own = make_inputs(point, device)
     tensor = torch.empty_like(own)
@@ -105,7 +105,7 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
 
 
 def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The base vector, (elements,), and this rank's multiple of it."""
+    """Return the base vector, (elements,), and this rank's multiple of it."""
     dtype: torch.dtype = getattr(torch, point.dtype)
     generator = torch.Generator().manual_seed(point.seed)
     base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
@@ -113,7 +113,7 @@ def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch
 
 
 def find_collective(algorithm: str, transport: str) -> Collective:
-    """The all-reduce of that name, torch's or labkit's, over that transport."""
+    """Return the all-reduce of that name, torch's or labkit's, over that transport."""
     if algorithm == TORCH:
         return _torch_all_reduce
     return partial(all_reduce if algorithm == AUTO else ALGORITHMS[algorithm], transport=transport)
@@ -148,7 +148,7 @@ def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
-    """Largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
+    """Return the largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
     ranks = dist.get_world_size()
     factor = sum(_multiple(rank) for rank in range(ranks)) / ranks
     deviation = 0.0

@@ -4,8 +4,9 @@ Each point is one problem (dtype, length, head dimension): implementations that 
 turns. A ratio divides an implementation's time for forward and backward by naive attention's in the same round.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -71,20 +72,15 @@ NAMES = {
 
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-    """Per dtype from short to long; then lengths up to 2048 again in further sessions, by other processes."""
-    once = list(_points(config, machine.device(config.device)))
+    """Plan each dtype from short to long; then lengths up to 2048 again in further sessions, by other processes."""
+    names = dict.fromkeys([EXPLICIT, *config.implementations])
+    point = partial(AttentionPoint.of, config, device=machine.device(config.device))
+    once: list[AttentionPoint] = []
+    for dtype, sequence, head_dim in product(config.dtypes, sorted(config.sequences), config.head_dims):
+        here = tuple(name for name in names if name != COMPILED or sequence in config.compiled_sequences)
+        once.append(point(implementations=here, dtype=dtype, sequence=sequence, head_dim=head_dim))
     short = [point for point in once if point.sequence <= SESSIONS_UP_TO]
     return [*once, *repeat_in_sessions(short, config.sessions)]
-
-
-def _points(config: AttentionConfig, device: str) -> Iterator[AttentionPoint]:
-    names = dict.fromkeys([EXPLICIT, *config.implementations])
-    for dtype in config.dtypes:
-        for sequence in sorted(config.sequences):
-            here = tuple(name for name in names if name != COMPILED or sequence in config.compiled_sequences)
-            for head_dim in config.head_dims:
-                problem = {"dtype": dtype, "sequence": sequence, "head_dim": head_dim, "device": device}
-                yield AttentionPoint.of(config, implementations=here, **problem)
 
 
 def growth(results: Results) -> pd.DataFrame:
@@ -108,7 +104,7 @@ def growth(results: Results) -> pd.DataFrame:
 
 
 def held(results: Results) -> pd.DataFrame:
-    """Bytes that autograd holds between the passes, and the formulas' bytes."""
+    """Return bytes that autograd holds between the passes, and the formulas' bytes."""
     keys = [*CONFIGURATION, "causal", "implementation"]
     rows = results.rows([*keys, "saved_bytes"]).dropna(subset="saved_bytes")
     table = rows[rows["implementation"].isin([EXPLICIT, TILED])].groupby(keys, as_index=False)["saved_bytes"].sum()
@@ -122,7 +118,7 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
+    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
 
     For the run's batch and its largest head dimension.
     """
@@ -165,6 +161,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="implementations",
     register=register,
+    names=NAMES,
     questions=[
         Report(
             id="growth",
@@ -179,7 +176,6 @@ LAB = Lab(
             text="Is any implementation faster than naive attention, and from which length up?",
             metric=TIME,
             baseline=EXPLICIT,
-            names=NAMES,
             topic="attention",
             advice="Use {name}{where}.",
             figure=Lines(x="sequence", hue="implementation", panel="dtype", at=AT),
@@ -190,7 +186,6 @@ LAB = Lab(
             text="Does any implementation need less memory at its peak than naive attention?",
             metric=PEAK,
             baseline=EXPLICIT,
-            names=NAMES,
             figure=Lines(source=PEAK, x="sequence", panel="dtype", at=AT),
         ),
         Check(

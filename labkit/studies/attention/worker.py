@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from labkit.bench.check import verdict
 from labkit.bench.clock import time_once
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
@@ -19,9 +18,8 @@ from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.nn.attention_implementations import RESERVED, attention_named
-from labkit.nn.attention_problem import AttentionProblem, Checked, Passes, check
+from labkit.nn.attention_problem import AttentionProblem, Passes, check
 from labkit.studies.shared.alternatives import row_of, timed_rows
-from labkit.studies.shared.compiler import prepare_compiler
 
 EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
@@ -65,7 +63,7 @@ class AttentionPoint(SessionPoint):
         return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations})
 
     def needed_by(self, implementation: str) -> float:
-        """Predicted memory of a forward and backward pass, inputs included, with a margin."""
+        """Return the predicted memory of a forward and backward pass, inputs included, with a margin."""
         # SDPA's unfused backend computes in float32, whatever the inputs are.
         element = max(4, self.torch_dtype.itemsize) if implementation == "sdpa_math" else self.torch_dtype.itemsize
         size = self.batch, self.sequence, self.head_dim, element
@@ -94,7 +92,9 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             continue
         right[name] = passes
         if point.session == 1:
-            yield {"implementation": name, "phase": "saved", "saved_bytes": _held_bytes(passes)}
+            saved = saved_for_backward(passes.forward)[1]  # distinct storages, inputs included
+            passes.release()
+            yield {"implementation": name, "phase": "saved", "saved_bytes": sum(saved.values())}
     yield from _time(point, right)
 
 
@@ -103,20 +103,16 @@ def _refusal(point: AttentionPoint, name: str) -> str | None:
     device = torch.device(point.device)
     if (reason := attention_named(name).unavailable_reason(device, point.torch_dtype, point.head_dim)) is not None:
         return reason
-    needed, available = point.needed_by(name), _available_bytes(point.device)
+    needed, available = point.needed_by(name), available_memory_bytes()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        available = torch.cuda.mem_get_info()[0]
     needs = f"needs {format_bytes(needed)} ({MARGIN} times the prediction)"
     if needed > available:
         return f"{needs}, {format_bytes(available)} available"
     if 0 < point.max_bytes < needed:
         return f"{needs}, more than max_bytes, {format_bytes(point.max_bytes)}"
     return None
-
-
-def _available_bytes(device: str) -> int:
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-    return available_memory_bytes()
 
 
 def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, name: str) -> dict[str, Any]:
@@ -126,7 +122,7 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
     with record_allocations(point.device) as record, record.window(BOTH):
         results, pass_s = time_once(passes.run_checked, point.device)
     checked = check(problem, results)
-    row: dict[str, Any] = {"error": checked.error, "check": describe_check(checked)}
+    row: dict[str, Any] = {"error": checked.error, "check": "ok" if checked.is_right else f"wrong: {checked.where}"}
     if row["check"] == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
         del results
         pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])  # the first may have met a stall
@@ -141,29 +137,11 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
 def _warm_up(point: AttentionPoint, passes: Passes, name: str) -> None:
     """Compile, or let libraries allocate their workspaces on a small problem: neither belongs to this problem."""
     if name in SLOW_AT_FIRST:
-        if name == COMPILED:
-            prepare_compiler(point.device)
         passes.run_checked()
         return
     shape = (1, WARM_UP_TOKENS, point.head_dim)
     small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
     Passes(small, attention_named(name).attend).run_checked()
-
-
-def describe_check(checked: Checked) -> str:
-    """ "ok", or the error and where it is, over all rows or in a single one."""
-    if checked.is_right:
-        return "ok"
-    if not checked.error <= checked.limit:
-        return f"{verdict(checked.error, checked.limit)}; {checked.where}"
-    return f"{verdict(checked.row_error, checked.row_limit)} of a single row; {checked.where}"
-
-
-def _held_bytes(passes: Passes) -> int:
-    """Bytes of the distinct storages that autograd keeps between the passes, inputs included."""
-    saved = saved_for_backward(passes.forward)[1]
-    passes.release()
-    return sum(saved.values())
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:

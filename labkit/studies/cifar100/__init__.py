@@ -1,1 +1,0 @@
-"""The CIFAR-100 lab: whole trainings with labkit's wrapper and SyncBatchNorm, compared with torch's."""

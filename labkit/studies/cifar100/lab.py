@@ -6,7 +6,7 @@ peak memory are compared with torch's.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import datasets_directory, kind_of_path
-from labkit.lab.units import format_seconds
 from labkit.machine.description import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.parallel.ranks.torchrun import ranks_here
@@ -75,26 +74,25 @@ class CifarConfig(LabConfig):
 
 
 def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
-    """One per seed."""
+    """Plan one point per seed. ParameterError for an archive that is incomplete or not in CIFAR-100's format."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cuda" or name != TORCH_SYNC]
     if not names:
         raise ParameterError("cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors")
     dataset = CIFAR100 if config.archive else config.dataset
+    if config.archive is not None:
+        _check_archive(Path(config.archive))
     md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names, "device": device}
     about["backend"] = machine.backend(device, ranks_here(config.world_size))
     return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
 
 
-def check_archive(config: CifarConfig, say: Callable[[str], None], fetched: Path | None = None) -> None:
-    """Check that the archive that is given, or was `fetched`, is complete and has CIFAR-100's format."""
-    if path := fetched or (config.archive and Path(config.archive)):
-        say("checking the archive")
-        try:
-            read_cifar100(path)
-        except DatasetError as error:
-            raise ParameterError(f"cifar100: {error}") from None
+def _check_archive(path: Path) -> None:
+    try:
+        read_cifar100(path)
+    except DatasetError as error:
+        raise ParameterError(f"cifar100: {error}") from None
 
 
 def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
@@ -107,29 +105,19 @@ def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:
         raise ParameterError(f"cifar100: {error}") from None
     except ConnectionError as error:
         return f"{error}; give a local archive with --set archive=PATH, or use --set dataset=digits"
-    check_archive(config, say, fetched)
+    say("checking the archive")
+    _check_archive(fetched)
     return None
 
 
-def describe_progress(point: TrainingPoint, values: Mapping[str, Any]) -> str | None:
-    """Summarize an epoch that has just ended."""
-    if "accuracy_percent" not in values:
-        return None
-    return (
-        f"epoch {values['epoch']} of {point.epochs}, {values['implementation']}: loss {values['train_loss']:.3f}, "
-        f"validation {values['validation_loss']:.3f}, accuracy {values['accuracy_percent']:.1f}%, "
-        f"{format_seconds(values['epoch_s'])}"
-    )
-
-
 def _select_last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the last epoch that all trainings have; each seed is a repeat."""
+    """Return rows of the last epoch that all trainings have; each seed is a repeat."""
     last = rows.groupby(["implementation", "seed"])["epoch"].max().min()
     return rows[rows["epoch"] == last].assign(repeat=rows["seed"])
 
 
 def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """The median epoch of each seed without its warm-up: epochs of one training are alike."""
+    """Return the median epoch of each seed without its warm-up: epochs of one training are alike."""
     is_warm_up = rows["warm_up"].astype(bool)
     has_others = ~is_warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")
     rows, keys = rows[~(is_warm_up & has_others)], [*CONFIGURATION, "wrapper", "seed"]
@@ -153,21 +141,21 @@ NAMES = {
 
 
 def by_epoch(results: Results) -> pd.DataFrame:
-    """Median over the seeds of losses and accuracy, by implementation and epoch."""
+    """Return the median over the seeds of losses and accuracy, by implementation and epoch."""
     return (
         _rows(results).groupby(["dataset", "implementation", "epoch"], sort=False)[list(RESULTS)].median().reset_index()
     )
 
 
 def last_epochs(results: Results) -> pd.DataFrame:
-    """After the last epoch, by implementation: medians over the seeds, and the smallest and largest accuracy."""
+    """Return medians over the seeds after the last epoch, by implementation, and the range of the accuracy."""
     groups = _select_last_epochs(_rows(results)).groupby(["dataset", "implementation"], sort=False)
     accuracy = groups["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
     return groups[list(RESULTS)].median().join(accuracy).reset_index()
 
 
 def same_training(results: Results) -> pd.DataFrame:
-    """After the last epoch, each seed's results with labkit's parts and with torch's, by batch norm."""
+    """Return each seed's results after the last epoch with labkit's parts and with torch's, by batch norm."""
     rows, keys = _select_last_epochs(_rows(results)).rename(columns=RESULTS), ["batch_norm", "seed", "result"]
     long = rows.melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")
     wide = long.pivot_table(index=keys, columns="wrapper", values="value")
@@ -175,7 +163,7 @@ def same_training(results: Results) -> pd.DataFrame:
 
 
 def _rows(results: Results) -> pd.DataFrame:
-    """Losses and accuracy by seed and epoch."""
+    """Return losses and accuracy by seed and epoch."""
     columns = ["dataset", "implementation", "wrapper", "batch_norm", "epoch", "seed", *RESULTS]
     return results.rows(columns).dropna(subset=list(RESULTS))
 
@@ -191,9 +179,8 @@ LAB = Lab(
     worker=train,
     points=points,
     keeps_checkpoints=True,
-    check_inputs=check_archive,
     prepare=prepare,
-    progress=describe_progress,
+    names=NAMES,
     questions=[
         Report(
             id="learned",
@@ -218,7 +205,6 @@ LAB = Lab(
             text="Is an epoch faster with labkit's parts than with torch's?",
             metric=TIME,
             baseline=TORCH,
-            names=NAMES,
             figure=Bars(source=TIME, x="batch_norm", y="epoch_s", hue="wrapper"),
         ),
         Compare(
@@ -226,14 +212,12 @@ LAB = Lab(
             text="Does training need less memory with labkit's parts than with torch's?",
             metric=PEAK,
             baseline=TORCH,
-            names=NAMES,
         ),
         Compare(
             id="sync_batchnorm",
             text="Does batch norm over all ranks end with a lower loss than local batch norm?",
             metric=LOSS,
             baseline=LOCAL,
-            names=NAMES,
             topic="batch_norm",
             advice="If a rank has few images, synchronize batch norm{where}.",
         ),

@@ -112,7 +112,7 @@ class Trainer:
         return loss / count, correct / count
 
     def state(self) -> dict[str, Any]:
-        """The state on which the next epoch depends, equal on all ranks after `validate`."""
+        """Return the state on which the next epoch depends, equal on all ranks after `validate`."""
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
 
 
 def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -> Iterator[Tensor]:
-    """Indices of the images of each update, (micro-batches, ranks, batch), in another order every epoch.
+    """Yield indices of the images of each update, (micro-batches, ranks, batch), in another order every epoch.
 
     Ranks get equally many whole micro-batches; a few images are left over. The last update of an epoch may have fewer
     micro-batches than the others. ValueError for fewer than two images per rank.
@@ -149,5 +149,5 @@ def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 63 bits from its purpose; nearby numbers give unrelated seeds."""
+    """Return a seed of 63 bits from its purpose; nearby numbers give unrelated seeds."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1

@@ -24,7 +24,7 @@ from labkit.lab.point import Point
 from labkit.nn.datasets import RECORD_BYTES
 from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.cifar100.data import CIFAR100, DIGITS, RankData, distribute
+from labkit.studies.cifar100.data import CIFAR100, DIGITS, RankData, read_data
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import guarded_turn, row_of
 from labkit.studies.shared.gradient_check import largest_error
@@ -33,7 +33,7 @@ EPOCH, MEMORY = "epoch", "memory"
 N_IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
 # For the plan: measured on two cores, and published for two GPUs (data/reference/cifar100_training_2gpu.csv).
 IMAGES_PER_S = {"cpu": 1000, "cuda": 25_000}
-N_COPIES = 3  # of the images on rank 0: members of the archive, tensors, messages
+N_COPIES = 3  # of the images on a rank that reads them: the archive, its members, tensors
 CHECKED_UPDATES = 2
 # Small enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
 CHECKED_BATCH, CHECKED_ACCUMULATION = 4, 2
@@ -71,15 +71,14 @@ class TrainingPoint(Point):
 
     @property
     def needed_bytes(self) -> float:
-        """The images on a rank; rank 0 has several copies."""
-        return (1 + N_COPIES / self.world_size) * N_IMAGES[self.dataset] * RECORD_BYTES
+        return N_COPIES * N_IMAGES[self.dataset] * RECORD_BYTES
 
     def title(self) -> str:
         return f"{self.world_size} ranks, {self.dataset}, seed {self.seed}"
 
 
 def describe(implementation: str) -> dict[str, str]:
-    """The columns that name an implementation, "torch + SyncBatchNorm"."""
+    """Return the columns that name an implementation, "torch + SyncBatchNorm"."""
     wrapper, _, batch_norm = implementation.partition(" + ")
     return {"implementation": implementation, "wrapper": wrapper, "batch_norm": batch_norm}
 
@@ -87,7 +86,7 @@ def describe(implementation: str) -> dict[str, str]:
 def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
     """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, its results."""
     device = use_device(point.device)
-    data = distribute(point.dataset, point.archive, point.train_images, device, md5=point.md5)
+    data = read_data(point.dataset, point.archive, point.train_images, md5=point.md5)
     names = ("batch", "accumulation", "learning_rate", "momentum")
     recipe = Recipe(classes=data.classes, device=device, **{name: getattr(point, name) for name in names})
     checks = {
@@ -169,7 +168,7 @@ def _weights(trainer: Trainer) -> Tensor:
 
 
 def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """The allocator's peak over an update, model and optimizer included, one implementation after the other."""
+    """Return the allocator's peak over an update, model and optimizer included, one implementation after the other."""
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()

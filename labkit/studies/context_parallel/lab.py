@@ -14,15 +14,8 @@ from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.context_parallel.worker import (
-    GATHERED,
-    RING,
-    RING_CONTIGUOUS,
-    WAYS,
-    WHOLE,
-    ContextParallelPoint,
-    measure,
-)
+from labkit.studies.context_parallel import worker
+from labkit.studies.context_parallel.worker import ContextParallelPoint
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
@@ -43,21 +36,21 @@ CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "sequence
 TIME = Metric("seconds", "way", CONFIGURATION)
 PEAK = Metric("peak_bytes", "way", CONFIGURATION, exact=True)
 NAMES = {
-    WHOLE: "attention on one rank",
-    RING: "the zigzag ring",
-    RING_CONTIGUOUS: "the contiguous ring",
-    GATHERED: "gathering all keys and values",
+    worker.WHOLE: "attention on one rank",
+    worker.RING: "the zigzag ring",
+    worker.RING_CONTIGUOUS: "the contiguous ring",
+    worker.GATHERED: "gathering all keys and values",
 }
 
 
 def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
-    """From short to long. With more ranks than cores there is no baseline on one rank: it would have more cores."""
+    """Plan from short to long. With more ranks than cores, one rank is no baseline: it would have more cores."""
     device = machine.device(config.device)
     for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
         if sequence % (2 * world_size):
             raise ParameterError(f"context_parallel: expected lengths that {2 * world_size} divides, got {sequence}")
         here = ranks_here(world_size)
-        ways = WAYS[1:] if device == "cpu" and here > machine.cores else WAYS
+        ways = worker.WAYS[1:] if device == "cpu" and here > machine.cores else worker.WAYS
         about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}
         yield ContextParallelPoint.of(config, ways=ways, sequence=sequence, dtype=dtype, **about)
 
@@ -65,8 +58,9 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
 def efficiency(results: Results) -> pd.DataFrame:
     """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and cost of messages."""
     table = TIME.medians(results.frame)
-    whole = table.loc[table["way"] == WHOLE, [*CONFIGURATION, "seconds"]].rename(columns={"seconds": "seconds_whole"})
-    table = join(table[table["way"] != WHOLE], whole, CONFIGURATION, "left").dropna(subset="seconds_whole")
+    is_whole = table["way"] == worker.WHOLE
+    whole = table.loc[is_whole, [*CONFIGURATION, "seconds"]].rename(columns={"seconds": "seconds_whole"})
+    table = join(table[~is_whole], whole, CONFIGURATION, "left").dropna(subset="seconds_whole")
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
     share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
@@ -78,7 +72,7 @@ def efficiency(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Collectives and bytes in both passes of the rank that sends most, with the formula."""
+    """Return collectives and bytes in both passes of the rank that sends most, with the formula."""
     keys, values = [*CONFIGURATION, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(keys, sort=False)[values].max().reset_index()
@@ -91,15 +85,15 @@ LAB = Lab(
     config=ContextParallelConfig,
     paper={"world_sizes": [2, 4, 8], "lengths": [2**k for k in range(12, 18)], "heads": 32, "head_dim": 128},
     on_gpu={"world_sizes": [2, 8], "lengths": [4096, 8192, 16384], "dtypes": ["float32", "bfloat16"], "heads": 16},
-    worker=measure,
+    worker=worker.measure,
     points=points,
+    names=NAMES,
     questions=[
         Compare(
             id="length",
             text="From which length on is attention faster over ranks than on one?",
             metric=TIME,
-            baseline=WHOLE,
-            names=NAMES,
+            baseline=worker.WHOLE,
             advice="Cut the sequence over ranks{where}.",
             keep="Cut the sequence only to save memory.",
             figure=Lines(source=TIME, x="sequence", panel="world_size"),
@@ -116,10 +110,10 @@ LAB = Lab(
             figure=Lines(x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
         ),
         *(
-            Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(RING,), names=NAMES)
+            Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(worker.RING,))
             for name, text, baseline in (
-                ("layout", "Is the zigzag ring, which gives all ranks the same work, faster?", RING_CONTIGUOUS),
-                ("ring", "Is a ring, which sends while it computes, faster than gathering first?", GATHERED),
+                ("layout", "Is the zigzag ring, which gives all ranks the same work, faster?", worker.RING_CONTIGUOUS),
+                ("ring", "Is a ring, which sends while it computes, faster than gathering first?", worker.GATHERED),
             )
         ),
         Check(
@@ -137,8 +131,7 @@ LAB = Lab(
             id="memory",
             text="Does a rank need less memory with a part of the sequence?",
             metric=PEAK,
-            baseline=WHOLE,
-            names=NAMES,
+            baseline=worker.WHOLE,
             figure=Lines(source=PEAK, x="sequence", panel="world_size"),
         ),
     ],

@@ -66,14 +66,14 @@ class Passes:
         self.attend: Callable[..., Tensor] = by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
 
     def run(self) -> list[Tensor]:
-        """Output and gradients of q, k and v."""
+        """Return output and gradients of q, k and v."""
         if self.is_idle:
             return []
         output = self.attend(*self.inputs)
         return [output.detach(), *torch.autograd.grad(output, self.inputs, self.gradient)]
 
     def joined(self) -> list[Tensor]:
-        """The same of the whole sequence, on every rank. A collective."""
+        """Return the same of the whole sequence, on every rank. A collective."""
         results = self.run()
         if self.layout:
             return [join_sequence(x, 1, layout=self.layout) for x in results]
@@ -84,7 +84,7 @@ class Passes:
 
 
 def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point, by way: seconds of both passes, bytes sent beside the formula, and peak bytes."""
+    """Yield rows of one point, by way: seconds of both passes, bytes sent beside the formula, and peak bytes."""
     device = use_device(point.device)
     shape, dtype = (point.heads, point.sequence, point.head_dim), getattr(torch, point.dtype)
     problem = AttentionProblem(shape, dtype, device, causal=True, seed=point.seed)
@@ -119,5 +119,5 @@ def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any
 
 
 def _measure_peak(problem: AttentionProblem, way: str, device: str) -> dict[str, Any]:
-    """The allocator's peak over both passes, with this rank's inputs."""
+    """Return the allocator's peak over both passes, with this rank's inputs."""
     return measure_second_peak(partial(Passes, problem, way), Passes.run, device=device)

@@ -67,6 +67,9 @@ AT = {"world_size": None, **LARGEST}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
     TORCH: "torch's DDP",
+    "naive": "NaiveDDP",
+    "flat": "FlatDDP",
+    "overlapped": "OverlappedDDP",
     "bucketed": "BucketedDDP",
     "bucketed_shared": "BucketedDDP through shared memory",
     "naive_shared": "NaiveDDP through shared memory",
@@ -77,7 +80,7 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """All wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last one."""
+    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
     for world_size, workload in product(config.world_sizes, config.workloads):
@@ -108,7 +111,7 @@ def _points(config: DataParallelConfig, names: list[str], about: dict[str, Any])
 
 
 def communication(results: Results) -> pd.DataFrame:
-    """The cost of averaging in a step, by wrapper, in medians over the rounds.
+    """Return the cost of averaging in a step, by wrapper, in medians over the rounds.
 
     `longer_s` and `longer_percent`: the step minus the same one without communication. `waiting_s`: from the end of
     the pass until gradients are averaged. `alone_s`: that of the wrapper that runs the same collectives after backward.
@@ -157,7 +160,7 @@ def bucketed_row(table: pd.DataFrame) -> Any:
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Boxes of one profiled step of rank 0, by wrapper and lane."""
+    """Return boxes of one profiled step of rank 0, by wrapper and lane."""
     rows = results.rows(["implementation", "lane", "start_s", "duration_s"], sweep="timeline", rank=0)
     rows = rows[rows["implementation"].isin(PROFILED)].dropna(subset="start_s")
     return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
@@ -192,6 +195,7 @@ LAB = Lab(
     plugin_parameter="implementations",
     register=register,
     model_parameters=("workloads",),
+    names=NAMES,
     questions=[
         Report(
             id="communication",
@@ -201,7 +205,7 @@ LAB = Lab(
             configuration=CONFIGURATION,
             says="With {workload}, averaging makes a step {longer_percent}% longer; "
             "backward hides {hidden_percent}% of the communication.",
-            figure=Timeline(source=timeline, x="start_s", y="duration_s", lane="row", hue="lane"),
+            figure=Timeline(source=timeline, lane="row", hue="lane"),
         ),
         Report(
             id="throughput",
@@ -217,7 +221,6 @@ LAB = Lab(
             text="Is one of labkit's wrappers faster than torch's DDP, from backward until gradients are averaged?",
             metric=TIME,
             baseline=TORCH,
-            names=NAMES,
             topic="synchronization",
             advice="Average gradients with {name}{where}.",
             keep="Keep torch's DDP.",
@@ -228,7 +231,6 @@ LAB = Lab(
             text="Is another bucket size faster than the default?",
             metric=BUCKETS,
             baseline=DEFAULT_BUCKETS,
-            names=NAMES,
             topic="bucket_size",
             advice="Use buckets of {name}{where}.",
             keep="Keep the default buckets (25 MiB, the first one 1 MiB).",
@@ -239,7 +241,6 @@ LAB = Lab(
             text="Does no_sync save time if gradients are accumulated over micro-batches?",
             metric=ACCUMULATION,
             baseline=EVERY,
-            names=NAMES,
             advice="Accumulate gradients under no_sync{where}.",
         ),
         Compare(
@@ -247,7 +248,6 @@ LAB = Lab(
             text="Does one of labkit's wrappers need less memory than torch's DDP?",
             metric=PEAK,
             baseline=TORCH,
-            names=NAMES,
             figure=Bars(source=PEAK, x="implementation", panel="workload", at=AT),
         ),
     ],

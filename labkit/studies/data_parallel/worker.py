@@ -4,7 +4,7 @@ A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare 
 communication. Alternatives take turns, each with its model and optimizer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from labkit.bench.memory import measure_second_peak
+from labkit.bench.trace import TraceEvent, profile_call
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import RESNET50, RESNET50_PARAMETERS, Workload, build_workload
@@ -22,15 +24,19 @@ from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
-from labkit.studies.data_parallel.timeline import profile_step
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
-from labkit.studies.shared.trainer import BACKWARD, Trainer
+from labkit.studies.shared.trainer import BACKWARD, FINISH, FORWARD, OPTIMIZER, Trainer
 
 DEFAULT_BUCKETS = "default"
 EVERY, LAST = "every micro-batch", "the last micro-batch"
 WAITING = "waiting"
 ONE_BY_ONE = ("memory", "timeline")  # sweeps that measure one wrapper after the other
+# Events of running collectives, not of the calls that launch them.
+COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+LAST_GRADIENT = "torch::autograd::AccumulateGrad"
+ALL_REDUCE = "all-reduce"
+
 N_COPIES = 3  # of the parameters per alternative: parameters, gradients, messages
 
 
@@ -60,7 +66,7 @@ class DataParallelPoint(TimedPoint):
 
 
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point: seconds by wrapper and phase, peak bytes, or boxes of a timeline."""
+    """Yield rows of one point: seconds by wrapper and phase, peak bytes, or boxes of a timeline."""
     device = use_device(point.device)
     workload = build_workload(
         ResNet50 if point.workload == RESNET50 else SIZES[point.workload],
@@ -79,7 +85,7 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
 
 
 def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
-    """The workload under a wrapper, or bare, with plain SGD."""
+    """Return the workload under a wrapper, or bare, with plain SGD."""
     implementation, bucket_mb = split_name(name)
     model = wrapped = workload.build()
     if implementation != LOCAL:
@@ -95,7 +101,7 @@ def split_name(name: str) -> tuple[str, float | None]:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    """The columns that name an alternative."""
+    """Return the columns that name an alternative."""
     implementation, bucket_mb = split_name(name)
     bucket = DEFAULT_BUCKETS if bucket_mb is None else f"{bucket_mb:g} MiB"
     return {"alternative": name, "implementation": implementation, "bucket": bucket}
@@ -113,7 +119,7 @@ def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = Fa
 
 
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
-    """The gradients that wrappers should compute: the mean over ranks of the bare model's."""
+    """Return the gradients that wrappers should compute: the mean over ranks of the bare model's."""
     local = make_trainer(LOCAL, workload, device)
     return local_means(dict(local.model.named_parameters()), partial(accumulate, local, micro_batches))
 
@@ -145,7 +151,7 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
 
 
 def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of a step over several micro-batches, averaged after each of them or after the last one only."""
+    """Yield seconds of a step over several micro-batches, averaged after each of them or after the last one only."""
     expected = _compute_means(workload, device, point.micro_batches)
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -163,7 +169,7 @@ def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str
 
 
 def _look_at_each(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """The timeline or the peak memory of a step, one wrapper after the other."""
+    """Yield the timeline or the peak memory of a step, one wrapper after the other."""
     for name in point.alternatives:
         dist.barrier()
         result = row_of(name, partial(_look, point.sweep, name, workload, device), device=device)
@@ -182,3 +188,51 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
         return {"rows": profile_step(trainer.phases, device)}
     del trainer
     return measure_second_peak(make, Trainer.step, device=device)
+
+
+def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[dict[str, Any]]:
+    """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
+
+    `phases` are forward, backward and optimizer, by name. Backward ends with the last gradient; `during_s` is the part
+    of a collective before that.
+    """
+
+    def run() -> None:
+        for phase, action in phases.items():
+            with record_function(phase):
+                action()
+
+    run()
+    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier))
+    if not boxes[ALL_REDUCE]:
+        return [{"not_measured": "the profiler saw none of the collectives"}]
+    start, end_of_backward = boxes[FORWARD][0][0], boxes[BACKWARD][-1][1]
+    rows = []
+    for lane, spans in boxes.items():
+        for begin, end in spans:
+            row: dict[str, Any] = {"lane": lane, "check": "ok", "start_s": begin - start, "duration_s": end - begin}
+            if lane == ALL_REDUCE:
+                row["during_s"] = max(0.0, min(end, end_of_backward) - begin)
+            rows.append(row)
+    return rows
+
+
+def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) in seconds, by lane.
+
+    Backward ends with the last gradient on a CPU, and with its last kernel other than a collective on a GPU; what the
+    wrapper launches when it finishes comes after. A barrier before the step may be an all-reduce as well.
+    """
+    collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
+    others = [event for event in events if not event.name.startswith(COLLECTIVES) and FINISH not in event.ranges]
+    boxes = {
+        phase: [_span([event for event in others if phase in event.ranges])] for phase in (FORWARD, BACKWARD, OPTIMIZER)
+    }
+    if last := [event for event in others if event.name == LAST_GRADIENT]:
+        boxes[BACKWARD] = [(boxes[BACKWARD][0][0], _span(last)[1])]
+    start = boxes[FORWARD][0][0]
+    return boxes | {ALL_REDUCE: [_span([event]) for event in collectives if event.start_s >= start]}
+
+
+def _span(events: Sequence[TraceEvent]) -> tuple[float, float]:
+    return min(event.start_s for event in events), max(event.start_s + event.duration_s for event in events)

@@ -45,8 +45,8 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
             for what, call in every.items():
                 calls[f"{name}, {what}"] = call
                 rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check
-        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "device": device, "before": dist.barrier}
-        yield from timed_rows(rows, calls, alternative_of=_way, prepare=partial(_zero, tensor), **timing)
+        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "prepare": lambda _, tensor=tensor: tensor.zero_()}
+        yield from timed_rows(rows, calls, **timing)
 
 
 def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
@@ -75,11 +75,3 @@ def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step
 
 def _check(way: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> dict[str, str]:
     return {"check": first_wrong(way, tensor) or "ok"}
-
-
-def _way(turn: str) -> str:
-    return turn.partition(", ")[0]
-
-
-def _zero(tensor: torch.Tensor, _turn: str) -> None:
-    tensor.zero_()

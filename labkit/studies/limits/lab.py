@@ -64,7 +64,7 @@ OPERATORS = Metric(
 
 
 def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
-    """On the device: matmuls, memory, operators. On the CPU: threads, ranks, and messages between them."""
+    """Plan matmuls, memory and operators on the device; threads, ranks and messages between them on the CPU."""
     device = machine.device(config.device)
     rows, arrays = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
     threaded = (min(THREADED_ROWS, max(rows)), min(THREADED_BYTES, max(arrays)))
@@ -98,7 +98,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
 
 
 def matmuls(results: Results) -> pd.DataFrame:
-    """Medians of each matmul, its FLOP/s, and the percentage of its dtype's best rate."""
+    """Return medians of each matmul, its FLOP/s, and the percentage of its dtype's best rate."""
     table = MATMUL.medians(results.frame)
     table = table.assign(flops_per_s=table["flops"] / table["seconds"])
     best = table.groupby(["device", "dtype"])["flops_per_s"].transform("max")
@@ -109,7 +109,7 @@ def matmuls(results: Results) -> pd.DataFrame:
 
 
 def memory(results: Results) -> pd.DataFrame:
-    """Medians of copies and additions, and bytes per second, read and written together."""
+    """Return medians of copies and additions, and bytes per second, read and written together."""
     table = MEMORY.medians(results.frame)
     return table.assign(bytes_per_s=table["bytes"] / table["seconds"]).sort_values(
         ["device", "operation", "n_bytes"], ignore_index=True
@@ -135,7 +135,7 @@ def against_itself(results: Results) -> pd.DataFrame:
 
 
 def roofline(results: Results) -> pd.DataFrame:
-    """The operators of a step: FLOPs per byte, the binding limit, and the measured time over the limit's."""
+    """Return the operators of a step: FLOPs per byte, the binding limit, and the measured time over the limit's."""
     table = OPERATORS.medians(results.frame)
     device = table["device"].max() if len(table) else None
     best, moved = (rates[rates["device"] == device] for rates in (matmuls(results), memory(results)))
@@ -184,6 +184,7 @@ LAB = Lab(
     },
     worker=measure,
     points=points,
+    names={1: "with one thread"} | {n: f"work with {n} threads" for n in range(2, 257)},
     questions=[
         Report(
             id="matmuls",
@@ -209,7 +210,6 @@ LAB = Lab(
             text="Do more threads make an operator faster?",
             metric=THREADS,
             baseline=1,
-            names={1: "with one thread"} | {n: f"work with {n} threads" for n in range(2, 257)},
         ),
         Report(
             id="exchange",

@@ -65,13 +65,13 @@ class LimitPoint(TimedPoint):
 
 
 def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
-    """Rows with `seconds` of one call in each repeat, and the call's `flops` and `bytes`."""
+    """Yield rows with `seconds` of one call in each repeat, and the call's `flops` and `bytes`."""
     torch.manual_seed(point.seed)
     yield from _SWEEPS[point.sweep](point, use_device(point.device))
 
 
 def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """A row per call, named in the column `name`; a sample is the mean of enough calls to take `SAMPLE_S`."""
+    """Yield a row per call, named in the column `name`; a sample is the mean of enough calls to take `SAMPLE_S`."""
     right = {key: call for key, call in calls.items() if call.check == "ok"}
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
@@ -108,7 +108,7 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
-    """The sizes of square matmuls for which the rounds have time, and the seconds that one may take.
+    """Return the sizes of square matmuls for which the rounds have time, and the seconds that one may take.
 
     A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
     20 s. Each size predicts the next, on the slowest rank, by the best of a few tries: one may meet a stall.
@@ -132,7 +132,7 @@ def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
-    """A copy, an addition, and an addition into a new tensor, of float32 arrays of so many bytes."""
+    """Return a copy, an addition, and an addition into a new tensor, of float32 arrays of so many bytes."""
     n = max(1, n_bytes // 4)
     a, b, out = (torch.ones(n, device=device) for _ in range(3))
     return {
@@ -143,12 +143,11 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """A matmul, a copy and an addition with one thread, two, four, ..., and all threads of this process."""
+    """Yield a matmul, a copy and an addition with one thread, two, four, ..., and all threads of this process."""
     all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
-    work = _elementwise(n_bytes, device) | {"product": matrix_product(device, torch.float32, size, size, size)}
-    del work["new"]
-    calls = {f"{name} {threads}": call for name, call in work.items() for threads in numbers}
+    work = {"product": matrix_product(device, torch.float32, size, size, size)} | _elementwise(n_bytes, device)
+    calls = {f"{name} {n}": work[name] for name in ("copy", "add", "product") for n in numbers}
     try:
         rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
     finally:
@@ -179,7 +178,7 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """An operator takes turns with itself: two alternatives that do not differ."""
+    """Time an operator in turns with itself: two alternatives that do not differ."""
     size, n_bytes = point.sizes
     if point.world_size > 1:
         tensor = torch.zeros(max(1, n_bytes // 4))

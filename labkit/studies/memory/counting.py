@@ -5,7 +5,7 @@ tensors, and compare the storages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,45 +35,35 @@ class CountedStep:
         ledger.label("parameters", step.model.parameters())
         ledger.label("inputs", [*tree_leaves([step.inputs, step.targets]), *step.model.buffers()])
 
-    def infer(self) -> None:
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
         start = self.ledger.moment
-        with self.ledger.phase("inference"):
+        yield
+        self.spans[name] = (start, self.ledger.moment)
+
+    def infer(self) -> None:
+        with self._span("inference"), self.ledger.phase("inference"):
             self.step.infer()
-        self.spans["inference"] = (start, self.ledger.moment)
 
     def forward(self) -> None:
-        start = self.ledger.moment
-        self._forward()
-        self.spans["forward"] = (start, self.ledger.moment)
+        with self._span("forward"):
+            self._forward()
         self.step.drop_gradients()
 
     def full_step(self) -> None:
-        """One step with AdamW's states allocated, as in every step but the first."""
+        """Run one step with AdamW's states allocated, as in every step but the first."""
         for parameter in self.step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self._allocate_states()
+        self.step.optimizer_step()
         states = (value for state in self.step.optimizer.state.values() for value in state.values())
         self.ledger.label("optimizer", (value for value in states if isinstance(value, torch.Tensor)))
-        start = self.ledger.moment
-        self._forward()
-        backward = self.ledger.moment
-        with self.ledger.phase("backward"):
-            self.step.backward()
-        self.ledger.label("gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None))
-        optimizer = self.ledger.moment
-        with self.ledger.phase("optimizer"):
-            self.step.optimizer_step()
-        end = self.ledger.moment
-        self.spans |= {"full_step": (start, end), "backward": (backward, optimizer), "optimizer": (optimizer, end)}
-
-    def _allocate_states(self) -> None:
-        """Step on lists of parameters, which takes fewer operators; no phase includes it."""
-        foreach = [group["foreach"] for group in self.step.optimizer.param_groups]
-        for group in self.step.optimizer.param_groups:
-            group["foreach"] = True
-        self.step.optimizer_step()
-        for group, before in zip(self.step.optimizer.param_groups, foreach, strict=True):
-            group["foreach"] = before
+        with self._span("full_step"):
+            self._forward()
+            with self._span("backward"), self.ledger.phase("backward"):
+                self.step.backward()
+            self.ledger.label("gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None))
+            with self._span("optimizer"), self.ledger.phase("optimizer"):
+                self.step.optimizer_step()
 
     def peak(self, phase: str) -> Peak:
         return peak_between(self.ledger.allocations, *self.spans[phase])
@@ -100,18 +90,13 @@ def count_phases(phases: Sequence[str], *, fake: bool = True, **arguments: Any) 
             if phase in phases:
                 run[phase]()
         for allocation in ledger.allocations:
-            allocation.category = allocation.category or _category(allocation)
+            other = "recomputed" if allocation.recomputed else "temporaries" if allocation.phase else "inputs"
+            allocation.category = allocation.category or other
     return counted
 
 
 def _file_under_study(path: str) -> str:
     return path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)
-
-
-def _category(allocation: Allocation) -> str:
-    if allocation.recomputed:
-        return "recomputed"
-    return "temporaries" if allocation.phase else "inputs"
 
 
 def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
@@ -126,19 +111,15 @@ def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) ->
         row = {"table": "peak", "method": "counted", "phase": phase, "peak_bytes": peak.n_bytes, "peak_during": during}
         yield row | _parts(peak.by_category())
     if has_details:
-        yield from _timeline_rows(counted)
+        start, end = counted.spans["full_step"]
+        for moment, live in timeline_between(counted.ledger.allocations, start, end):
+            part = counted.part_of_step(moment)
+            yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(live)
         yield from _allocation_rows(counted)
 
 
 def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
     return {f"{part}_bytes": by_category.get(part, 0) for part in PARTS}
-
-
-def _timeline_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
-    start, end = counted.spans["full_step"]
-    for moment, live in timeline_between(counted.ledger.allocations, start, end):
-        part = counted.part_of_step(moment)
-        yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(live)
 
 
 def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.units import labels
-from labkit.lab.user_models import find_shape, model_names, user_model_names
+from labkit.lab.user_models import find_shape, model_names
 from labkit.machine.description import Machine
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
@@ -60,7 +60,7 @@ SEGMENT_TIME = Metric("seconds", "segment", CONFIGURATION, where=CHECKPOINTED)
 
 
 def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
-    """Counted peaks, which take no memory; then measured peaks from small to large; then checkpointing."""
+    """Plan counted peaks, which take no memory; then measured peaks from small to large; then checkpointing."""
     device, contexts = machine.device(config.device), sorted(config.counted_contexts)
 
     def point(kind: str, size: str, context: int, precision: str = "float32", **more: Any) -> MemoryPoint:
@@ -70,7 +70,7 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
 
     for size in config.sizes:
         for precision, context in product(config.precisions, _contexts(config, size)):
-            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size in user_model_names())
+            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size not in SIZES)
     for size, context in product(config.counted_sizes, contexts):
         is_last, is_longest = size == config.counted_sizes[-1], context == contexts[-1]
         if is_last or is_longest:
@@ -89,20 +89,20 @@ def _contexts(config: MemoryConfig, size: str) -> list[int]:
 
 
 def peaks(results: Results, method: str) -> pd.DataFrame:
-    """The highest peak of each configuration and phase, with its parts if it was counted."""
+    """Return the highest peak of each configuration and phase, with its parts if it was counted."""
     rows = results.rows([*PEAK_KEYS, "peak_bytes", "predicted_bytes", *PART_BYTES], table="peak", method=method)
     rows = rows.dropna(subset="peak_bytes").sort_values("peak_bytes", kind="stable")
     return in_order(rows.drop_duplicates(PEAK_KEYS, keep="last"), "size", SIZES)
 
 
 def counted_against_measured(results: Results) -> pd.DataFrame:
-    """Configurations that were both counted and measured."""
+    """Return configurations that were both counted and measured."""
     by_method = [peaks(results, method).set_index(PEAK_KEYS)["peak_bytes"] for method in (MEASURED, COUNTED)]
     return pd.concat(by_method, axis=1, join="inner", keys=["measured_bytes", "counted_bytes"]).reset_index()
 
 
 def by_context(results: Results) -> pd.DataFrame:
-    """Counted peaks of models with several contexts, also relative to the shortest context's."""
+    """Return counted peaks of models with several contexts, also relative to the shortest context's."""
     table, keys = peaks(results, COUNTED), ["device", "size", "precision", "phase"]
     table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
@@ -111,13 +111,13 @@ def by_context(results: Results) -> pd.DataFrame:
 
 
 def full_steps(results: Results) -> pd.DataFrame:
-    """Counted full steps in float32."""
+    """Return counted full steps in float32."""
     table = peaks(results, COUNTED)
     return table[(table["phase"] == FULL_STEP) & (table["precision"] == "float32")]
 
 
 def parts_of_peak(results: Results) -> pd.DataFrame:
-    """Parts of the peak of each counted full step: bytes and percent, one row per part."""
+    """Return parts of the peak of each counted full step: bytes and percent, one row per part."""
     table = full_steps(results)
     long = table.melt(["size", "context_length", "batch", "peak_bytes"], PART_BYTES, "part", "bytes").dropna()
     model = labels(long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"])
@@ -128,7 +128,7 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Live bytes by part over the allocations and frees of one full step of the model in detail."""
+    """Return live bytes by part over the allocations and frees of one full step of the model in detail."""
     rows = results.rows(["size", "moment", *PART_BYTES], table="timeline").dropna(subset="moment")
     rows = rows.rename(columns={"moment": "allocations_and_frees"})
     long = rows.melt(["size", "allocations_and_frees"], PART_BYTES, "part", "bytes")
@@ -176,6 +176,7 @@ LAB = Lab(
     points=points,
     model_parameters=("sizes",),
     takes_models=True,
+    names=SEGMENT_NAMES,
     questions=[
         Report(
             id="peak_by_context",
@@ -212,7 +213,6 @@ LAB = Lab(
             text="How much memory does activation checkpointing save?",
             metric=SEGMENT_PEAK,
             baseline=NO_CHECKPOINTS,
-            names=SEGMENT_NAMES,
             topic="checkpointing",
             advice="If memory is short, use {name}.",
             figure=Bars(source=SEGMENT_PEAK, x="segment", panel="size"),
@@ -222,7 +222,6 @@ LAB = Lab(
             text="Is a step with activation checkpointing as fast as one without?",
             metric=SEGMENT_TIME,
             baseline=NO_CHECKPOINTS,
-            names=SEGMENT_NAMES,
             figure=Lines(x="segment", hue="size", log=""),
         ),
         Report(

@@ -64,7 +64,7 @@ class MemoryPoint(TimedPoint):
 
 
 def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """Rows of a point, with the formulas' peaks."""
+    """Yield rows of a point, with the formulas' peaks."""
     kinds = {MEASURED: _measure_peaks, COUNTED: _count, CHECKPOINT: _compare_segments}
     yield from kinds[point.kind](point)
 
@@ -84,10 +84,11 @@ def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
 
 
 def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row: the peak of each repeat of the phase, after a warm-up run."""
+    """Yield one row: the peak of each repeat of the phase, after a warm-up run."""
     (phase,) = point.phases
     if torch.device(point.device).type == "cuda":
-        _allocate_workspaces(point.device)
+        for precision in AUTOCAST_DTYPES:  # CUDA's libraries allocate their workspaces before anything is recorded
+            TrainingStep(SIZES["nano"], batch=1, context_length=16, device=point.device, precision=precision).run()
     with record_allocations(point.device) as record:
         step = TrainingStep(**_step_arguments(point))
         run = {INFERENCE: step.infer, FORWARD: step.forward, FULL_STEP: step.run}[phase]
@@ -102,19 +103,13 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(point, phase)
 
 
-def _allocate_workspaces(device: str) -> None:
-    """Let CUDA's libraries allocate their workspaces before anything is recorded."""
-    for precision in AUTOCAST_DTYPES:
-        TrainingStep(SIZES["nano"], batch=1, context_length=16, device=device, precision=precision).run()
-
-
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     for row in count_rows(point.phases, has_details=point.has_details, **_step_arguments(point)):
         yield row | predict_peak(point, row["phase"]) if row["table"] == "peak" else row
 
 
 def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
-    """One row per segment length: counted peak, the error of gradients, seconds per step.
+    """Yield one row per segment length: counted peak, the error of gradients, seconds per step.
 
     Without repeats, peaks are counted only. If the step without checkpointing cannot run, nothing is compared with it,
     and nothing is timed.

@@ -54,11 +54,16 @@ NAMES = {
     TORCH: "that by torch's collectives",
     SHARED: "tensor parallelism through shared memory",
     SHARED + SEQUENCE: "sequence parallelism through shared memory",
+    DATA: "data parallelism",
+    "sharded": "sharding",
+    "tensor parallel": "tensor parallelism",
+    "pipeline": "a pipeline",
+    "context parallel": "context parallelism",
 }
 
 
 def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParallelPoint]:
-    """By number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
+    """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
     device, widths = machine.device(config.device), tuple(sorted(config.widths))
     for world_size in config.world_sizes:
         backend = machine.backend(device, ranks_here(world_size))
@@ -74,7 +79,7 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Collectives and bytes per step of the rank that sends most; seconds, and those of compute and messages."""
+    """Return collectives and bytes per step of the rank that sends most; seconds, and those of compute and messages."""
     keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
     table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
@@ -118,7 +123,7 @@ TRANSPORT = "Is it faster through shared memory than by torch's collectives?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
-GANTT = Timeline(source=tasks, x="start_s", y="duration_s", lane="lane", hue="task")
+GANTT = Timeline(source=tasks, lane="lane", hue="task")
 HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",
@@ -137,9 +142,10 @@ LAB = Lab(
     on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "small"},
     worker=measure,
     points=points,
+    names=NAMES,
     questions=[
         *(
-            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=among, names=NAMES, figure=figure)
+            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=among, figure=figure)
             for name, text, baseline, among, figure in (
                 ("width", WIDTH, WHOLE, None, Lines(source=TENSOR_TIME, x="width", panel="world_size")),
                 ("transport", TRANSPORT, TORCH, (SHARED,), None),

@@ -44,13 +44,10 @@ TIME = Metric("seconds", "precision", CONFIGURATION, where={"part": SPEED})
 NAMES = {FULL: "float32", "bfloat16": "autocast to bfloat16", "float16": "autocast to float16"}
 
 
-def points(config: PrecisionConfig, machine: Machine) -> list[PrecisionPoint]:
-    """Sums and dtypes on every device first, then timed models from small to large."""
+def points(config: PrecisionConfig, machine: Machine) -> Iterator[PrecisionPoint]:
+    """Plan sums and dtypes on every device first, then timed models from small to large."""
     present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
-    return list(_points(config, present if config.device == "auto" else [config.device]))
-
-
-def _points(config: PrecisionConfig, devices: list[str]) -> Iterator[PrecisionPoint]:
+    devices = present if config.device == "auto" else [config.device]
     for device in devices:
         common: dict[str, Any] = {"device": device, "seed": config.seed, "timeout_s": config.timeout_s}
         yield PrecisionPoint(part=ACCUMULATION, term=config.term, additions=config.additions, **common)
@@ -62,7 +59,7 @@ def _points(config: PrecisionConfig, devices: list[str]) -> Iterator[PrecisionPo
 
 
 def sums(results: Results) -> pd.DataFrame:
-    """Running sums by variant, with the error from storing the term and the error from adding."""
+    """Return running sums by variant, with the error from storing the term and the error from adding."""
     table = results.rows(["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION).dropna()
     error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
     return table.assign(
@@ -73,12 +70,12 @@ def sums(results: Results) -> pd.DataFrame:
 
 
 def final_sums(results: Results) -> pd.DataFrame:
-    """The last sum of each variant."""
+    """Return the last sum of each variant."""
     return sums(results).groupby(["device", "variant"], sort=False).tail(1)
 
 
 def dtypes(results: Results) -> pd.DataFrame:
-    """One row per device, model and autocast dtype, one column per quantity."""
+    """Return one row per device, model and autocast dtype, one column per quantity."""
     keys = ["device", "model", "precision"]
     table = results.rows([*keys, "quantity", "observed"], part=DTYPES)
     wide = table.pivot_table(index=keys, columns="quantity", values="observed", aggfunc="first", sort=False)
@@ -101,13 +98,13 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("models",),
+    names=NAMES,
     questions=[
         Compare(
             id="autocast_speed",
             text="How much time does autocast save, by model size, without the optimizer?",
             metric=TIME,
             baseline=FULL,
-            names=NAMES,
             topic="precision",
             advice="To save time, train under {name}{where}.",
             figure=Lines(x="model", hue="mode", log="y"),

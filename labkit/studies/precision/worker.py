@@ -60,7 +60,7 @@ class PrecisionPoint(TimedPoint):
 
 
 def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """The rows of one part."""
+    """Yield the rows of one part."""
     if point.part == ACCUMULATION:
         for name in SUMS:
             yield from accumulate(name, term=point.term, additions=point.additions, device=point.device)
@@ -124,7 +124,7 @@ def _keep_output(tensors: dict[str, list[Tensor]], name: str, module: nn.Module,
 
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """One row per mode and precision with the seconds of each repeat: all take turns on one model and batch."""
+    """Yield one row per mode and precision with the seconds of each repeat: all take turns on one model and batch."""
     sizes: dict[str, Any] = {"batch": point.batch, "context_length": point.context_length}
     step = TrainingStep(SIZES[point.model], device=point.device, seed=point.seed, **sizes)
     expected = _compute_gradients(step, FULL)
@@ -162,7 +162,7 @@ def _check(
 
 
 def _compute_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and gradients by parameter."""
+    """Return the loss, and gradients by parameter."""
     step.drop_gradients()
     step.autocast_dtype = AUTOCAST_DTYPES[precision]
     loss = float(step.forward().detach())

@@ -1,1 +1,0 @@
-"""The sharding lab: what each stage of ZeRO saves, sends and costs."""

@@ -57,7 +57,7 @@ PARTS_OF_STEP = Metric("seconds", "implementation", (*CONFIGURATION, "part"), wh
 
 
 def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per step of a rank: the sum of its parts."""
+    """Return one row per step of a rank: the sum of its parts."""
     keys = [*CONFIGURATION, "implementation", "rank", "repeat"]
     return rows.dropna(subset="seconds").groupby(keys, dropna=False, sort=False)["seconds"].sum().reset_index()
 
@@ -78,7 +78,7 @@ NAMES = {
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Steps: the first optimizer over every transport, others over the first one. Then memory, one after the other.
+    """Plan steps: the first optimizer over every transport, others over the first one. Then plan memory.
 
     With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
     """
@@ -103,7 +103,7 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 
 
 def held(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which holds most keeps from step to step, by stage and part, and the formula's."""
+    """Return bytes that the rank which holds most keeps from step to step, by stage and part, and the formula's."""
     keys = ["size", "world_size", "implementation"]
     columns = {part: [f"{part}_bytes", f"formula_{part}_bytes"] for part in PARTS}
     rows = results.rows([*keys, *(name for pair in columns.values() for name in pair)])
@@ -116,7 +116,7 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Bytes that the rank which sends most sends per step, by stage and collective, and the formula's."""
+    """Return bytes that the rank which sends most sends per step, by stage and collective, and the formula's."""
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
@@ -131,8 +131,7 @@ def largest_models(results: Results) -> pd.DataFrame:
     Ranks on CPUs share the memory of their host.
     """
     columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
-    table = results.rows(columns, kind="memory").drop_duplicates("world_size")
-    points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")
+    points = results.rows(columns, kind="memory").drop_duplicates("world_size").to_dict("records")
     rows: list[dict[str, Any]] = []
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
         ranks, size = int(point["world_size"]), (int(point["batch"]), int(point["context_length"]))
@@ -165,6 +164,7 @@ LAB = Lab(
     plugin_parameter="implementations",
     register=register,
     model_parameters=("sizes",),
+    names=NAMES,
     questions=[
         Compare(
             id="peaks",
@@ -172,7 +172,6 @@ LAB = Lab(
             metric=PEAK,
             baseline=DDP,
             among=STAGES[1:],
-            names=NAMES,
             figure=Bars(source=PEAK, x="implementation", panel="world_size", at=AT),
         ),
         Check(
@@ -203,7 +202,6 @@ LAB = Lab(
             metric=STEP,
             baseline=DDP,
             among=STAGES[1:],
-            names=NAMES,
             topic="sharding",
             advice="If memory is short, shard as {name} does{where}: a step takes less time, too.",
             keep="Shard only to save memory.",
@@ -216,7 +214,6 @@ LAB = Lab(
                 metric=STEP,
                 baseline=theirs,
                 among=(own,),
-                names=NAMES | {own: f"labkit's {NAMES[own]}"},
             )
             for theirs, own in ((TORCH_ZERO1, ZERO1), (TORCH_ZERO3, ZERO3))
         ),

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,9 +30,10 @@ from labkit.studies.shared.trainer import Trainer
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
-OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = MappingProxyType(
-    {"AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}), "SGD": (SGD, {"lr": 0.5})}
-)
+OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
+    "AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}),
+    "SGD": (SGD, {"lr": 0.5}),
+}
 """An expensive update and a cheap one. AdamW's `eps` is above the rounding of a gradient, which three ranks add in
 another order than one process. SGD's `lr` makes an update large compared with rounding."""
 MIN_PEAK_SHARE = 0.98  # of the bytes held: small tensors may lie in memory that the process had before
@@ -64,7 +64,7 @@ class ShardingPoint(TimedPoint):
 
 
 def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point, by implementation."""
+    """Yield rows of one point, by implementation."""
     device = use_device(point.device)
     if device == "cpu" and point.transport == SHARED and transport_in_use()[0] != SHARED:
         for name in point.implementations:
@@ -74,20 +74,20 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
 
 
 def make_workload(point: ShardingPoint, device: str, rank: int) -> Workload:
-    """The model, and the batch of a rank."""
+    """Return the model, and the batch of a rank."""
     sizes = {"batch": point.batch, "context_length": point.context_length}
     return build_workload(SIZES[point.size], **sizes, device=device, seed=point.batch_seed(rank))
 
 
 def make_trainer(name: str, point: ShardingPoint, workload: Workload) -> Trainer:
-    """A copy of the model in its shards, and its optimizer."""
+    """Return a copy of the model in its shards, and its optimizer."""
     optimizer, settings = OPTIMIZERS[point.optimizer]
     model, sharded = shard(name, workload.build(), optimizer, transport=point.transport, **settings)
     return Trainer(model, sharded, workload.loss)
 
 
 def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, Reference]:
-    """This rank's workload, and the parameters after a training in one process."""
+    """Return this rank's workload, and the parameters after a training in one process."""
     workloads = [make_workload(point, device, rank) for rank in range(dist.get_world_size())]
     workloads[0] = workloads[0].copied()
     reference = train_in_one_process(workloads, *OPTIMIZERS[point.optimizer])
@@ -107,7 +107,7 @@ def _check(
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Bytes of one step by collective, then seconds by part of a step: all implementations take turns."""
+    """Yield bytes of one step by collective, then seconds by part of a step: all implementations take turns."""
     against, traffic = _train_in_one_process(point, device), list[dict[str, Any]]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
@@ -122,7 +122,7 @@ def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
 
 
 def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dict[str, Any]]:
-    """Bytes that this rank sent in one step, by collective, and the formula's; the ranks' flags are left out."""
+    """Yield bytes that this rank sent in one step, by collective, and the formula's; the ranks' flags are left out."""
     p = dist.get_world_size()
     expected = {call.collective: sent_bytes([call], p) for call in sharding_calls(model_bytes, name)}
     sent: Counter[str] = Counter()

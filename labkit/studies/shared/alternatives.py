@@ -62,27 +62,25 @@ def time_guarded(
     alternatives: Mapping[str, Mapping[str, Action]],
     *,
     device: str,
-    alternative_of: Callable[[str], str] = str,
     prepare: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Time all alternatives in turns: seconds by turn and phase, and the reasons of alternatives that failed.
+    """Time all alternatives in turns: seconds by alternative and phase, and the reasons of those that failed.
 
-    After a failure the others are timed again from the start. `alternative_of` maps a turn to its alternative, if
-    these differ. `prepare` and `options` are those of `time_parts_interleaved`.
+    After a failure the others are timed again from the start. `prepare` and `options` are those of
+    `time_parts_interleaved`.
     """
-    names = dict.fromkeys(map(alternative_of, alternatives))
-    failed = {name: why for name in names if (why := current_alternative.excluded_reason(name)) is not None}
+    failed = {name: why for name in alternatives if (why := current_alternative.excluded_reason(name)) is not None}
     turn = ""
 
     def begin(name: str) -> None:
         nonlocal turn
-        turn = current_alternative.begin(alternative_of(name))
+        turn = current_alternative.begin(name)
         if prepare is not None:
             prepare(name)
 
     samples: dict[str, dict[str, list[float]]] = {}
-    while running := {name: parts for name, parts in alternatives.items() if alternative_of(name) not in failed}:
+    while running := {name: parts for name, parts in alternatives.items() if name not in failed}:
         try:
             samples = time_parts_interleaved(running, device=device, prepare=begin, **options)
             break
@@ -102,8 +100,6 @@ def timed_rows(
     rows: Mapping[str, dict[str, Any]],
     actions: Mapping[str, Action | Mapping[str, Action]],
     column: str = "phase",
-    *,
-    alternative_of: Callable[[str], str] = str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield each row with the `seconds` of its action, or the reason of its failure.
@@ -113,11 +109,10 @@ def timed_rows(
     """
     phases = {name: one if isinstance(one, Mapping) else {"": one} for name, one in actions.items()}
     right = {name: parts for name, parts in phases.items() if rows[name].get("check", "ok") == "ok"}
-    samples, failed = time_guarded(right, alternative_of=alternative_of, **options)
+    samples, failed = time_guarded(right, **options)
     for name, row in rows.items():
         if name not in samples:
-            reason = failed.get(alternative_of(name))
-            yield row | ({} if reason is None else {"check": reason})
+            yield row | ({"check": failed[name]} if name in failed else {})
         for phase, seconds in samples.get(name, {}).items():
             yield row | ({column: phase} if phase else {}) | {"seconds": seconds}
 

@@ -53,7 +53,7 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
 
 
 def check_gradients(parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor]) -> tuple[float, str]:
-    """Largest relative error of the gradients that `run` computes, and "ok" or what is wrong, on all ranks.
+    """Return the largest relative error of the gradients that `run` computes, and "ok" or what is wrong, on all ranks.
 
     `parameters` are all of the wrapped model, by name, `means` from `local_means`. Parameters lose their gradients.
     """
@@ -129,7 +129,7 @@ def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterat
 
 
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
-    """Largest deviation from the mean, relative to the largest mean of the tensor, over all ranks.
+    """Return the largest deviation from the mean, relative to the largest mean of the tensor, over all ranks.
 
     Infinite for NaN and for a missing gradient.
     """
@@ -138,14 +138,14 @@ def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -
 
 
 def furthest(actual: Tensor, expected: Tensor) -> Deviation:
-    """The element that deviates most, NaN before all others; the expected value, and the actual one."""
+    """Return the element that deviates most, NaN before all others; the expected value, and the actual one."""
     difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
     return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
 
 
 def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """The parameters' gradients, which they lose."""
+    """Return the parameters' gradients, which they lose."""
     gradients = []
     for parameter in parameters:
         gradients.append(parameter.grad)

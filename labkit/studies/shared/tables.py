@@ -13,7 +13,7 @@ FIT_SHARE = 0.9
 
 
 def read_published(name: str) -> pd.DataFrame:
-    """The table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
+    """Return the table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
     table = pd.read_csv(reference_directory() / f"{name}.csv")
     for column in table.select_dtypes(exclude="number"):  # numbers in a column that also has "OOM"
         numbers = pd.to_numeric(table[column], errors="coerce")
@@ -36,6 +36,6 @@ def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
 
 
 def in_order(table: pd.DataFrame, column: str, names: Iterable[str]) -> pd.DataFrame:
-    """Rows in the order in which `names` has the column's values; others last."""
+    """Return rows in the order in which `names` has the column's values; others last."""
     place = {name: index for index, name in enumerate(names)}
     return table.sort_values(column, key=lambda values: values.map(place), kind="stable", ignore_index=True)

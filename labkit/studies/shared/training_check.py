@@ -35,26 +35,19 @@ class Reference:
 
         All ranks get the same: "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25".
         """
-        errors = {name: self._error(parameters.get(name), name) for name in self.expected}
-        error = max_over_ranks(max(errors.values()))
-        deviations = [
-            self._deviation(parameters.get(name), name) if one > TOLERANCE else (RIGHT, 0.0, 0.0)
-            for name, one in errors.items()
-        ]
-        return error, describe_first(list(errors), deviations) or "ok"
+        errors, deviations = zip(*(self._compare(parameters.get(name), name) for name in self.expected), strict=True)
+        return max_over_ranks(max(errors)), describe_first(list(self.expected), deviations) or "ok"
 
-    def _error(self, actual: Tensor | None, name: str) -> float:
-        if actual is None or actual.shape != self.expected[name].shape:
-            return math.inf
-        difference, scale = largest(actual - self.expected[name]), self.scales[name]
-        if math.isnan(difference) or (difference and not scale):
-            return math.inf
-        return difference / scale if scale else 0.0
-
-    def _deviation(self, actual: Tensor | None, name: str) -> Deviation:
-        if actual is None or actual.shape != self.expected[name].shape:
-            return MISSING, 0.0, 0.0
-        return furthest(actual, self.expected[name])
+    def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:
+        """Return the relative error of a parameter, and its worst element if that is wrong."""
+        expected, scale = self.expected[name], self.scales[name]
+        if actual is None or actual.shape != expected.shape:
+            return math.inf, (MISSING, 0.0, 0.0)
+        difference = largest(actual - expected)
+        error = difference / scale if scale else math.inf if difference else 0.0
+        if error <= TOLERANCE:
+            return error, (RIGHT, 0.0, 0.0)
+        return math.inf if math.isnan(error) else error, furthest(actual, expected)
 
 
 def train_in_one_process(

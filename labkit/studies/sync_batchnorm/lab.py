@@ -50,7 +50,7 @@ NAMES = {
 
 
 def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchNormPoint]:
-    """One per number of ranks, batch and number of features, small ones first."""
+    """Plan one point per number of ranks, batch and number of features, small ones first."""
     device = machine.device(config.device)
     sizes = product(sorted(config.world_sizes), sorted(config.batches), sorted(config.features))
     for world_size, batch, features in sizes:
@@ -89,6 +89,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="alternatives",
     register=worker.register,
+    names=NAMES,
     questions=[
         Compare(
             id="price",
@@ -97,7 +98,6 @@ LAB = Lab(
             metric=TIME,
             baseline=PLAIN,
             among=(LABKIT,),
-            names=NAMES,
             topic="batch_norm",
             keep="Synchronize batch norm only if the rows of one rank are too few for statistics.",
             figure=Lines(source=TIME, x="features", panel="world_size"),
@@ -115,7 +115,6 @@ LAB = Lab(
             text="Is labkit's SyncBatchNorm faster than torch's?",
             metric=TIME,
             baseline=TORCH,
-            names=NAMES,
         ),
         Compare(
             id="memory",
@@ -123,7 +122,6 @@ LAB = Lab(
             metric=PEAK,
             baseline=PLAIN,
             among=(LABKIT,),
-            names=NAMES,
         ),
     ],
 )

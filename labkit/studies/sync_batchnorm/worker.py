@@ -123,13 +123,13 @@ class Layer:
         self.backward()
 
     def compute_gradients(self, of_output: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of input, weight and bias."""
+        """Return gradients of input, weight and bias."""
         inputs = [self.x, *_affine(self.layer)]
         return torch.autograd.grad(self.outputs.pop(), inputs, of_output)
 
 
 def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
-    """The layer's collectives alone: three numbers per feature and the count gathered, two sums reduced."""
+    """Return the layer's collectives alone: three numbers per feature and the count gathered, two sums reduced."""
     statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device)
     sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
     forward, backward = partial(all_gather, statistics), partial(all_reduce, sums, op="sum")
@@ -149,7 +149,7 @@ def _with_affine(layer: nn.Module) -> nn.Module:
 
 
 def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
-    """Rows of one point: seconds of every alternative and phase, and memory."""
+    """Yield rows of one point: seconds of every alternative and phase, and memory."""
     device, layers = use_device(point.device), dict[str, Layer]()
     batch = Batch.make(point, device)
     rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
@@ -217,7 +217,7 @@ def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Largest difference per channel, relative to the channel's largest exact value; NaN counts as infinite.
+    """Return the largest difference per channel, relative to the channel's largest exact value; NaN counts as infinite.
 
     A channel's value counts as at least a hundredth of the largest of all, and a single sum over rows, (channels,), as
     a tenth: if the sum nearly cancels, rounding of its terms remains.
@@ -230,7 +230,7 @@ def _relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
-    """Bytes saved for backward, and the allocator's peak over forward and backward, layer and input included."""
+    """Return bytes saved for backward, and the allocator's peak over forward and backward, layer and input included."""
     with record_allocations(device) as record:
         layer = Layer(name, batch)
         saved = saved_for_backward(layer.forward)[1]

@@ -22,26 +22,16 @@ from labkit.machine.description import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
 from labkit.studies.training_step.operators import list_operators, predict_seconds
-from labkit.studies.training_step.worker import (
-    BACKWARD,
-    EAGER,
-    FIRST,
-    FORWARD,
-    FORWARD_BACKWARD,
-    INFERENCE,
-    OPTIMIZER,
-    STEP,
-    TrainingStepPoint,
-)
+from labkit.studies.training_step.worker import TrainingStepPoint
 
 Size = Annotated[str, one_of(model_names)]
 PHASES = {
-    INFERENCE: (INFERENCE,),
-    FORWARD: (FORWARD,),
-    BACKWARD: (BACKWARD,),
-    FORWARD_BACKWARD: (FORWARD, BACKWARD),
-    OPTIMIZER: (OPTIMIZER,),
-    STEP: (FORWARD, BACKWARD, OPTIMIZER),
+    worker.INFERENCE: (worker.INFERENCE,),
+    worker.FORWARD: (worker.FORWARD,),
+    worker.BACKWARD: (worker.BACKWARD,),
+    worker.FORWARD_BACKWARD: (worker.FORWARD, worker.BACKWARD),
+    worker.OPTIMIZER: (worker.OPTIMIZER,),
+    worker.STEP: (worker.FORWARD, worker.BACKWARD, worker.OPTIMIZER),
 }
 """Timed part -> the phases that it adds up."""
 
@@ -73,15 +63,15 @@ FIRST_STEP = Metric(
 COMPILE = Metric("seconds", "implementation", CONFIGURATION, where={"sweep": "compile"})
 OPERATORS = Metric("self_s", "operator", (*CONFIGURATION, "profiled", "phase", "family"), where={"sweep": "profile"})
 VIEWS = {
-    INFERENCE: (INFERENCE, (FORWARD, "")),
-    FORWARD_BACKWARD: (STEP, (FORWARD, BACKWARD)),
-    STEP: (STEP, (FORWARD, BACKWARD, OPTIMIZER, "")),
+    worker.INFERENCE: (worker.INFERENCE, (worker.FORWARD, "")),
+    worker.FORWARD_BACKWARD: (worker.STEP, (worker.FORWARD, worker.BACKWARD)),
+    worker.STEP: (worker.STEP, (worker.FORWARD, worker.BACKWARD, worker.OPTIMIZER, "")),
 }
 """Kind of pass in the table of shares -> the profiled action and its phases."""
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:
-    """Phases of all models, small ones first; then first steps, compiled steps and profiles."""
+    """Plan the phases of all models, small ones first; then first steps, compiled steps and profiles."""
     device = machine.device(config.device)
 
     def point(sweep: str, size: str, precision: str = "float32", **more: Any) -> TrainingStepPoint:
@@ -98,9 +88,9 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 
 
 def step_times(results: Results) -> pd.DataFrame:
-    """Medians by model and phase, the share of the step, and the FLOP/s of its matmuls by formula."""
+    """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls by formula."""
     table = TIME.medians(results.frame)
-    step = table["seconds"].where(table["phase"] == STEP).groupby([table[name] for name in CONFIGURATION])
+    step = table["seconds"].where(table["phase"] == worker.STEP).groupby([table[name] for name in CONFIGURATION])
     with recorded_shapes(results.frame):
         flops = [_flops(row) for row in table.to_dict("records")]
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
@@ -114,7 +104,7 @@ def _flops(row: dict[str, Any]) -> int:
     shape, sizes = find_shape(row["size"]), (int(row["batch"]), int(row["context_length"]))
     if shape is None:
         return 0
-    counts = {INFERENCE: forward_flops, FORWARD: forward_flops, BACKWARD: backward_flops}
+    counts = {worker.INFERENCE: forward_flops, worker.FORWARD: forward_flops, worker.BACKWARD: backward_flops}
     return sum(sum(counts[phase](shape, *sizes).values()) for phase in PHASES[row["phase"]] if phase in counts)
 
 
@@ -135,31 +125,32 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
 
 
 def shares(results: Results) -> pd.DataFrame:
-    """Share of each family of operators or GPU kernels in each kind of pass: the mean over passes."""
+    """Return the share of each family of operators or GPU kernels in each kind of pass, a mean over passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
     if rows.empty:
         return rows.reindex(columns=["device", "size", "view", "family", "share_percent"])
-    keys, parts = ["device", "size"], []
-    for view, (profiled, phases) in VIEWS.items():
-        part = rows[(rows["profiled"] == profiled) & rows["phase"].isin(phases)]
-        parts.append(part.assign(view=view))
-    sums = pd.concat(parts).groupby([*keys, "view", "repeat", "family"], sort=False)["self_s"].sum().reset_index()
-    total = sums.groupby([*keys, "view", "repeat"])["self_s"].transform("sum")
+    parts = [
+        rows[(rows["profiled"] == profiled) & rows["phase"].isin(phases)].assign(view=view)
+        for view, (profiled, phases) in VIEWS.items()
+    ]
+    keys = ["device", "size", "view"]
+    sums = pd.concat(parts).groupby([*keys, "repeat", "family"], sort=False)["self_s"].sum().reset_index()
+    total = sums.groupby([*keys, "repeat"])["self_s"].transform("sum")
     table = sums.assign(share_percent=100 * sums["self_s"] / total)
-    means = table.groupby([*keys, "view", "family"], sort=False)["share_percent"].mean().reset_index()
+    means = table.groupby([*keys, "family"], sort=False)["share_percent"].mean().reset_index()
     return in_order(means, "family", FAMILIES)
 
 
 def matmul_shares(results: Results) -> pd.DataFrame:
-    """One row per model and kind of pass: the percentage of each family."""
+    """Return one row per model and kind of pass: the percentage of each family."""
     wide = shares(results).pivot_table(index=["device", "size", "view"], columns="family", values="share_percent")
     return wide.fillna(0.0).add_suffix("_percent").reset_index()
 
 
 def top_operators(results: Results) -> pd.DataFrame:
-    """The five operators that take most of a full step, by model."""
+    """Return the five operators that take most of a full step, by model."""
     rows = OPERATORS.select(results.frame)
-    rows = rows[rows["profiled"] == STEP]
+    rows = rows[rows["profiled"] == worker.STEP]
     keys = ["device", "size", "operator"]
     if rows.empty:
         return rows[[*keys, "self_s"]]
@@ -188,12 +179,18 @@ LAB = Lab(
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
     takes_models=True,
+    names={
+        worker.EAGER: "the eager one",
+        worker.COMPILED: "a compiled step",
+        worker.FIRST: "the first step of its process",
+        worker.LATER: "a later step",
+    },
     questions=[
         Report(
             id="step_times",
             text="How long does a training step take, and which part takes most of it?",
             table=step_times,
-            pick=lambda table: table.index[table["phase"] == BACKWARD][-1],
+            pick=lambda table: table.index[table["phase"] == worker.BACKWARD][-1],
             configuration=CONFIGURATION,
             says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
             figure=Lines(x="size", y="seconds", hue="phase", log="y"),
@@ -219,8 +216,7 @@ LAB = Lab(
             id="compile",
             text="Is a step of the compiled model faster than an eager one?",
             metric=COMPILE,
-            baseline=EAGER,
-            names={EAGER: "the eager one", worker.COMPILED: "a compiled step"},
+            baseline=worker.EAGER,
             topic="compile",
             advice="Compile the model for long runs{where}: compiling takes as long as many steps.",
         ),
@@ -229,8 +225,7 @@ LAB = Lab(
             is_expected=True,
             text="Is a later step of a process faster than its first one?",
             metric=FIRST_STEP,
-            baseline=FIRST,
-            names={FIRST: "the first step of its process", worker.LATER: "a later step"},
+            baseline=worker.FIRST,
         ),
     ],
 )

@@ -18,7 +18,6 @@ from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.compiler import prepare_compiler
 from labkit.studies.shared.gradient_check import TOLERANCES
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
@@ -62,25 +61,19 @@ class TrainingStepPoint(TimedPoint):
 
 
 def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Rows of the sweep that the point belongs to."""
+    """Yield rows of the sweep that the point belongs to."""
     actions = {"phases": _measure_phases, "first": _measure_first, "compile": _measure_compiled, "profile": _profile}
     yield from actions[point.sweep](point)
 
 
 def _make_step(point: TrainingStepPoint, *, compiled: bool = False) -> TrainingStep:
-    return TrainingStep(
-        model_source(point.size),
-        batch=point.batch,
-        context_length=point.context_length,
-        device=point.device,
-        precision=point.precision,
-        compiled=compiled,
-        seed=point.seed,
-    )
+    names = ("batch", "context_length", "device", "precision", "seed")
+    options = {name: getattr(point, name) for name in names}
+    return TrainingStep(model_source(point.size), compiled=compiled, **options)
 
 
 def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of inference, of each phase of a step, and of sums of phases in each round."""
+    """Yield seconds of inference, of each phase of a step, and of sums of phases in each round."""
     step = _make_step(point)
     training = {FORWARD: step.forward, BACKWARD: step.backward, OPTIMIZER: step.optimizer_step}
     turns: dict[str, dict[str, Callable[[], Any]]] = {INFERENCE: {INFERENCE: step.infer}, STEP: training}
@@ -97,7 +90,7 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """The first step of a new process, and the median of those that follow the first few."""
+    """Yield the first step of a new process, and the median of those that follow the first few."""
     step = _make_step(point)
     repeats = SETTLED_AFTER + max(3, min(point.repeats, 10))
     seconds = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)[STEP]
@@ -116,7 +109,8 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         _run_forward_backward(eager)
         if name == EAGER:
             return {"check": "ok"}, eager.run
-        prepare_compiler(point.device)
+        if point.device == "cpu":  # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
+            torch.compile(torch.neg)(torch.zeros(64))
         torch._dynamo.reset()
         with fresh_cache():
             compiled = _make_step(point, compiled=True)
@@ -138,7 +132,7 @@ def _run_forward_backward(step: TrainingStep) -> None:
 
 
 def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of each operator or GPU kernel, in each profiled pass of inference and of a full step."""
+    """Time each operator or GPU kernel, without those that it calls, in passes of inference and of a full step."""
     step = _make_step(point)
     actions = {INFERENCE: step.infer, STEP: step.run}
     for action in actions.values():
@@ -153,12 +147,7 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
                 times[phase, event.family, event.name].append(event.self_s)
             passes[name].append(times)
     for name, by_pass in passes.items():
-        yield from ({"profiled": name} | row for row in _operator_rows(by_pass))
-
-
-def _operator_rows(passes: list[dict[tuple[str, ...], list[float]]]) -> Iterator[dict[str, Any]]:
-    """One row per (phase, family, operator): its time without the operators that it calls, and its calls, by pass."""
-    for key in dict.fromkeys(key for times in passes for key in times):
-        samples = [times.get(key, []) for times in passes]
-        names = dict(zip(("phase", "family", "operator"), key, strict=True))
-        yield names | {"self_s": [sum(part) for part in samples], "calls": [len(part) for part in samples]}
+        for key in dict.fromkeys(key for times in by_pass for key in times):
+            samples = [times.get(key, []) for times in by_pass]
+            names = dict(zip(("profiled", "phase", "family", "operator"), (name, *key), strict=True))
+            yield names | {"self_s": [sum(part) for part in samples], "calls": [len(part) for part in samples]}

@@ -12,9 +12,11 @@ from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
-from labkit.lab.recommended import DEFAULT, RANK_FIELDS, Configuration, newest_runs, recommend
+from labkit.lab.recommended import DEFAULT, Configuration, recommend, runs_here
 from labkit.lab.units import join_words
 from labkit.machine.description import Machine
+from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
+from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
@@ -29,11 +31,9 @@ class TunedStepConfig(TimedConfig):
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
     world_sizes: Some[Count] = [2]
     precision: Literal["float32", "bfloat16", "float16"] | None = None
-    attention: Literal["explicit", "tiled", "compiled", "flash", "sdpa"] | None = None
+    attention: Annotated[str, one_of(lambda: ATTENTION)] | None = None
     compiled: bool | None = None
-    wrapper: Literal["torch", "naive", "flat", "overlapped", "bucketed", "bucketed_shared", "naive_shared"] | None = (
-        None
-    )
+    wrapper: Annotated[str, one_of(lambda: WRAPPERS)] | None = None
     batch: Count = 2
     context_length: Count = 64
     device: Device = "auto"
@@ -45,8 +45,8 @@ NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
-    """One for each model and number of ranks, with the recommendations of this moment. Each rank has a GPU."""
-    device, runs, gpus = machine.device(config.device), newest_runs(machine), len(machine.gpus)
+    """Plan one point per model and number of ranks, with the recommendations of this moment. Each rank has a GPU."""
+    device, runs, gpus = machine.device(config.device), runs_here(machine), len(machine.gpus)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
     recommended = {model: recommend(model, config.context_length, runs) for model in config.models}
     ranks = {gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each for each in config.world_sizes}
@@ -60,14 +60,14 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
 
 
 def ingredients(results: Results) -> pd.DataFrame:
-    """The joined configuration by model and ranks, and its changes in words."""
+    """Return the joined configuration by model and ranks, and its changes in words."""
     rows = results.rows(["model", "world_size", *FIELDS], implementation=JOINED)
     table = rows.drop_duplicates().reset_index(drop=True)
     return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])
 
 
 def _describe_changes(row: dict[str, object]) -> str:
-    fields = [name for name in FIELDS if row["world_size"] != 1 or name not in RANK_FIELDS]
+    fields = [name for name in FIELDS if row["world_size"] != 1 or name != "wrapper"]  # one rank has none
     changed = [name for name in fields if row[name] != getattr(DEFAULT, name)]
     return join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "the defaults"
 
@@ -82,13 +82,13 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("models",),
+    names=NAMES,
     questions=[
         Compare(
             id="gain",
             text="Does everything that the other labs recommend, together, beat the default?",
             metric=TIME,
             baseline=DEFAULT_NAME,
-            names=NAMES,
             advice="Train with the joined configuration{where}; `labkit advise --apply` prints it.",
             keep="Train with the defaults.",
         ),

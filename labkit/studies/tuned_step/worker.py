@@ -18,7 +18,6 @@ from labkit.nn.transformer import shape_named
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.compiler import prepare_compiler
 from labkit.studies.shared.gradient_check import TOLERANCES, check_completeness
 
 DEFAULT_NAME, JOINED = "default", "joined"
@@ -40,15 +39,12 @@ class TunedStepPoint(TimedPoint):
     context_length: int = 128
 
     @property
-    def is_default(self) -> bool:
-        """Return whether the joined configuration changes nothing; on one rank there is no wrapper."""
-        is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
-        return is_plain and (self.world_size == 1 or self.wrapper == TORCH)
-
-    @property
     def refusal(self) -> str | None:
+        """Return why nothing is compared if the joined configuration changes nothing; one rank has no wrapper."""
+        is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
+        is_default = is_plain and (self.world_size == 1 or self.wrapper == TORCH)
         reason = "the newest runs of the other labs here recommend nothing but the default: measure them first"
-        return reason if self.is_default else None
+        return reason if is_default else None
 
     @property
     def needed_bytes(self) -> float:
@@ -72,7 +68,6 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     tokens = random_tokens(shape, point.batch, point.context_length, generator)
     step.inputs, step.targets = (part.to(device) for part in tokens)
     if is_joined and point.compiled:
-        prepare_compiler(device)
         step.model.compile(dynamic=False)
         if point.world_size > 1 and point.wrapper != TORCH:  # torch's DDP cuts graphs at its buckets
             if rank == 0:
