@@ -32,7 +32,6 @@ from labkit.parallel.ranks.torchrun import describe_hosts
 
 PAGE_MIME = "application/vnd.labkit.page+json"  # the record in an executed notebook
 OTHER_FORMAT = "its record is older or newer than this labkit: draw it again"
-FAILED = ("failed", "timeout")
 BUSY_SHARE = 0.25
 """Share of the measured time from which other programs make a run that of a busy machine."""
 MAX_LARGEST = 5
@@ -128,10 +127,6 @@ class LabRecord(BaseModel, frozen=True):
         """The lab in one line: the answer to the first question that was measured."""
         answers = self.run.answers if self.run else []
         return next((answer for answer in answers if answer.verdict != "not measured"), None)
-
-    @property
-    def failures(self) -> list[MissingPoints]:
-        return [one for one in self.run.missing if one.status in FAILED] if self.run else []
 
 
 def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer]) -> RunRecord:

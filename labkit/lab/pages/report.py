@@ -61,9 +61,7 @@ def report_lab(
     kernel: Kernel,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LabResult:
-    """Execute one lab's notebook, write `<output>/<lab>.html` and its record; a failure is in the result and on the
-    page.
-    """
+    """Execute one lab's notebook, and write its page and record; a failure is in the result and on the page."""
     start = time.monotonic()
     notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
     error = None

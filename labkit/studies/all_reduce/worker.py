@@ -94,7 +94,9 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         algorithm, _, transport = name.partition(OVER)
         if algorithm == FLOOR:
             return {}, partial(_add_and_copy, tensor, own, base)
-        reduce = find_collective(algorithm, transport or POINT_TO_POINT)
+        options = {} if algorithm == TORCH else {"transport": transport or POINT_TO_POINT}
+        collectives: dict[str, Collective] = {TORCH: _torch_all_reduce, AUTO: all_reduce, **ALGORITHMS}
+        reduce = partial(collectives[algorithm], **options)
         dist.barrier()
         return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
 
@@ -110,13 +112,6 @@ def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch
     generator = torch.Generator().manual_seed(point.seed)
     base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
     return base, base * _multiple(dist.get_rank())
-
-
-def find_collective(algorithm: str, transport: str) -> Collective:
-    """Return the all-reduce of that name, torch's or labkit's, over that transport."""
-    if algorithm == TORCH:
-        return _torch_all_reduce
-    return partial(all_reduce if algorithm == AUTO else ALGORITHMS[algorithm], transport=transport)
 
 
 def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:

@@ -103,7 +103,8 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
     yield from timed_rows(rows, turns, device=device, before=dist.barrier, **point.rounds)
     for way in right:
         dist.barrier()
-        yield {"way": way} | row_of(way, partial(_measure_peak, problem, way, device), device=device)
+        measure_peak = partial(measure_second_peak, partial(Passes, problem, way), Passes.run, device=device)
+        yield {"way": way} | row_of(way, measure_peak, device=device)
 
 
 def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:
@@ -116,8 +117,3 @@ def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any
     formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)
     row = {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}
     return row | {"formula_sent_bytes": sent_bytes(formula, p)}
-
-
-def _measure_peak(problem: AttentionProblem, way: str, device: str) -> dict[str, Any]:
-    """Return the allocator's peak over both passes, with this rank's inputs."""
-    return measure_second_peak(partial(Passes, problem, way), Passes.run, device=device)

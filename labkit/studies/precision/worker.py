@@ -107,7 +107,7 @@ def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[s
         model, x, classes = ToyModel(), torch.randn(8, 20), torch.randint(5, (8,))
     tensors: dict[str, list[Tensor]] = {}
     for name, module in (("first linear", model.first), ("norm", model.norm), ("logits", model.second)):
-        module.register_forward_hook(partial(_keep_output, tensors, name))
+        module.register_forward_hook(lambda *call, name=name: tensors.update({name: [call[2]]}))
     dtype = AUTOCAST_DTYPES[precision]
     with torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None):
         loss = nn.functional.cross_entropy(model(x), classes)
@@ -117,10 +117,6 @@ def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[s
     for quantity in ("parameters", "first linear", "norm", "logits", "loss", "gradients"):
         names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors[quantity]})
         yield {"model": "toy model", "quantity": quantity, "observed": ", ".join(names)}
-
-
-def _keep_output(tensors: dict[str, list[Tensor]], name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-    tensors[name] = [output]
 
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,7 @@ from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.gradient_check import TOLERANCES, check_completeness
 
 DEFAULT_NAME, JOINED = "default", "joined"
-TORCH = "torch"
-"""The wrapper of the default."""
+TORCH = "torch"  # the wrapper of the default
 
 
 @dataclass(frozen=True, kw_only=True)
