@@ -96,6 +96,8 @@ def resume(
         config = study.configure(run.header.profile, run.header.config)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
+        if job_rank() == 0:  # a run that another process writes is refused before anything is fetched
+            RunWriter.reopen(path).close()
         if unavailable := _prepare(study, config, remaining, on_progress):
             raise ParameterError(f"{path}: cannot go on: {unavailable}")
         if job_rank() > 0:

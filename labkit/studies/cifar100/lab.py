@@ -142,9 +142,8 @@ NAMES = {
 
 def by_epoch(results: Results) -> pd.DataFrame:
     """Return the median over the seeds of losses and accuracy, by implementation and epoch."""
-    return (
-        _rows(results).groupby(["dataset", "implementation", "epoch"], sort=False)[list(RESULTS)].median().reset_index()
-    )
+    groups = _rows(results).groupby(["dataset", "implementation", "epoch"], sort=False)
+    return groups[list(RESULTS)].median().reset_index()
 
 
 def last_epochs(results: Results) -> pd.DataFrame:
