@@ -80,7 +80,9 @@ def _run_user_function(
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     """Yield one row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
     device, rows = use_device(point.device), dict[str, dict[str, Any]]()
-    base, own = make_inputs(point, device)
+    dtype, generator = getattr(torch, point.dtype), torch.Generator().manual_seed(point.seed)
+    base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
+    own = base * _multiple(dist.get_rank())
     tensor = torch.empty_like(own)
     for name in point.algorithms:
         algorithm, _, transport = name.partition(OVER)
@@ -104,14 +106,6 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
     n_calls = CALLS_ON_GPU if point.device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
     clock: dict[str, Any] = {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
     yield from check_and_time(rows, check, device=device, **clock, **point.rounds)
-
-
-def make_inputs(point: AllReducePoint, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the base vector, (elements,), and this rank's multiple of it."""
-    dtype: torch.dtype = getattr(torch, point.dtype)
-    generator = torch.Generator().manual_seed(point.seed)
-    base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
-    return base, base * _multiple(dist.get_rank())
 
 
 def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
