@@ -5,10 +5,10 @@ The rule (`with_verdicts`): the false-discovery rate over all comparisons that a
 
 A session is the same comparison, measured by other processes at another time. Results vary between processes more than
 their rounds show: two all-reduces of 64 KB differed by 14% one way in one group of ranks and by 16% the other way in
-the next, each within 8% by its rounds. So a ratio is as uncertain as its sessions differ. The variance between sessions
-differs by setting, and each setting's estimate has few degrees of freedom. It is shrunk towards the median of the
-others, so a setting with large differences counts against itself only: moderated t-statistics (Smyth 2004, "Linear
-models and empirical Bayes methods for assessing differential expression in microarray experiments", section 3).
+the next, each within 8% by its rounds. So the uncertainty of a ratio comes from the spread of its sessions. Few
+sessions estimate that spread poorly, so it is shrunk towards the median spread of the other settings. One noisy
+setting then hardly widens the others: moderated t-statistics (Smyth 2004, "Linear models and empirical Bayes methods
+for assessing differential expression in microarray experiments", section 3).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -26,16 +26,16 @@ Verdict = Literal["faster", "slower", "no difference shown"]
 FALSE_DISCOVERY_RATE = 0.025
 """Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of that."""
 MIN_RELEVANT_DIFFERENCE = 0.03
-"""Runs differ by more than repeats within one do."""
+"""Smallest ratio that counts, minus 1: two runs differ by more than the repeats within a run."""
 PRIOR_FREEDOM = 3.0
 """How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with this freedom.
 
-With more, frames without a difference claim one in over 5% of simulations in which every fifth setting varies ten
-times as much as the others; with less, small frames claim nothing (`tests/bench/test_sessions.py`).
+A larger value raises false claims above 5% in simulations in which every fifth setting varies ten times as much as the
+others. A smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
 """
 MEDIAN_EFFICIENCY = 2 / np.pi
 BASELINE_CORRELATION = 0.5
-"""Of two alternatives' ratios, half of whose variance is their baseline's."""
+"""Correlation of two alternatives' ratios: half of the variance of each is their baseline's."""
 
 
 def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
@@ -94,7 +94,7 @@ def compare_groups(
 ) -> pd.DataFrame:
     """Compare, within each setting, `value` (a time) of every alternative in `column` with that of `baseline`.
 
-    One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, and the `verdict` of all rows together.
+    One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, and `verdict`, adjusted for all rows.
     Settings without the baseline are left out. Rows of a setting and alternative are in the order of their repeats.
     """
     rows = []

@@ -84,7 +84,7 @@ def check(
 def _save(result: "CheckResult") -> int:
     """Add the run to the baseline, and return the exit status: 1 if it must not be a baseline."""
     from labkit.check.checking import load_baseline, save_baseline
-    from labkit.check.comparison import FEW_RUNS
+    from labkit.check.comparison import MIN_RUNS_FOR_DRIFT
 
     try:
         path = save_baseline(result)
@@ -92,7 +92,11 @@ def _save(result: "CheckResult") -> int:
         err.print(plain(error), soft_wrap=True)
         return 1
     n_runs = len(load_baseline(None))
-    advice = "" if n_runs >= FEW_RUNS else f"; save {FEW_RUNS} or more, at different hours, to see changes of 10%"
+    advice = (
+        ""
+        if n_runs >= MIN_RUNS_FOR_DRIFT
+        else f"; save {MIN_RUNS_FOR_DRIFT} or more, at different hours, to see changes of 10%"
+    )
     err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
     return 0
 

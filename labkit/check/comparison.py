@@ -1,9 +1,10 @@
 """Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A round times every quantity of a place, one after the other, on the slowest rank. What the quantities share from round
-to round is the speed of the cores, which depends on what else a virtual machine's host runs. It is taken out of each
-quantity, as far as it stays in the range of the baseline's rounds (`_take_out_shared`). A session gives one number per
-quantity, the median of its rounds; a run gives the median of its sessions, each in new processes.
+A place is a device and a number of ranks. A round times each of its quantities, one after the other; the slowest rank
+counts. All quantities of a place share the speed of the cores, which depends on what else a virtual machine's host
+runs. This shared change is estimated and subtracted, within the range that the baseline's rounds had
+(`_take_out_shared`). A session gives one number per quantity, the median of its rounds; a run gives the median of its
+sessions, each in new processes.
 
 Runs still differ by more than their sessions explain, by a drift that is similar for all quantities of a machine. A
 baseline of several runs estimates it, and the variance of each quantity is shrunk towards it (moderated t-statistics:
@@ -31,14 +32,14 @@ from labkit.lab.units import counted, format_flops, format_rate, format_seconds,
 QUANTITY = ["device", "world_size", "quantity"]
 DRIFT, MIN_DRIFT = 0.05, 0.01
 """Standard deviation of a run beyond what sessions explain: assumed if the baseline has few runs, and the smallest."""
-FEW_RUNS = 3
-"""Baseline runs from which the drift between runs is estimated."""
+MIN_RUNS_FOR_DRIFT = 3
+"""Baseline runs from which on the drift between runs is estimated."""
 PRIOR_FREEDOM = 10.0
 """Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
 ERROR_OVER_MAD = 1.25 * 1.4826
 """Standard error of a median times the root of the sample size, over the median absolute deviation."""
 FALSE_ALARMS = 0.05
-"""Share of checks on an unchanged machine that report any change."""
+"""Probability that a check of an unchanged machine reports a change."""
 MIN_SESSIONS = 3
 """Undisturbed sessions per quantity and run."""
 MIN_PEERS = 3
@@ -46,7 +47,7 @@ MIN_PEERS = 3
 RANGE = (0.02, 0.98)
 """Quantiles of the baseline's rounds within which the shared part is taken out."""
 MAX_SLOPE = 2.0
-"""Times the shared part, in logarithms, by which a quantity may follow it."""
+"""Largest slope of a quantity against the shared change, in logarithms."""
 MOVED = 1.4
 """Factor by which moved cores differ in the time of an exchange, relative to that of a call on one core."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
@@ -61,8 +62,8 @@ class Change:
     `shared`: a ratio that the quantity shares with the others of its place, as when a virtual machine's cores are
     slower. `ratio` and its interval are what remains.
 
-    `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". Now:
-    `seconds` per sample, `rate` of work per second (NaN if only the time counts), `speed` either of them as text.
+    `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". The
+    new run took `seconds` per sample, at a `rate` of work per second (NaN if only the time counts); `speed` is text.
     `smallest_change`: the smallest ratio above 1 that would have counted as a change.
     """
 
@@ -171,7 +172,7 @@ def _judge(
         axis=1,
     ).mean(axis=1)
     typical = (n_runs - 1) / chdtri(n_runs - 1, 0.5)  # a variance's expectation over its median
-    excess = (between * typical - explained)[n_runs >= FEW_RUNS].median()
+    excess = (between * typical - explained)[n_runs >= MIN_RUNS_FOR_DRIFT].median()
     drift = DRIFT**2 if math.isnan(excess) else max(excess, MIN_DRIFT**2)
     freedom = PRIOR_FREEDOM + n_runs - 1
     variance = (PRIOR_FREEDOM * (drift + explained) + (n_runs - 1) * between.fillna(0)) / freedom
@@ -195,9 +196,9 @@ def _take_out_shared(
 ) -> list[pd.DataFrame]:
     """Return each run's rounds of these quantities without what all of their place share; the last run is the new one.
 
-    The shared part of a round is the median of the other quantities, each relative to its median in the baseline: of
-    those of one core, if there are any. A quantity follows it by a slope, from the differences between rounds of the
-    same run. Beyond the range of the baseline's rounds a shared change is left in: it is a change of the machine.
+    The shared change of a round is the median of the other quantities, each relative to its median in the baseline.
+    Only single-core quantities count, if there are any. Each quantity follows it by a slope, which is fitted to the
+    differences between rounds of one run. A shared change beyond the range of the baseline's rounds is left in.
     """
     n_runs = len(rounds) - 1
     together = pd.concat(rounds, axis=1, keys=range(len(rounds)), names=["run"])

@@ -6,9 +6,10 @@
    counts. Interleaved repeats are compared round by round; sessions, in other processes, are combined into one ratio.
 2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower" if its ratio differs
    from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
-3. Choice (`Metric.best`): of several alternatives, the answer names one, that with most wins less losses over
-   configurations.
-4. Count (`_judge`): in how many configurations it is better, and in how many worse, gives verdict and sentence.
+3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over the
+   configurations that all of them share. Ties go to the best mean ratio; within 3%, to the first.
+4. Count (`_judge`): "yes" if it is better in more than half of the configurations and worse in none, "no" if it is
+   better in none, "it depends" otherwise.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
 """
@@ -165,7 +166,10 @@ class Compare(Question):
 
 
 def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, has_several: bool) -> tuple[Verdict, str]:
-    """Choose verdict and headline template: of `n` configurations, the alternative is better or worse in so many."""
+    """Choose verdict and headline template from the counts of better and worse among `n` rows, one per configuration.
+
+    Without a winner the rows are those of all alternatives.
+    """
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
@@ -236,8 +240,8 @@ class Check(Question):
 
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
         if verdict == "yes":
-            is_exact = factors.max() < 1.0005
-            amount = "exactly" if is_exact else f"within {100 * (factors.max() - 1):.2g}% of"
+            percent = max(0.05, 100 * (factors.max() - 1))
+            amount = "exactly" if factors.max() == 1 else f"within {percent:.2g}% of"
             return f"Yes: all {self.subject} are {amount} {self.reference}."
         most = "half of the" if 2 * n_close == len(factors) else "most"
         start = f"Partly: {most}" if verdict == "it depends" else "No: few" if n_close else "No: no"

@@ -15,7 +15,7 @@ from labkit.machine.description import describe_machine
 from labkit.machine.gpus import GpuLoad, gpu_load
 
 SAMPLE_S, MIN_SPAN_S = 0.1, 0.5
-BUSY = ("user", "nice", "system", "irq", "softirq")  # guests of this machine are in user and nice
+BUSY = ("user", "nice", "system", "irq", "softirq")  # guests that this machine hosts are in user and nice
 MIN_BUSY_SHARE = 0.15
 """Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
 _SOCKETS, _NAME = Path("/proc/net/unix"), "labkit-measuring-"
@@ -30,9 +30,9 @@ class Load(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     busy_cores: float | None = None
-    """Of the cores this process may use, by other programs."""
+    """Cores' worth of time that other programs used, among the cores this process may use."""
     stolen_cores: float | None = None
-    """Of those, taken by other guests of the host (steal time)."""
+    """Cores' worth of time that the host gave to its other virtual machines (steal time). Not part of `busy_cores`."""
     ping_s: float | None = None
     """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on GPUs."""
     exchange_s: float | None = None
@@ -59,7 +59,7 @@ class LoadMeter:
         self._has_ranks, self._before = has_ranks, _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
-        """The load since then; cores are None after less than `at_least_s`: a tick would be too large a part."""
+        """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks are too coarse."""
         before, self._before = self._before, _read_times()
         span_s, busy, stolen, own = (now - then for now, then in zip(self._before, before, strict=True))
         gpu = gpu_load({process.pid for process in _own_processes()}) if describe_machine().gpus else None
@@ -70,9 +70,9 @@ class LoadMeter:
 
 
 def _read_times() -> tuple[float, float, float, float]:
-    """The clock, and seconds since boot of the cores that this process may use: busy, stolen, by this process.
+    """Read the clock, and seconds since boot of the cores that this process may use: busy, stolen, by this process.
 
-    In ticks of 10 ms.
+    Seconds are in steps of 10 ms.
     """
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))

@@ -1,4 +1,4 @@
-"""The four wrappers: gradients averaged after backward, or bucket by bucket while backward runs."""
+"""The four wrappers: gradients averaged after backward, or in buckets (`assign_buckets`) while backward runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +13,7 @@ from labkit.parallel.data_parallel.consistency import strides_like
 
 CommHook = Callable[[Any, "Bucket"], torch.futures.Future[Any]]
 MIB = 2**20
+ONE_BYTE_MB = 1 / MIB
 
 
 class NaiveDDP(DataParallel):
@@ -37,12 +38,12 @@ class FlatDDP(DataParallel):
 
 
 class BucketedDDP(DataParallel):
-    """One collective per bucket, started with the bucket's last gradient. Gradients become views of buckets.
+    """One collective per bucket, started as soon as its last gradient is ready. Gradients become views of buckets.
 
     Args:
         bucket_mb: MiB of gradients that fill a bucket. `bucket_cap_mb`, torch's name, also sets the first bucket.
         first_bucket_mb: the same for the first bucket.
-        overlap: if False, collectives start after backward.
+        overlap: if False, or with `find_unused`, collectives start after backward.
         gradient_as_bucket_view: if False, averaged gradients are copied out of the buckets.
 
     Other arguments as `DataParallel`. ValueError, on all ranks, for sizes that are not positive.
@@ -93,18 +94,18 @@ class BucketedDDP(DataParallel):
     def _begin_pass(self) -> None:
         super()._begin_pass()
         for bucket in self._buckets:
-            if bucket.is_referenced():
+            if bucket.has_outside_references():
                 bucket.allocate()
 
     def _gradient_ready(self, index: int) -> None:
         self._fill(index)
-        if not self._bucket_by_index[index].missing:
-            self._start_full_buckets()
+        if not self._bucket_by_index[index].n_missing:
+            self._start_complete_buckets()
 
     def _finish(self, pending: list[int]) -> None:
         for index in pending:
             self._fill(index)
-        self._start_full_buckets()
+        self._start_complete_buckets()
         self._wait()
         if not self.gradient_as_bucket_view:
             for bucket in self._buckets:
@@ -115,7 +116,7 @@ class BucketedDDP(DataParallel):
         """Copy the divided gradient, or zeros, into its bucket. `p.grad` becomes a view of the bucket."""
         bucket, parameter = self._bucket_by_index[index], self._parameters_in_order[index]
         view, gradient = bucket.views[index], parameter.grad
-        bucket.missing -= 1
+        bucket.n_missing -= 1
         if gradient is not None and bucket.holds(index, gradient):
             if self._divisor > 1:
                 view.div_(self._divisor)
@@ -129,9 +130,9 @@ class BucketedDDP(DataParallel):
         if self.gradient_as_bucket_view:
             parameter.grad = view.detach()  # a new tensor each time: a user's `.data = ` changes only that one
 
-    def _start_full_buckets(self) -> None:
-        """Start the collectives of full buckets, in the same order on every rank."""
-        while (number := len(self._waits)) < len(self._buckets) and not self._buckets[number].missing:
+    def _start_complete_buckets(self) -> None:
+        """Start the collectives of buckets that have all gradients, in the same order on every rank."""
+        while (number := len(self._waits)) < len(self._buckets) and not self._buckets[number].n_missing:
             bucket = self._buckets[number]
             if self._comm_hook is None:
                 self._waits.append(self._reducer.start(bucket.memory, self._op))
@@ -146,26 +147,25 @@ class BucketedDDP(DataParallel):
         super()._reset_pass()
         self._waits = []
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.n_missing = len(bucket.parameters)
 
 
 class OverlappedDDP(BucketedDDP):
     """One collective per parameter, started as soon as its gradient is ready: buckets of one parameter each.
 
-    Gradients may become ready in a different order on each rank. Each waits until the collectives before it have
-    started, so that all ranks start them in one order.
+    All ranks start the collectives in one order. One whose gradient is ready early waits for those before it.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None, **options: Any):
-        super().__init__(module, device_ids, bucket_mb=1 / MIB, first_bucket_mb=1 / MIB, **options)
+        super().__init__(module, device_ids, bucket_mb=ONE_BYTE_MB, first_bucket_mb=ONE_BYTE_MB, **options)
 
 
 def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
-    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are full.
+    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are averaged.
 
-    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more; the first of a kind at
-    `first_bucket_mb`, so that communication starts early. A parameter is never split. As torch's
-    `_compute_bucket_assignment_by_size`.
+    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first one of each dtype
+    and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so that communication starts early. Buckets
+    that are never full come last. A parameter is never split. As torch's `_compute_bucket_assignment_by_size`.
     """
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -185,7 +185,7 @@ class Bucket:
 
     def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
         self.parameters, self._number, self._is_last = parameters, number, is_last
-        self.missing = len(parameters)
+        self.n_missing = len(parameters)
         """Gradients of this pass that are not ready yet."""
         self.allocate()
 
@@ -205,7 +205,7 @@ class Bucket:
         """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
         return (gradient.data_ptr(), gradient.stride()) == self._places[index]
 
-    def is_referenced(self) -> bool:
+    def has_outside_references(self) -> bool:
         """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
         if (extra := _count_references(self.memory) - self._references) == 0:
             return False

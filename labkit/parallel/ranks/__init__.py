@@ -1,1 +1,1 @@
-"""Processes that measure: forked by a server (`group.py`), or those of a torchrun job (`worker.JobGroup`)."""
+"""Processes that measure: forked by a server (`fork_server`, `group`), or those of a torchrun job (`JobGroup`)."""

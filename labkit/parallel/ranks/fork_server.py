@@ -1,7 +1,8 @@
-"""Fork server: a process that has imported torch and forks ranks, each a `torch.multiprocessing` worker.
+"""Fork server: a process that has imported torch. Its forks are ready at once.
 
 The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader forks the ranks
-(`fork_rank`) that the caller requests (`request_rank`). If one of these processes ends, the others clean up after it:
+(`fork_rank`, each a `torch.multiprocessing` worker) that the caller requests (`request_rank`). If one of these
+processes ends, the others clean up after it:
 
 * If the caller ends, or closes a group's connection, the leader kills the ranks with all that they have started, and
   removes the group's directory. The server ends with its last caller.
@@ -83,7 +84,7 @@ def request_rank(group: socket.socket, rank: int, environment: Mapping[str, str]
     """Have the leader fork a rank with these variables, and this process's `sys.path` and working directory."""
     ours, theirs = multiprocessing.Pipe()
     state = {"environment": dict(environment), "path": list(map(str, sys.path)), "argv": list(map(str, sys.argv))}
-    state |= {"directory": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
+    state |= {"cwd": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
     with theirs, contextlib.suppress(OSError):  # the leader has ended, and reported why
         _send(group, {"rank": rank}, theirs.fileno())
         ours.send_bytes(json.dumps(state).encode())
@@ -123,7 +124,7 @@ def _serve(control: socket.socket) -> None:
             if not content:
                 break
             directory = json.loads(content)["directory"]
-            if (leader := os.fork()) == 0:
+            if (leader := os.fork()) == 0:  # a leader; ranks: `fork_rank`
                 control.close()
                 _lead_group(directory, *descriptors)
             leaders[leader] = directory
@@ -194,7 +195,7 @@ def _watch_children() -> tuple[socket.socket, socket.socket]:
 
 
 def fork_rank(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
-    """Fork a rank, as leader of a process group of its own. The rank closes the `inherited` sockets."""
+    """Fork a rank, with a POSIX process group (setpgid) of its own. The rank closes the `inherited` sockets."""
     import torch.multiprocessing
 
     context = torch.multiprocessing.get_context("fork")
@@ -234,7 +235,7 @@ def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequ
         sys.path[:], sys.argv[:] = state["path"], state["argv"]
         sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
         multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
-        os.chdir(state["directory"])
+        os.chdir(state["cwd"])
         worker = importlib.import_module("labkit.parallel.ranks.worker")  # not preloaded: edits take effect
         worker.serve_points(caller, rank, Path(directory))
 

@@ -77,7 +77,7 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        """Carry out `steps`; one starts as soon as the one `depth` before it is complete, or later."""
+        """Carry out `steps`. Step i may start once step i - `depth` is complete."""
 
     def start(self, step: Step) -> Callable[[], None]:
         """Start a step of any length, without `add`; return a function that completes it.

@@ -24,7 +24,7 @@ from labkit.machine.description import Machine
 from labkit.studies.limits.worker import LimitPoint, measure
 
 KIB, MIB = 2**10, 2**20
-THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # enough for all threads, and for no cache
+THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # large enough to use every thread, and too large for any cache
 ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
 
 
@@ -39,7 +39,7 @@ class LimitsConfig(TimedConfig):
     exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
     """Messages between ranks."""
     ranks: list[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
-    """Numbers of ranks that send messages; with no more ranks than cores, all also multiply and add at once."""
+    """Numbers of ranks that all-reduce; with enough cores, all of them also time matmuls and additions at once."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model whose operators are timed, for the roofline."""
     batch: Count = 4
@@ -165,7 +165,7 @@ def roofline(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="limits",
     title="The limits of this machine",
-    summary="What this machine can do at best (arithmetic, memory, threads, messages), and which limit binds what.",
+    summary="What this machine can do at best (arithmetic, memory, threads, messages), and what limits each operator.",
     config=LimitsConfig,
     smoke={"model": "nano", "context_length": 64},
     paper={
@@ -188,7 +188,7 @@ LAB = Lab(
     questions=[
         Report(
             id="matmuls",
-            text="How fast are matmuls, and from which size up?",
+            text="How fast are matmuls, and which shape is fastest?",
             table=matmuls,
             pick=lambda table: table["flops_per_s"].where(table["dtype"] == "float32").idxmax(),
             configuration=("device", "dtype"),
@@ -213,7 +213,7 @@ LAB = Lab(
         ),
         Report(
             id="exchange",
-            text="What does an all-reduce cost: the shortest, and each byte of a long one?",
+            text="How long does the shortest all-reduce take, and how many bytes per second does a long one move?",
             table=shortest_all_reduce,
             pick=lambda table: table.sort_values(["world_size", "way"]).index[0],
             configuration=("world_size", "way"),
@@ -226,7 +226,7 @@ LAB = Lab(
             table=roofline,
             pick=lambda table: table["of_operators_percent"].idxmax(),
             configuration=("model", "batch", "context_length", "device"),
-            says="{of_operators_percent}% of the operators of {model} are bound by {bound}, by their counts.",
+            says="By FLOPs and bytes, {of_operators_percent}% of the operators of {model} are limited by {bound}.",
             figure=Lines(x="intensity", y="flops_per_s", hue="bound"),
         ),
         Report(
@@ -235,7 +235,7 @@ LAB = Lab(
             table=against_itself,
             pick=lambda table: table["smallest_percent"].idxmax(),
             configuration=("operation",),
-            says="Between two {operation}s, differences below {smallest_percent}% go unseen.",
+            says="Between two {operation}s, the least precise here, differences below {smallest_percent}% go unseen.",
         ),
     ],
 )

@@ -1,7 +1,8 @@
-"""Sharding: what each stage of ZeRO saves in memory, sends, and costs in time, compared with torch's.
+"""Sharding: what each stage of ZeRO saves in memory, sends, and costs in time.
 
-Implementations take turns with whole steps, after their parameters are compared with those of a training in one
-process. Times are compared with DDP's, memory and bytes sent with the formulas'.
+Every implementation must first train to the parameters of one process. Then each runs one whole step per turn. Times
+and peak memory are compared with DDP's, bytes held and sent with the formulas, and times also with torch's ZeRO-1 and
+FSDP.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class ShardingConfig(TimedConfig):
     ]
     """The lab on data-parallel training measures torch's DDP."""
     optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
-    """Sharding saves time if an update is expensive, as AdamW's, and little with SGD."""
+    """Sharding saves time where the update is expensive (AdamW), and hardly any where it is cheap (SGD)."""
     transports: Some[Annotated[str, one_of(lambda: TRANSPORTS)]] = [SHARED, POINT_TO_POINT]
     """Transports of labkit's implementations; torch's use the backend."""
     world_sizes: WorldSizes = [2]
@@ -65,7 +66,7 @@ def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
 STEP = Metric("seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts)
 PEAK = Metric("peak_bytes", "implementation", ("size", "world_size", "device"), where={"kind": "memory"}, exact=True)
 AT = {"size": None, "world_size": None, "optimizer": "AdamW", "transport": SHARED}
-"""Figures show the largest model and the most ranks, and of several optimizers and transports these."""
+"""Figures show the largest model and the most ranks, with AdamW over shared memory."""
 NAMES = {
     DDP: "DDP",
     ZERO1: "ZeRO-1",
@@ -78,27 +79,27 @@ NAMES = {
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Plan steps: the first optimizer over every transport, others over the first one. Then plan memory.
+    """Plan steps: the first optimizer over every transport, the others over the first. Then plan peak memory.
 
     With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
     """
     device = machine.device(config.device)
     names = tuple(config.implementations)
     transports = config.transports if device == "cpu" else [AUTO]
-    ways = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
+    pairs = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
 
     def point(kind: str, world_size: int, **about: Any) -> ShardingPoint:
         here = ranks_here(world_size)
         about |= {"device": device, "backend": machine.backend(device, here), "host_ranks": here}
         return ShardingPoint.of(config, kind=kind, world_size=world_size, **about)
 
-    for world_size, size, (optimizer, transport) in product(config.world_sizes, config.sizes, ways):
+    for world_size, size, (optimizer, transport) in product(config.world_sizes, config.sizes, pairs):
         yield point("time", world_size, size=size, optimizer=optimizer, transport=transport, implementations=names)
     # Pages that several ranks map would count on each of them: memory is measured point to point.
     transport = POINT_TO_POINT if device == "cpu" else AUTO
     for world_size, size in product(config.memory_world_sizes, config.sizes):
-        is_least = world_size == min(config.memory_world_sizes)
-        measured = tuple(name for name in names if is_least or name not in TORCHS) or names
+        is_fewest = world_size == min(config.memory_world_sizes)
+        measured = tuple(name for name in names if is_fewest or name not in TORCHS) or names
         yield point("memory", world_size, size=size, transport=transport, implementations=measured)
 
 
@@ -116,13 +117,16 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return bytes that the rank which sends most sends per step, by stage and collective, and the formula's."""
+    """Return bytes that the rank which sends most sends per step, by stage and collective, and the formula's.
+
+    `sent_over_model`: over the bytes of the model, times p/(p-1).
+    """
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
     table = table.reset_index()
     share = (table["world_size"] - 1) / table["world_size"]
-    return table.assign(times_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float))
+    return table.assign(sent_over_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float))
 
 
 def largest_models(results: Results) -> pd.DataFrame:
@@ -168,7 +172,7 @@ LAB = Lab(
     questions=[
         Compare(
             id="peaks",
-            text="Does a rank need less memory in shards?",
+            text="Which stage of ZeRO lowers the peak memory of a rank most?",
             metric=PEAK,
             baseline=DDP,
             among=STAGES[1:],
@@ -198,7 +202,7 @@ LAB = Lab(
         ),
         Compare(
             id="time",
-            text="Is a step in shards faster than one with whole copies?",
+            text="Is any stage of ZeRO faster than DDP?",
             metric=STEP,
             baseline=DDP,
             among=STAGES[1:],
@@ -219,11 +223,11 @@ LAB = Lab(
         ),
         Report(
             id="largest_model",
-            text="Which is the largest model that fits, by what is sharded?",
+            text="What is the largest model that fits, for each stage?",
             table=largest_models,
             verdict="predicted",
             configuration=("world_size",),
-            says="With {world_size} ranks {implementation} holds {model}, at {needed_bytes} per rank, by the formulas.",
+            says="On {world_size} ranks, {implementation} fits {model}: {needed_bytes} per rank by the formulas.",
         ),
     ],
 )

@@ -94,7 +94,7 @@ LAB = Lab(
         Compare(
             id="price",
             is_expected=True,
-            text="Is a synchronized layer as fast as plain BatchNorm?",
+            text="Is a synchronized layer faster than plain BatchNorm?",
             metric=TIME,
             baseline=PLAIN,
             among=(LABKIT,),
@@ -107,7 +107,7 @@ LAB = Lab(
             text="Where does the added time go: into collectives, or into arithmetic and waiting?",
             table=split,
             configuration=CONFIGURATION,
-            says="With {world_size} ranks and {features} features, collectives alone are {collectives_percent}% of it.",
+            says="Collectives are {collectives_percent}% of the added time ({world_size} ranks, {features} features).",
             figure=Lines(source=PHASES, x="features", panel="world_size", at={"phase": BOTH, "batch": None}),
         ),
         Compare(
@@ -115,6 +115,7 @@ LAB = Lab(
             text="Is labkit's SyncBatchNorm faster than torch's?",
             metric=TIME,
             baseline=TORCH,
+            among=(LABKIT,),
         ),
         Compare(
             id="memory",
