@@ -12,8 +12,8 @@ pieces, and lists steps for `transport.run(steps, depth)`, which does this with 
         message = receive from step.source
         step.incoming = (step.incoming + message if step.add else message) / step.divisor
 
-Messages travel through memory that the ranks of a host share, or point to point. Results do not depend on it, to the
-bit. The first call in a group is a collective.
+Messages travel through memory that the ranks of a host share, or point to point (`labkit.parallel.transport`). Results
+do not depend on it, to the bit. The first call in a group is a collective.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.
@@ -99,10 +99,10 @@ def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, tr
         right, left = (r + 1) % p, (r - 1) % p
         pieces = cut(vector.split_with_sizes(shard_sizes(len(vector), p)), transport, depth=2)
         adds, copies = [], []
-        for s in range(p - 1):
-            by = divisor if s == p - 2 else 1  # the last round completes this rank's shard
+        for s in range(p - 1):  # rank r sends shard r-1 first, so that it ends with shard r
+            round_divisor = divisor if s == p - 2 else 1  # the last round completes this rank's shard
             for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
-                adds.append(Step(sent, right, received, left, add=True, divisor=by))
+                adds.append(Step(sent, right, received, left, add=True, divisor=round_divisor))
             for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
                 copies.append(Step(sent, right, received, left))
         depth = min(2, len(pieces[r]))
@@ -139,9 +139,11 @@ def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, d
     by_piece: list[list[Step]] = [[] for _ in results]
     for i, (total, result) in enumerate(zip(pieces[r], results, strict=True)):
         for s in range(1, p):
-            by = divisor if s == p - 1 else 1
+            round_divisor = divisor if s == p - 1 else 1
             sent, incoming = pieces[(r + s) % p][i], total if s == 1 else result
-            by_piece[i].append(Step(sent, (r + s) % p, incoming, (r - s) % p, add=True, divisor=by, into=result))
+            by_piece[i].append(
+                Step(sent, (r + s) % p, incoming, (r - s) % p, add=True, divisor=round_divisor, into=result)
+            )
     return by_piece
 
 
@@ -197,8 +199,9 @@ def recursive_doubling_all_reduce(
         _fold(vector, ranks, transport, inward=True)
         pieces, steps = cut([vector], transport, depth=2)[0], []
         while transport.rank in ranks and distance < len(ranks):
-            partner, by = ranks[ranks.index(transport.rank) ^ distance], divisor if 2 * distance == len(ranks) else 1
-            steps += [Step(piece, partner, piece, partner, add=True, divisor=by) for piece in pieces]
+            partner = ranks[ranks.index(transport.rank) ^ distance]
+            round_divisor = divisor if 2 * distance == len(ranks) else 1
+            steps += [Step(piece, partner, piece, partner, add=True, divisor=round_divisor) for piece in pieces]
             distance *= 2
         transport.run(steps, depth=min(2, len(pieces)))
         _fold(vector, ranks, transport, inward=False)

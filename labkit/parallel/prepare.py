@@ -74,7 +74,7 @@ class InPlace:
             self.copy_to = tensor
             self.vector = tensor.to(selected.device).resolve_neg().resolve_conj().contiguous().view(-1)
         if op is not None:
-            selected.call = checksum(name, by, op, self.vector.numel(), self.vector.dtype)
+            selected.call_checksum = checksum(name, by, op, self.vector.numel(), self.vector.dtype)
         self.transport = count_traffic(selected, name, by, (self.vector,))
 
     def __enter__(self) -> Any:

@@ -342,13 +342,13 @@ def _check_gathers() -> list[str]:
     for strategy in (FSDP, _zero2):
         model = strategy(plain())
         whole, unit = model(x).detach(), model._units[0]
-        complete, unit._complete = unit._complete, _lose_connection
+        complete, unit._gather_rows = unit._gather_rows, _lose_connection
         unit.gathered_versions = []  # as if its shards had changed
         for _ in range(2):  # the second call must not take what the first left
             with contextlib.suppress(OSError):
                 model(x)
                 wrong.append(f"{strategy}: a failed gather was used")
-        unit._complete = complete
+        unit._gather_rows = complete
         if not torch.equal(model(x), whole):
             wrong.append(f"{strategy}: wrong after a failed gather")
         loss = model(x).sum()
@@ -412,7 +412,7 @@ def _check_elements() -> list[str]:
 
 def _check_averages() -> list[str]:
     """Two averages of a unit that are in flight at the same time have memory of their own."""
-    unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._pass._averages
+    unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._pass._average_channel
     first, second = (torch.full((WIDTH, WIDTH), float(n + dist.get_rank())) for n in (1, 10))
     unit.sync_with_shards()
     waits = [channel.start(partial(time.sleep, 0.2))]

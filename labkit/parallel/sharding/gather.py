@@ -1,7 +1,7 @@
 """ZeRO-3's gather: a unit's call gathers its parameters, rank by rank, and releases them; backward does so again.
 
-    a call     before: gather the unit and prefetch those that followed it in the last forward pass, so that its hooks
-               see whole parameters; after: release it
+    a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
+               the last forward pass; after: release it
     backward   an output of the unit gets a gradient: gather it again, and prefetch; all of its parameters have
                gradients: start to average these, and release it
     the end    ranks exchange which parameters have gradients, and average the rest
@@ -40,7 +40,7 @@ class GatherPass:
     ) -> None:
         """`channels`: for gathers, averages and flags. Every rank has `replicated` parameters whole."""
         self._units, self._options, self._replicated = list(units), options, replicated
-        self._gathers, self._averages, self._flags = channels
+        self._gather_channel, self._average_channel, self._flag_channel = channels
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
@@ -56,7 +56,7 @@ class GatherPass:
         self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
         hook = weak_hook(self, GatherPass._note_gradient)  # which refers to no unit: torch hides it from the collector
         for unit in units:
-            run_around(unit.module, partial(self._run_unit, unit))
+            run_around(unit.module, partial(self._run_unit, unit))  # from now on a call of the module
         for whole in self._by_whole:
             if whole.requires_grad:
                 whole.register_post_accumulate_grad_hook(hook)
@@ -112,12 +112,12 @@ class GatherPass:
 
     def _gather(self, unit: Unit) -> None:
         """Make the unit's parameters whole. A collective."""
-        unit.start_gather(self._gathers)
+        unit.start_gather(self._gather_channel)
         unit.finish_gather()
 
     def _prefetch(self, following: Iterable[Unit]) -> None:
         for unit in islice((unit for unit in following if unit.parameters), self._options.prefetch):
-            unit.start_gather(self._gathers)
+            unit.start_gather(self._gather_channel)
 
     @disable_compile
     def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
@@ -202,7 +202,7 @@ class GatherPass:
         if self._waits and self._waits_in_backward:
             self._waits_in_backward = bool(self._waits[-1](PATIENCE_S))
         with torch.no_grad():
-            self._waits.append(unit.start_average(self._averages))
+            self._waits.append(unit.start_average(self._average_channel))
 
     # The end of backward
 
@@ -223,8 +223,8 @@ class GatherPass:
             self._start_average(unit)
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            average = partial(self._averages.call, all_reduce, p.grad)
-            self._waits.append(self._averages.start_checked(END_OF_PASS, average))
+            average = partial(self._average_channel.call, all_reduce, p.grad)
+            self._waits.append(self._average_channel.start_checked(END_OF_PASS, average))
         self._wait()
         for parameter in self._parameters:
             parameter.assign_means()
@@ -233,10 +233,10 @@ class GatherPass:
         """Note which parameters were used on any rank; return units with late gradients, and replicated parameters."""
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
         flags += [unit.is_late for unit in self._units] + [p.grad is not None for p in self._replicated]
-        transport = self._flags.transport
+        transport = self._flag_channel.transport
         by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8, device=transport.device)
         by_rank[transport.rank] = torch.tensor(flags)
-        self._flags.start_checked(END_OF_PASS, partial(self._flags.call, all_gather, by_rank))()
+        self._flag_channel.start_checked(END_OF_PASS, partial(self._flag_channel.call, all_gather, by_rank))()
         used = by_rank[:, : len(self._parameters)]
         self._waits_in_backward = bool((used == used[0]).all())  # ranks that use the same probably will again
         on_any = iter(by_rank.any(0).tolist())

@@ -68,7 +68,7 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
         for tensor, each in copies:
             each.copy_(tensor)
         _fill(packed)
-        transport.call = call
+        transport.call_checksum = call
         if tensors:
             count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
             torch.autograd.graph.increment_version(tensors)  # messages are written past torch
@@ -106,7 +106,7 @@ def average_rows(
         steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
         if p == 1:
             block[-1].copy_(block[0])
-    via.call = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
+    via.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
     count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
     _unpack(packed[-1:])
     for mean, result in zip(means, results, strict=True):

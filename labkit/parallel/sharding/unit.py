@@ -131,7 +131,7 @@ class Unit:
         self.is_whole = self.is_attached = True
         """Gathered, or being gathered; modules have whole parameters."""
         self._wait: Wait | None = None
-        self._complete: Callable[[], None] | None = None
+        self._gather_rows: Callable[[], None] | None = None
         """Gathers rows once shards are in their places."""
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
@@ -181,7 +181,7 @@ class Unit:
         self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
-            self._complete = None  # planned for the old places
+            self._gather_rows = None  # planned for the old places
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
@@ -192,10 +192,10 @@ class Unit:
         pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
-        if self._complete is None:
+        if self._gather_rows is None:
             with torch.inference_mode(False):  # its vectors stay
-                self._complete = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
-        self._complete()
+                self._gather_rows = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
+        self._gather_rows()
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight. What a failed one leaves in memory is not the parameters, and is released."""

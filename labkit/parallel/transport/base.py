@@ -68,7 +68,7 @@ class Transport(ABC):
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.call = 0
+        self.call_checksum = 0
         """Checksum of the collective that `run` is part of: through shared memory, ranks compare it."""
         self.n_ended = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)

@@ -102,7 +102,7 @@ class SharedTransport(Transport):
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._finish()
-        call = self.call + (self.n_ended << 32)  # checksums have 32 bits
+        call = self.call_checksum + (self.n_ended << 32)  # checksums have 32 bits
         self._library.run_steps(self._link, [*steps], depth, call, call)
 
     def end_call(self) -> None:
