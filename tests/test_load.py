@@ -17,8 +17,8 @@ from labkit.lab.pages import cards
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.cgroups import quota_cores
-from labkit.machine.load import Load, announced, busy_points, busy_reason, other_measurements
+from labkit.machine.cgroups import quota_cores, throttled_periods
+from labkit.machine.load import Load, LoadMeter, announced, busy_points, busy_reason, other_measurements
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
 
@@ -71,11 +71,12 @@ def _load(**fields):
 @pytest.mark.parametrize(
     ("cores", "is_busy", "fields"),
     [
-        (2, False, {"busy_cores": 0.3}),
+        (2, False, {"busy_cores": 0.3, "throttled_share": 0.01}),
         (2, True, {"busy_cores": 0.6}),
         (2, True, {"stolen_cores": 0.7}),
         (64, False, {"busy_cores": 2.0}),
         (64, True, {"busy_cores": 12.0}),
+        (2, True, {"throttled_share": 0.9}),
     ],
 )
 def test_what_takes_cores_makes_a_point_busy(cores, is_busy, fields):
@@ -105,21 +106,29 @@ def test_a_slow_phase_of_the_memory_is_told_from_what_the_probes_of_a_quiet_mach
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "files", "cores"),
+    ("cgroup", "files", "cores", "periods"),
     [
-        ("0::/job", {"job/cpu.max": "50000 100000"}, 0.5),
-        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0),
-        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5),  # a container sees itself as the topmost
-        ("4:memory:/m\n1:cpu,cpuacct:/t", {V1 + "quota_us": "50000", V1 + "period_us": "100000"}, 0.5),
-        ("1:cpu:/t", {V1 + "quota_us": "-1", V1 + "period_us": "100000"}, None),
-        ("0::/", {}, None),
+        ("0::/job", {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"}, 0.5, (4, 9)),
+        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0, (0, 0)),
+        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),  # a container sees itself as the topmost
+        ("4:memory:/m\n1:cpu,cpuacct:/t", {V1 + "quota_us": "50000", V1 + "period_us": "100000"}, 0.5, (0, 0)),
+        ("1:cpu:/t", {V1 + "quota_us": "-1", V1 + "period_us": "100000"}, None, (0, 0)),
+        ("0::/", {}, None, (0, 0)),
     ],
 )
-def test_a_cpu_quota_is_read_in_both_versions(tmp_path, cgroup, files, cores):
+def test_a_cpu_quota_is_read_in_both_versions(tmp_path, cgroup, files, cores, periods):
     for name, text in ({"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{n}": t for n, t in files.items()}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert quota_cores(tmp_path) == cores
+    assert throttled_periods(tmp_path) == periods
+
+
+def test_periods_that_a_quota_held_back_are_a_share_of_those_since(monkeypatch):
+    counts = iter([(3, 10), (8, 20), (8, 20)])
+    monkeypatch.setattr("labkit.machine.load.throttled_periods", lambda: next(counts))
+    meter = LoadMeter()
+    assert [meter.load().throttled_share, meter.load().throttled_share] == [0.5, None]
 
 
 def _probe_twice():
@@ -142,17 +151,19 @@ def test_a_point_that_starts_its_processes_itself_is_not_probed():
 
 
 def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.machine.load.busy_reason", lambda load, cores: "a heated GPU")
+    monkeypatch.setattr("labkit.machine.load.throttled_periods", lambda: next(periods))
+    monkeypatch.setattr("labkit.machine.load.MIN_BUSY_SHARE", 99)  # whatever else runs now
+    periods = ((10 * n, 10 * n) for n in range(1000))
     config = FakeConfig(actions=["fine", "raise"], world_size=1)
     run = measure(FAKE, config, profile="smoke", directory=tmp_path / "runs")
-    assert run.header.load.busy_cores >= 0
+    assert run.header.load.throttled_share == 1
     assert run.busy.keys() == set(run.header.planned)
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
     loads = [line["load"] for line in lines if line["kind"] == "end"]
     assert all(load["copy_s"] > 0 and "ping_s" not in load for load in loads)
     assert not any(PROBE in row for row in run.frame())
     assert "during 2 of 2 points: " in (page := cards.coverage(run).data)
-    assert "a heated GPU" in page
+    assert "a CPU quota" in page
     for line in lines:  # as older runs are
         line.pop("load", None)
         line |= {"beats": [[[1, 0, 0.001]]]} if line["kind"] == "end" else {}

@@ -14,7 +14,10 @@ import nbformat
 import pytest
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
+from labkit.lab.config import ParameterError
+from labkit.lab.notebook import open_lab
 from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.parameters import COMMON_PARAMETERS
@@ -221,6 +224,28 @@ def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report,
 @pytest.mark.slow  # the tour, which is carried out by papermill, too, is quick
 def test_papermill_works_from_any_directory(notebook_by_papermill):
     assert read_notebook_record(notebook_by_papermill).profile == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"wrold_sizes": [2]}, ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
+        ({"world_sizes": "[2,4]"}, ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
+        ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
+    ],
+)
+def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, words):
+    notebook = load_notebook_node(str(notebook_path("all_reduce")))
+    cells = parameterize_notebook(notebook, {"profile": "smoke"} | wrong, kernel_name="python3").cells
+    sources = [c.source for c in cells if {"parameters", "injected-parameters"} & set(c.metadata.get("tags", []))]
+    assert len(sources) == 2
+    namespace = {"In": sources}
+    for source in sources:
+        exec(source, namespace)
+    with pytest.raises(ParameterError) as error:
+        open_lab(load_lab("all_reduce"), namespace)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(broken_report):

@@ -134,8 +134,8 @@ def _print(result: "CheckResult") -> None:
     shared = verdicts.pop() if len(verdicts) == 1 and "not comparable: " in str(verdicts) else None
     lines += [*result.circumstances, *([shared] if shared else [])]
     for place, changes in groupby(result.changes, key=lambda one: one.place):
-        factor = statistics.median(one.shared for one in changes)
-        if abs(math.log(factor)) > math.log1p(TOLERANCE):
+        factor = statistics.median([one.shared for one in changes if not math.isnan(one.shared)] or [1.0])
+        if abs(math.log(factor)) > math.log1p(result.tolerance):
             lines.append(f"{place}: all take {factor:.2f} times as long, as rounds of the baseline do: left out below")
     for line in lines:
         out.print(plain(line), soft_wrap=True)

@@ -2,9 +2,9 @@
 
 A place is a device and a number of ranks. A round times each of its quantities, one after the other; the slowest rank
 counts. All quantities of a place share the speed of the cores, which depends on what else a virtual machine's host
-runs. This shared change is estimated and subtracted, within the range that the baseline's rounds had
-(`_take_out_shared`). A session gives one number per quantity, the median of its rounds; a run gives the median of its
-sessions, each in new processes.
+runs. This shared change is estimated and subtracted, as far as it varies in the baseline (`_take_out_shared`). A
+session gives one number per quantity, the median of its rounds; a run gives the median of its sessions, each in new
+processes.
 
 Runs still differ by more than their sessions explain, by a drift that is similar for all quantities of a machine. A
 baseline of several runs estimates it, and the variance of each quantity is shrunk towards it (moderated t-statistics:
@@ -45,7 +45,7 @@ MIN_SESSIONS = 3
 MIN_PEERS = 3
 """Other quantities of a place that show what all of them share."""
 RANGE = (0.02, 0.98)
-"""Quantiles of the baseline's rounds within which the shared part is taken out."""
+"""Quantiles of the baseline's rounds within which a run's shared change is taken out."""
 MAX_SLOPE = 2.0
 """Largest slope of a quantity against the shared change, in logarithms."""
 MOVED = 1.4
@@ -99,7 +99,8 @@ def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
             times = f"{factors[-1]:.1f} times as long as in the baseline"
             reason = f"cores exchange data for {times}: the host moved them; `labkit check --save` adds this state"
         elif reason is None and math.isnan(judged[name]["ratio"]):
-            reason = f"{next(filter(None, (each.missing_reason(name) for each in then)))}, in the baseline"
+            reasons = filter(None, (each.missing_reason(name) for each in then))
+            reason = f"{next(reasons, 'it was not measured')}, in the baseline"
         facts: dict[str, Any] = {"verdict": f"not comparable: {reason}"} if reason else judged[name]
         changes.append(Change(name[2], f"{counted(name[1], 'rank')}, {name[0]}", **here.speed(name), **facts))
     return changes
@@ -198,7 +199,8 @@ def _take_out_shared(
 
     The shared change of a round is the median of the other quantities, each relative to its median in the baseline.
     Only single-core quantities count, if there are any. Each quantity follows it by a slope, which is fitted to the
-    differences between rounds of one run. A shared change beyond the range of the baseline's rounds is left in.
+    differences between rounds of one run. The new run's level is subtracted as far as the levels and the rounds of the
+    baseline's runs vary: what lies beyond is left in.
     """
     n_runs = len(rounds) - 1
     together = pd.concat(rounds, axis=1, keys=range(len(rounds)), names=["run"])
@@ -214,9 +216,18 @@ def _take_out_shared(
             continue
         shared, steps = relative.loc[peers].median(), within.loc[peers].median()
         slope = (steps * within.loc[name]).sum() / ((steps**2).sum() or 1.0)
-        low, high = shared[is_baseline].quantile(list(RANGE))
-        result.loc[name] -= min(max(slope, 0.0), MAX_SLOPE) * shared.clip(low, high)
+        levels = shared.groupby(level="run").median()
+        excess = _level_beyond(levels.iloc[:-1], shared[is_baseline], levels.iloc[-1])
+        result.loc[name] -= min(max(slope, 0.0), MAX_SLOPE) * (shared - np.where(is_baseline, 0.0, excess))
     return [result.loc[:, of_run == run] for run in range(len(rounds))]
+
+
+def _level_beyond(levels: pd.Series, rounds: pd.Series, level: float) -> float:
+    """Return by how much a level lies beyond those that the baseline's runs and rounds make likely; 0: it does not."""
+    freedom = max(len(levels) - 1, 0)
+    reach = float(stdtrit(freedom, 0.975) * levels.std() * math.sqrt(1 + 1 / len(levels))) if freedom else 0.0
+    low, high = rounds.quantile(list(RANGE))
+    return level - min(max(level, levels.mean() - reach, low), levels.mean() + reach, high)
 
 
 def timed_rows(run: Run) -> pd.DataFrame:

@@ -65,7 +65,8 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """
     valid = (*COMMON_PARAMETERS, *study.config.model_fields)
     cells = [
-        (source.lstrip().startswith(PAPERMILL_MARK), _assigned_names(source)) for source in namespace.get("In", [])
+        (source.lstrip().splitlines()[:1] == [PAPERMILL_MARK], _assigned_names(source))
+        for source in namespace.get("In", [])
     ]
     injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
     setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]

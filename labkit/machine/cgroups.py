@@ -82,6 +82,16 @@ def available_cores() -> int:
     return max(1, min(cores, int(quota_cores() or cores)))
 
 
+def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
+    """Scheduling periods in which a CPU quota held this process's cgroups back, and all of them; (0, 0): no quota."""
+    stats = [
+        [cgroup.number("cpu.stat", "cpu.stat", name=name) or 0 for name in ("nr_throttled", "nr_periods")]
+        for cgroup in _cgroups("cpu", root)
+    ]
+    throttled, periods = max(stats, default=[0, 0])
+    return throttled, periods
+
+
 def _cgroups(controller: str, root: Path) -> Iterator[_Cgroup]:
     """The cgroups that may limit this process: its own first, then those above it."""
     for line in _text(root / "proc/self/cgroup").splitlines():

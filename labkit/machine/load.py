@@ -1,4 +1,4 @@
-"""Load that disturbs a measurement: other programs, late ranks, slow memory, hot GPUs."""
+"""Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot GPUs."""
 
 import os
 import socket
@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
+from typing import NamedTuple
 
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from labkit.machine.cgroups import throttled_periods
 from labkit.machine.description import describe_machine
 from labkit.machine.gpus import GpuLoad, gpu_load
 
@@ -18,6 +20,7 @@ SAMPLE_S, MIN_SPAN_S = 0.1, 0.5
 BUSY = ("user", "nice", "system", "irq", "softirq")  # guests that this machine hosts are in user and nice
 MIN_BUSY_SHARE = 0.15
 """Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
+MIN_THROTTLED_SHARE = 0.05
 _SOCKETS, _NAME = Path("/proc/net/unix"), "labkit-measuring-"
 LATE_PING, SLOW_COPY = 5.0, 2.0
 """Ratios from which ranks wake up late (round trip over the fastest of the run) or memory is slow (copy over the median
@@ -33,6 +36,8 @@ class Load(BaseModel):
     """Cores' worth of time that other programs used, among the cores this process may use."""
     stolen_cores: float | None = None
     """Cores' worth of time that the host gave to its other virtual machines (steal time). Not part of `busy_cores`."""
+    throttled_share: float | None = None
+    """Share of scheduling periods in which a CPU quota held this process back; None without a quota."""
     ping_s: float | None = None
     """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on GPUs."""
     exchange_s: float | None = None
@@ -61,19 +66,29 @@ class LoadMeter:
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
         """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks are too coarse."""
         before, self._before = self._before, _read_times()
-        span_s, busy, stolen, own = (now - then for now, then in zip(self._before, before, strict=True))
-        gpu = gpu_load({process.pid for process in _own_processes()}) if describe_machine().gpus else None
-        if span_s < at_least_s or not self._has_ranks:
-            return Load(gpu=gpu)
-        others = max(0.0, busy - own) / span_s  # ticks round up
-        return Load(busy_cores=round(others, 2), stolen_cores=round(stolen / span_s, 2), gpu=gpu)
+        change = _Times._make(now - then for now, then in zip(self._before, before, strict=True))
+        share = round(change.throttled / change.periods, 3) if change.periods > 0 else None
+        own = {process.pid for process in _own_processes()}
+        load = Load(throttled_share=share, gpu=gpu_load(own) if describe_machine().gpus else None)
+        if change.at < at_least_s or not self._has_ranks:
+            return load
+        others = max(0.0, change.busy - change.own) / change.at  # ticks round up
+        cores = {"busy_cores": round(others, 2), "stolen_cores": round(change.stolen / change.at, 2)}
+        return load.model_copy(update=cores)
 
 
-def _read_times() -> tuple[float, float, float, float]:
-    """Read the clock, and seconds since boot of the cores that this process may use: busy, stolen, by this process.
+class _Times(NamedTuple):
+    """Seconds of the cores that this process may use, in ticks of 10 ms, and periods of a CPU quota, since boot."""
 
-    Seconds are in steps of 10 ms.
-    """
+    at: float
+    busy: float
+    stolen: float
+    own: float
+    throttled: int
+    periods: int
+
+
+def _read_times() -> _Times:
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
     cores = [times for core, times in enumerate(every) if core in usable]
@@ -83,7 +98,7 @@ def _read_times() -> tuple[float, float, float, float]:
     for process in _own_processes():
         with suppress(psutil.Error):  # it has ended, and its time has moved to its parent
             own += sum(process.cpu_times()[:4])  # user and system, of itself and of ended children
-    return time.monotonic(), busy, stolen, own
+    return _Times(time.monotonic(), busy, stolen, own, *throttled_periods())
 
 
 def _own_processes() -> list[psutil.Process]:
@@ -115,6 +130,8 @@ def busy_reason(load: Load, cores: int) -> str:
         return f"{load.gpu.slowed_by} slowed a GPU down, at {load.gpu.temperature} °C"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
         return f"other programs took {taken:.1f} of {cores} cores"
+    if (load.throttled_share or 0.0) >= MIN_THROTTLED_SHARE:
+        return f"a CPU quota held processes back in {100 * (load.throttled_share or 0.0):.0f}% of all periods"
     return ""
 
 

@@ -216,7 +216,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, output, logsumexp = ctx.saved_tensors
         call, dtype = ctx.call, logsumexp.dtype
         queries = [x.to(dtype) for x in (q, output, grad)]
-        grad_q = torch.zeros_like(queries[0])
+        grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)  # contiguous, whatever the strides of q
         blocks = call.method(call)
         for source, block in blocks.blocks(k, v):
             blocks.add(source, _differentiate(call, source, block, queries, logsumexp, grad_q))

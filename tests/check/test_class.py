@@ -1,4 +1,4 @@
-"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of many of them."""
+"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of twenty of them."""
 
 import json
 import zipfile
@@ -95,9 +95,9 @@ def _record(home, **changes):
     path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
 
 
-def test_ten_hand_ins_make_one_page_that_says_what_to_look_at(home):
+def test_twenty_hand_ins_make_one_page_that_says_what_to_look_at(home):
     folder = home / "class"
-    kinds = [{"wrong": True}] * 3 + [{"hangs": True}] * 2 + [{"header": {"profile": "smoke"}}] + [{}] * 3
+    kinds = [{"wrong": True}] * 3 + [{"hangs": True}] * 2 + [{"header": {"profile": "smoke"}}] + [{}] * 13
     for number, changes in enumerate(kinds):
         _record(home, **changes)
         write_hand_in(f"Student {number:02}", ["all_reduce"], folder)
@@ -105,13 +105,13 @@ def test_ten_hand_ins_make_one_page_that_says_what_to_look_at(home):
     assert holds_hand_ins(str(folder))
     page = home / "class.html"
     lines = write_class_page(folder, page)
-    assert len(lines) == 10
+    assert len(lines) == 20
     said = dict(line.split(": ", 1) for line in lines)
     assert all("wrong (ring): element 3" in said[f"Student 0{number}"] for number in range(3))
     assert all("hangs" in said[f"Student 0{number}"] for number in (3, 4))
     assert "profile smoke" in said["Student 05"]
     assert "cannot be read" in said["Broken"]
-    assert all("wrong" not in said[f"Student {number:02}"] for number in range(5, 9))
+    assert all("wrong" not in said[f"Student {number:02}"] for number in range(5, 19))
     html = page.read_text()
     assert all(name in html for name in said)
     assert "<circle" in html

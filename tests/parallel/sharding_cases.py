@@ -136,8 +136,8 @@ CASES = {
     "an added group": Case(added_at=2),
     "a closure": Case(closure=True),
 }
-OF_OPTIMIZERS = tuple(name for name, case in CASES.items() if case.build is plain and name != "AdamW")
-"""Cases that differ from the first one in the optimizer and how it is used."""
+OF_OPTIMIZERS = tuple(name for name, case in CASES.items() if case.build is plain and not case.clip and name != "AdamW")
+"""Cases that differ from the first one in the optimizer and how it is used, without clipping."""
 
 
 def built(case: Case) -> nn.Module:

@@ -55,6 +55,7 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
     """Output and gradients of this rank's positions, joined to the whole sequence."""
     layout = options["layout"]
     parts = [split(x, 2, layout=layout) for x in inputs(dtype, length)]
+    parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]  # as attention layers lay them out
     result = differentiate(lambda q, k, v: METHODS[method](q, k, v, **options), parts)
     assert {x.dtype for x in result.values()} == {dtype}
     return {name: join(x, 2, layout=layout) for name, x in result.items()}

@@ -65,7 +65,7 @@ def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
     assert any("seconds" in row or "peak_bytes" in row or "parameters_bytes" in row for row in rows) != is_broken
 
 
-@pytest.mark.parametrize(("host_ranks", "share"), [(4, 4), (2, 2)])
+@pytest.mark.parametrize(("host_ranks", "share"), [(4, 4), (2, 2), (float("nan"), 4)])
 def test_ranks_share_the_memory_of_their_host(host_ranks, share):
     point = {"kind": "memory", "world_size": 4, "host_ranks": host_ranks, "device": "cpu", "batch": 1}
     frame = pd.DataFrame([point | {"context_length": 32}])

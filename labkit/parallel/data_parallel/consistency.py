@@ -51,7 +51,7 @@ def check_replicas(
     """
     state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
     described = [describe(name, tensor) for name, tensor in state]
-    check_same_on_all_ranks("model", settings, described, group, refused)
+    check_same_on_all_ranks("model", settings, described, group, refused, state[0][1].device if state else None)
 
 
 def check_same_on_all_ranks(
@@ -60,13 +60,15 @@ def check_same_on_all_ranks(
     tensors: Iterable[str],
     group: dist.ProcessGroup | None,
     refused: Exception | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Raise ValueError, on every rank or on none, unless settings and descriptions of tensors are equal. A collective.
 
-    A rank that cannot go on passes its error as `refused`: it is raised there, and the other ranks raise ValueError.
+    `device`: as for `gather_json`. A rank that cannot go on passes its error as `refused`: it is raised there, and the
+    other ranks raise ValueError.
     """
     described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
-    by_rank = gather_json(None if refused else described, group)
+    by_rank = gather_json(None if refused else described, group, device)
     if refused is not None:
         raise refused
     if None in by_rank:

@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective."""
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
+    """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective.
+
+    It travels in tensors on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
+    """
     own = _to_tensor(json.dumps(value).encode(), group)
+    own = own if device is None else own.to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
     counts = [int(length) for length in lengths]

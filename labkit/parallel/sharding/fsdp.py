@@ -21,6 +21,7 @@ bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units a
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -42,6 +43,7 @@ from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
+_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class FSDP(nn.Module):
@@ -112,9 +114,7 @@ class FSDP(nn.Module):
         if device.type == "cpu":
             channels.append(channels[0])
         else:  # on NCCL's communicator, flags and averages of ranks that use different parameters wait for each other
-            ranks = dist.get_process_group_ranks(members)
-            on_cpu = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            channels.append(CheckedChannel(on_cpu, torch.device("cpu"), AUTO, names))
+            channels.append(CheckedChannel(_group_on_cpu(members), torch.device("cpu"), AUTO, names))
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
         self._units = [Unit(part, mesh, options) for part in parts]
@@ -196,6 +196,14 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
     for name, shard in shards.items():
         if isinstance(shard, DTensor) and name in state:
             state[name] = as_rows(name, state[name], shard)
+
+
+def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the same ranks' gloo group, made once. A collective."""
+    if members not in _groups_on_cpu:
+        ranks = dist.get_process_group_ranks(members)
+        _groups_on_cpu[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _groups_on_cpu[members]
 
 
 def _check(module: nn.Module, options: Options) -> None:

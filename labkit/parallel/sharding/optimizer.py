@@ -215,7 +215,8 @@ class ShardedOptimizer(Optimizer):
         plain = (bool, int, float, str, tuple)
         described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
         described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
-        check_same_on_all_ranks("optimizer", settings, described, self._group, refusal)
+        device = self._parameters[0].device if groups else None
+        check_same_on_all_ranks("optimizer", settings, described, self._group, refusal, device)
 
     def _make_shards(self) -> None:
         for p in self._parameters:

@@ -69,6 +69,12 @@ def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: d
 
 def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on each rank."""
+    if not isinstance(args[0], Rows):  # a DTensor of torch or of a user
+        del _handlers[op_call]
+        try:
+            return op_call(*args, **kwargs)
+        finally:
+            _handlers[op_call] = _draw
     whole = op_call(args[0].full_tensor(), *args[1:], **kwargs)
     drawn = distribute_tensor(whole, args[0].device_mesh, args[0].placements, src_data_rank=None)
     if not op_call._schema.is_mutable:

@@ -120,9 +120,10 @@ def times(results: Results) -> pd.DataFrame:
 
 
 def torch_times(results: Results) -> pd.DataFrame:
-    """Return torch's all-reduce by size and ranks."""
+    """Return torch's all-reduce by size and ranks, over NCCL first if there is NCCL."""
     table = times(results)
-    return table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
+    table = table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
+    return table.sort_values("backend", ascending=False, kind="stable")
 
 
 def bandwidth(results: Results) -> pd.DataFrame:

@@ -81,18 +81,18 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
         raise ParameterError("cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors")
     dataset = CIFAR100 if config.archive else config.dataset
     if config.archive is not None:
-        _check_archive(Path(config.archive))
+        _check_archive(Path(config.archive), "parameter 'archive': ")
     md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names, "device": device}
     about["backend"] = machine.backend(device, ranks_here(config.world_size))
     return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
 
 
-def _check_archive(path: Path) -> None:
+def _check_archive(path: Path, prefix: str = "") -> None:
     try:
         read_cifar100(path)
     except DatasetError as error:
-        raise ParameterError(f"cifar100: {error}") from None
+        raise ParameterError(f"cifar100: {prefix}{error}") from None
 
 
 def prepare(config: CifarConfig, say: Callable[[str], None]) -> str | None:

@@ -135,7 +135,8 @@ def largest_models(results: Results) -> pd.DataFrame:
     Ranks on CPUs share the memory of their host.
     """
     columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
-    points = results.rows(columns, kind="memory").drop_duplicates("world_size").to_dict("records")
+    table = results.rows(columns, kind="memory").drop_duplicates("world_size")
+    points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")
     rows: list[dict[str, Any]] = []
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
         ranks, size = int(point["world_size"]), (int(point["batch"]), int(point["context_length"]))
