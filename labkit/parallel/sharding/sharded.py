@@ -1,5 +1,6 @@
 """Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state dicts."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -69,7 +70,7 @@ def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: d
 
 def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
     """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on each rank."""
-    if not isinstance(args[0], Rows):  # a DTensor of torch or of a user
+    if args[0].device_mesh not in _meshes:  # a DTensor of torch or of a user
         del _handlers[op_call]
         try:
             return op_call(*args, **kwargs)
@@ -83,6 +84,8 @@ def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return args[0]
 
 
+_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+"""Meshes of shards, and of what is computed from them."""
 _aten, _handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
 _handlers[_aten._local_scalar_dense.default] = _read_number
 for _name in ("normal_", "uniform_", "bernoulli", "rand_like", "randn_like", "randint_like"):
@@ -92,6 +95,7 @@ _handlers[_aten.bernoulli_.float] = _draw
 
 @torch.no_grad()
 def _as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
+    _meshes.add(mesh)
     placements = [Shard(0) if like.dim() else Replicate()]
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like))
 
