@@ -232,6 +232,8 @@ def test_papermill_works_from_any_directory(notebook_by_papermill):
         ({"wrold_sizes": [2]}, ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
         ({"world_sizes": "[2,4]"}, ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
         ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
+        ({"sizes_bytes": [4098]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
+        ({"world_sizes": [1000]}, ["parameter 'world_sizes'", "1000"]),
     ],
 )
 def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, words):

@@ -6,10 +6,9 @@
    counts. Interleaved repeats are compared round by round; sessions, in other processes, are combined into one ratio.
 2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower" if its ratio differs
    from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
-3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over the
-   configurations that all of them share. Ties go to the best mean ratio; within 3%, to the first.
-4. Count (`_judge`): "yes" if it is better in more than half of the configurations and worse in none, "no" if it is
-   better in none, "it depends" otherwise.
+3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over their
+   common configurations. Ties go to the best mean ratio; within 3%, to the first.
+4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in none, "no" if in none.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
 """
@@ -166,10 +165,7 @@ class Compare(Question):
 
 
 def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, has_several: bool) -> tuple[Verdict, str]:
-    """Choose verdict and headline template from the counts of better and worse among `n` rows, one per configuration.
-
-    Without a winner the rows are those of all alternatives.
-    """
+    """Choose verdict and headline template; `n` counts configurations, or without a winner rows of all alternatives."""
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:

@@ -16,7 +16,7 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
 
 COMMON_PARAMETERS = ("profile", "run", "config")
-PAPERMILL_MARK = "# Parameters"  # first line of the cell that papermill adds
+PAPERMILL_MARK = "# Parameters\n"  # first line of the cell that papermill adds
 OPENS = "open_lab("
 
 
@@ -65,8 +65,7 @@ def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """
     valid = (*COMMON_PARAMETERS, *study.config.model_fields)
     cells = [
-        (source.lstrip().splitlines()[:1] == [PAPERMILL_MARK], _assigned_names(source))
-        for source in namespace.get("In", [])
+        (source.lstrip().startswith(PAPERMILL_MARK), _assigned_names(source)) for source in namespace.get("In", [])
     ]
     injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
     setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]

@@ -67,8 +67,7 @@ def check_writable(*folders: Path) -> None:
 
     for folder in folders:
         try:
-            there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-            TemporaryFile(dir=there).close()
+            TemporaryFile(dir=next(each for each in (folder, *folder.absolute().parents) if each.exists())).close()
         except OSError as error:
             is_ours = folder.resolve().is_relative_to(project_root())
             way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere" if is_ours else ""

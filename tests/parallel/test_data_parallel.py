@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
@@ -259,6 +259,19 @@ def _joined_with_own_buffers(wrap):
     return int(model.module[1].num_batches_tracked) == dist.get_rank() + 1
 
 
+def _two_passes_of_batch_norm(wrap):
+    """Buffers that are broadcast and updated between two forward passes leave the first one's graph intact."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    model = wrap(copy.deepcopy(alone))
+    for each in (alone, model):
+        (each(batch(dist.get_rank())).square().mean() + each(batch(7 + dist.get_rank())).pow(3).mean()).backward()
+    for own, p in zip(alone.parameters(), model.parameters(), strict=True):
+        dist.all_reduce(own.grad)
+        torch.testing.assert_close(p.grad, own.grad / dist.get_world_size())
+    return True
+
+
 def _copied_module(wrap):
     model = wrap(plain())
     copied = copy.deepcopy(model.module)
@@ -442,6 +455,7 @@ RIGHT = {
     "join": _joined(True),
     "join, divided by those with a batch": _joined(False),
     "join, with buffers of each rank": _joined_with_own_buffers,
+    "two forward passes, batch norm": _two_passes_of_batch_norm,
     "a copied module": _copied_module,
     "gradient of an input": _inputs_gradient,
     "evaluation": _evaluated,
@@ -500,7 +514,8 @@ OF_ONE = {
     "gradients are no views": (None, "bucketed", after(lambda model: None, gradient_as_bucket_view=False)),
     "two threads": (None, "bucketed", _use_as_two_threads_would),
     "two threads, a parameter a bucket": (None, "overlapped", _use_as_two_threads_would),
-    "compressed": (None, "bucketed", lambda wrap: _compressed(wrap(plain()))),
+    "compressed to bfloat16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), bf16_compress_hook)),
+    "compressed to float16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), fp16_compress_hook)),
 }
 """Situations of one wrapper: what the refusal says, or None."""
 
@@ -531,8 +546,8 @@ def _are_views(model):
     return all(results)
 
 
-def _compressed(model):
-    model.register_comm_hook(None, bf16_compress_hook)
+def _compressed(model, hook):
+    model.register_comm_hook(None, hook)
     step(model)
     rounded = [p.grad.clone() for p in model.parameters()]
     exact = BucketedDDP(model.module)

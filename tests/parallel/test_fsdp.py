@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.swa_utils import AveragedModel
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
@@ -279,9 +280,9 @@ def _check_any_moment() -> list[str]:
 class Reads(nn.Module):
     """Reads a parameter of another unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(self.second(x), self.first.weight)
@@ -447,6 +448,7 @@ def _check_refusals() -> list[str]:
         "trained complex": lambda: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
         "meta": lambda: FSDP(nn.Linear(2, 2, device="meta")),
         "lazy": lambda: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
+        "lazy on rank 1": lambda: FSDP(nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))),
         "hooks from before": lambda: FSDP(_hooked()),
         "moved": lambda: FSDP(plain()).double(),
         "moved inside": lambda: _after_wrapping(lambda module: module.double()),
@@ -455,11 +457,14 @@ def _check_refusals() -> list[str]:
         "sharded already": lambda: FSDP(FSDP(plain()).module),
         "sparse": lambda: FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1])).sum().backward(),
         "read outside its unit": lambda: FSDP(Reads())(inputs()),
+        "rows of one rank read outside their unit": lambda: FSDP(Reads(1))(torch.ones(3, 1)),
         "read without its unit": lambda: FSDP(plain(), units=()).module[0](inputs()),
         "copied": lambda: copy.deepcopy(FSDP(plain())),
         "copied inside": lambda: copy.deepcopy(FSDP(plain()).module),
+        "averaged inside": lambda: AveragedModel(FSDP(plain()).module),
         "second derivative": lambda: FSDP(plain())(inputs()).sum().backward(create_graph=True),
         "backward in forward": lambda: FSDP(Force())(inputs()),
+        "a graph of backward in forward": lambda: FSDP(Force(create_graph=True))(inputs()).sum().backward(),
         "changed between forward and backward": _between_forward_and_backward,
         "a norm that each rank has a part of": lambda: _read_gradients(lambda gradient: gradient.norm().item()),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
@@ -477,13 +482,13 @@ def _check_refusals() -> list[str]:
 class Force(nn.Module):
     """The gradient of an energy."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, create_graph: bool = False) -> None:
         super().__init__()
-        self.net = plain()
+        self.net, self.create_graph = plain(), create_graph
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.net(x).square().sum(), x)[0]
+        return torch.autograd.grad(self.net(x).square().sum(), x, create_graph=self.create_graph)[0]
 
 
 class Unlike(nn.Module):

@@ -155,6 +155,7 @@ def _check_refusals() -> list[str]:
         "overlapping": lambda: make([nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD),
         "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
         "lazy": lambda: make(nn.LazyLinear(2).parameters(), optim.SGD),
+        "lazy on rank 1": lambda: make([*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD),
         "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),
         "a bad setting": lambda: make(parameters, optim.AdamW, lr=-1.0),
         "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),

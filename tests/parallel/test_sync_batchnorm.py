@@ -1,6 +1,7 @@
 """SyncBatchNorm on several ranks is BatchNorm on the whole batch; what it costs; what it refuses; conversion."""
 
 import copy
+import pickle
 from functools import cache
 
 import pytest
@@ -89,6 +90,8 @@ def _kept_group():
     layer = SyncBatchNorm(2, process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match="process_group is tied to its ranks"):
         copy.deepcopy(layer)
+    with pytest.raises(TypeError, match="process_group is tied to its ranks"):
+        pickle.dumps(layer)
     first = SyncBatchNorm(2)
     (gradient,) = torch.autograd.grad(
         first(x := torch.randn(4, 2, requires_grad=True)).square().sum(), x, create_graph=True

@@ -121,9 +121,9 @@ def times(results: Results) -> pd.DataFrame:
 
 def torch_times(results: Results) -> pd.DataFrame:
     """Return torch's all-reduce by size and ranks, over NCCL first if there is NCCL."""
-    table = times(results)
-    table = table[table["algorithm"] == TORCH].drop(columns="algorithm").sort_values(list(CONFIGURATION))
-    return table.sort_values("backend", ascending=False, kind="stable")
+    table, keys = times(results), list(CONFIGURATION)
+    table = table[table["algorithm"] == TORCH].drop(columns="algorithm")
+    return table.sort_values(keys, ascending=[key != "backend" for key in keys])
 
 
 def bandwidth(results: Results) -> pd.DataFrame:

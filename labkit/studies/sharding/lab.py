@@ -1,8 +1,7 @@
 """Sharding: what each stage of ZeRO saves in memory, sends, and costs in time.
 
 Every implementation must first train to the parameters of one process. Then each runs one whole step per turn. Times
-and peak memory are compared with DDP's, bytes held and sent with the formulas, and times also with torch's ZeRO-1 and
-FSDP.
+and peak memory are compared with DDP's, times also with torch's, and bytes held and sent with the formulas.
 """
 
 from collections.abc import Iterator
@@ -117,10 +116,7 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return bytes that the rank which sends most sends per step, by stage and collective, and the formula's.
-
-    `sent_over_model`: over the bytes of the model, times p/(p-1).
-    """
+    """Return most bytes sent per step, the formula's, and `sent_over_model`: in (p-1)/p of the model's bytes."""
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
