@@ -27,7 +27,7 @@ from scipy.special import chdtri, stdtrit
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.check.worker import THREADS, TURNS
 from labkit.lab.runs.store import Run
-from labkit.lab.units import counted, format_flops, format_rate, format_seconds, join_words
+from labkit.lab.units import counted, format_seconds, format_value, join_words
 
 QUANTITY = ["device", "world_size", "quantity"]
 DRIFT, MIN_DRIFT = 0.05, 0.01
@@ -52,7 +52,7 @@ MOVED = 1.4
 """Factor by which moved cores differ in the time of an exchange, relative to that of a call on one core."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
 """Facts in which two runs must agree, or their times are not comparable."""
-FORMS = {"FLOP/s": format_flops, "B/s": format_rate}
+COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class SessionTimes:
             float(rows["work"].iloc[0]),
             rows["unit"].iloc[0],
         )
-        if unit not in FORMS:
+        if unit not in COLUMNS:
             return {"seconds": seconds, "speed": format_seconds(seconds)}
-        return {"seconds": seconds, "rate": work / seconds, "speed": FORMS[unit](work / seconds)}
+        return {"seconds": seconds, "rate": work / seconds, "speed": format_value(COLUMNS[unit], work / seconds)}
 
     def missing_reason(self, name: tuple[Any, ...]) -> str | None:
         """Return why there are too few undisturbed sessions, or None."""
