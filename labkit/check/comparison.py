@@ -136,11 +136,8 @@ class SessionTimes:
         rows = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)]
         if rows.empty:
             return {}
-        seconds, work, unit = (
-            math.exp(self.rounds.loc[name].median()),
-            float(rows["work"].iloc[0]),
-            rows["unit"].iloc[0],
-        )
+        seconds = math.exp(self.rounds.loc[name].median())
+        work, unit = float(rows["work"].iloc[0]), rows["unit"].iloc[0]
         if unit not in COLUMNS:
             return {"seconds": seconds, "speed": format_seconds(seconds)}
         return {"seconds": seconds, "rate": work / seconds, "speed": format_value(COLUMNS[unit], work / seconds)}

@@ -8,7 +8,8 @@
    from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
 3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over their
    common configurations. Ties go to the best mean ratio; within 3%, to the first.
-4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in none, "no" if in none.
+4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in none, "no" if it is
+   worse in some and better in none, "no clear difference" if neither, else "it depends".
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
 """
@@ -146,7 +147,7 @@ class Compare(Question):
         )
 
     def _words(self, rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> dict[str, str]:
-        """Return values for the placeholders of headlines and advice, but names."""
+        """Return values for the placeholders of headlines and advice, except names."""
         phrases = phrasing(self.metric.value)
         quoted = better if len(better) else worse
         region = describe_region(rows, better, self.metric.configuration) if len(better) else None

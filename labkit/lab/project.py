@@ -25,7 +25,7 @@ def project_root() -> Path:
 
 
 def shipped() -> Path:
-    """Return folder of the notebooks and data that come with labkit: the checkout, or inside an installed package."""
+    """Return the folder of the notebooks and data that come with labkit: the checkout, or in an installed package."""
     return checkout() or PACKAGE / "shipped"
 
 
@@ -67,7 +67,8 @@ def check_writable(*folders: Path) -> None:
 
     for folder in folders:
         try:
-            TemporaryFile(dir=next(each for each in (folder, *folder.absolute().parents) if each.exists())).close()
+            there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+            TemporaryFile(dir=there).close()
         except OSError as error:
             is_ours = folder.resolve().is_relative_to(project_root())
             way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere" if is_ours else ""

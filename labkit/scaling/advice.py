@@ -122,7 +122,8 @@ def bucket_bytes(run: Run, constants: Constants) -> float | None:
         return None
     if layout.shard in ("zero3", "hsdp"):
         return float(BF16 * runs.layer_parameters[0] / layout.tp)
-    rows, ranks = constants.rows(runs), group(runs, constants.rows(runs), runs.dp * runs.cp, runs.tp)
+    rows = constants.rows(runs)
+    ranks = group(runs, rows, runs.dp * runs.cp, runs.tp)
     n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
     call_s, whole_s = (all_reduce_s(ranks, rows, moved) for moved in (0 * n_bytes, n_bytes))
     return float((n_bytes * np.minimum(np.sqrt(call_s / (whole_s - call_s)), 1))[0])

@@ -1,0 +1,1 @@
+"""Parts of the command line: output in a terminal, `doctor`, `predict`."""

@@ -1,0 +1,1 @@
+"""Pages that people read: notebooks executed and exported, cards, and the index of a report."""

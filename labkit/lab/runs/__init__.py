@@ -1,0 +1,1 @@
+"""Runs on disk: measured, written line by line, resumed, and read again."""

@@ -1,0 +1,1 @@
+"""The sharding lab: what each stage of ZeRO saves, sends and costs."""

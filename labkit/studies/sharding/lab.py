@@ -116,7 +116,10 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return most bytes sent per step, the formula's, and `sent_over_model`: in (p-1)/p of the model's bytes."""
+    """Return the bytes that the rank which sends most sends per step, by stage and collective, and the formula's.
+
+    `sent_over_model`: the same in units of (p-1)/p times the bytes of the model.
+    """
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
