@@ -19,7 +19,7 @@ from folds import Fold, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, memory
-from labkit.scaling.constants import Constant, Rows, from_values, read_constants
+from labkit.scaling.constants import Constant, from_values, read_constants
 from labkit.scaling.intervals import (
     OTHERS,
     SLOPES,
@@ -36,10 +36,9 @@ from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, 
 from labkit.scaling.published import (
     WITHOUT_FRAMEWORK,
     WITHOUT_MODEL,
-    Published,
-    arrangement,
     distinct,
     held_out_s,
+    is_timed,
     load_published,
 )
 from labkit.scaling.runs import Runs
@@ -104,33 +103,35 @@ def fit(constants: Sequence[Constant], errors: Callable[[Mapping[str, float]], n
     return values(least_squares(residuals, prior, bounds=bounds, max_nfev=EVALUATIONS, diff_step=1e-4).x)
 
 
-def fit_time(published: Published, mask: np.ndarray) -> dict[str, float]:
+def fit_time(published: Runs, mask: np.ndarray) -> dict[str, float]:
     """Constants of time from the timed rows of `mask`."""
-    mask = mask & published.is_timed
-    runs, measured = published.runs.take(mask), published.step_s[mask]
-    _, codes, counts = np.unique(published.group[mask], return_inverse=True, return_counts=True)
+    mask = mask & is_timed(published)
+    runs, measured = published.take(mask), published.step_s[mask]
+    _, codes, counts = np.unique(published.table[mask], return_inverse=True, return_counts=True)
     weight = counts[codes] ** -0.25
     weight /= weight.mean()
+    predict_step_s(runs)  # its columns are shared by every evaluation
     return fit(TIME_CONSTANTS, lambda values: soft_l1(weight * np.log(seconds(runs, values) / measured) / NOISE))
 
 
-def constant_rows(runs: Runs, values: Mapping[str, float]) -> Rows:
-    return from_values(read_constants(), values).rows(runs)
+def with_values(runs: Runs, values: Mapping[str, float]) -> Runs:
+    return runs.with_constants(from_values(read_constants(), values))
 
 
 def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
-    return predict_step_s(runs, constant_rows(runs, values))
+    return predict_step_s(with_values(runs, values))
 
 
-def fit_memory(published: Published) -> dict[str, float]:
+def fit_memory(published: Runs) -> dict[str, float]:
     """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out must not."""
-    runs, is_ok, reserved = published.runs, published.is_ok, published.reserved_gib
+    runs, is_ok, reserved = published, published.status == "ok", published.reserved_gib
     is_measured = is_ok & np.isfinite(reserved)
+    memory.stage_bytes(runs)  # its columns are shared by every evaluation
 
     def errors(values: Mapping[str, float]) -> np.ndarray:
-        stages = memory.stages(runs, constant_rows(runs, values))
-        first = stages.reserved[:, 0] / memory.GIB
-        over = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib))
+        stages = memory.stage_bytes(with_values(runs, values))
+        first = sum(part[:, 0] for part in stages.values()) / memory.GIB
+        over = np.log(memory.peak_gib(stages) / (FITS_SHARE * runs.memory_gib))
         return np.concatenate(
             [
                 soft_l1(np.log(first / reserved)[is_measured] / NOISE),
@@ -142,13 +143,13 @@ def fit_memory(published: Published) -> dict[str, float]:
     return fit(MEMORY_CONSTANTS, errors)
 
 
-def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
+def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
     """Every timed run that the fold judges, predicted by constants fitted without it, and its slopes."""
     parts = []
     for is_judged, is_hidden in fold.split():
-        judged = is_judged & published.is_timed
+        judged = is_judged & is_timed(published)
         if judged.any():
-            runs, ground = fold.as_predicted(published.runs.take(judged)), measure_ground(published, ~is_hidden)
+            runs, ground = fold.as_predicted(published.take(judged)), measure_ground(published, ~is_hidden)
             distances = measure_distances(runs, ground)
             columns = {
                 "row": np.flatnonzero(judged),
@@ -160,7 +161,7 @@ def cross_validate(published: Published, fold: Fold, is_unstable: np.ndarray) ->
     return pd.concat(parts).assign(fold=fold.name)
 
 
-def collect_errors(published: Published, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
+def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
     """The errors of all folds, and their runs as the folds predict them; `values` are constants fitted to all runs.
 
     `home`: the table whose widths a row has. `low`, `high`: logarithms of predicted over measured seconds and of the
@@ -168,16 +169,16 @@ def collect_errors(published: Published, values: Mapping[str, float]) -> tuple[p
     `kind`: whether widths that judge a row have not seen its model, or its table.
     `weight`: each table counts with the square root of its rows in a fold.
     """
-    stages = memory.stages(published.runs, constant_rows(published.runs, values))
-    is_unstable = stages.peak_gib > UNSTABLE_SHARE * published.runs.memory_gib
+    peak_gib = memory.peak_gib(memory.stage_bytes(with_values(published, values)))
+    is_unstable = peak_gib > UNSTABLE_SHARE * published.memory_gib
     folds = list(make_folds(published))
     judged = [cross_validate(published, fold, is_unstable) for fold in folds]
-    taken = [published.runs.take(some["row"].to_numpy()) for some in judged]
+    taken = [published.take(some["row"].to_numpy()) for some in judged]
     runs = Runs([run for fold, some in zip(folds, taken, strict=True) for run in fold.as_predicted(some).origin])
     errors = pd.concat(judged, ignore_index=True)
-    rows, row = constant_rows(runs, values), errors["row"].to_numpy()
-    measured, predicted, table = published.step_s[row], errors["predicted_s"].to_numpy(), published.group[row]
-    slower, is_open = slow_engine_s(runs, rows), has_open_engine(runs, rows)
+    runs, row = with_values(runs, values), errors["row"].to_numpy()
+    measured, predicted, table = published.step_s[row], errors["predicted_s"].to_numpy(), published.table[row]
+    slower, is_open = slow_engine_s(runs), has_open_engine(runs)
     is_slow = is_open & (measured - predicted > 0.5 * slower)
     faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
     errors = errors.assign(
@@ -194,9 +195,9 @@ def collect_errors(published: Published, values: Mapping[str, float]) -> tuple[p
     return errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5), runs
 
 
-def home_tables(published: Published) -> list[str]:
+def home_tables(published: Runs) -> list[str]:
     """Tables with enough runs, of several models, for widths of their own."""
-    rows = pd.DataFrame({"table": published.group, "part": model_parts(published)})[published.is_timed]
+    rows = pd.DataFrame({"table": published.table, "part": model_parts(published)})[is_timed(published)]
     counts = rows.groupby("table")["part"].agg(["size", "nunique"])
     return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
@@ -280,34 +281,34 @@ def print_scores(rows: pd.DataFrame) -> None:
         print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(by) > 2 else 1)].round(1).to_string()}")
 
 
-def judge_families(published: Published) -> Iterator[dict[str, object]]:
+def judge_families(published: Runs) -> Iterator[dict[str, object]]:
     """Every model on a number of GPUs: percent behind its best measured layout; infinite for one out of memory.
 
     Times are predicted by constants fitted without the model.
     """
-    runs, predictions, without_model = published.runs, predict_runs(published.runs), held_out_s(WITHOUT_MODEL)
+    runs, predictions, without_model = published, predict_runs(published), held_out_s(WITHOUT_MODEL)
     times = np.where(np.isfinite(without_model), without_model, predictions.step_s)
     preference = preference_s(replace(predictions, step_s=times))
-    measured = np.where(published.is_ok, published.step_s, np.inf)
-    keys = (published.group, published.model, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
+    measured = np.where((published.status == "ok"), published.step_s, np.inf)
+    keys = (published.table, runs.name, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
     for _, rows in pd.DataFrame(dict(enumerate(keys))).groupby(list(range(len(keys)))):
         members = rows.index.to_numpy()
         order = [int(row) for row in members[np.argsort(preference[members], kind="stable")] if predictions.fits[row]]
         if np.isfinite(measured[members]).sum() < MIN_LAYOUTS or not order:
             continue
-        chosen = distinct(order, lambda row: arrangement(runs.origin[row].layout), PROPOSED)
+        chosen = distinct(order, lambda row: runs.origin[row].layout.arrangement, PROPOSED)
         sizes = runs.tp[members] * runs.pp[members]
         smallest = members[np.lexsort((-runs.micro_batch[members], sizes, ~predictions.fits[members]))[0]]
         behind = [100 * (measured[row] / np.nanmin(measured[members]) - 1) for row in (*chosen, smallest)]
         yield {
-            "table": published.group[members[0]],
+            "table": published.table[members[0]],
             "first": behind[0],
             "best_of_three": min(behind[:-1]),
             "smallest_that_fits": behind[-1],
         }
 
 
-def summarize_families(published: Published) -> pd.DataFrame:
+def summarize_families(published: Runs) -> pd.DataFrame:
     """Percent behind the best measured layout, a mean over families by table."""
     families = pd.DataFrame(judge_families(published)).groupby("table")
     means = families.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
@@ -315,7 +316,7 @@ def summarize_families(published: Published) -> pd.DataFrame:
     return means.assign(families=families.size(), ran_out_of_memory=out_of_memory)
 
 
-def write(published: Published, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame) -> None:
+def write(published: Runs, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame) -> None:
     """Write constants.csv, intervals.csv, cross_validated.csv and chosen_layouts.csv."""
     constants = pd.read_csv(DATA / "constants.csv", dtype=str, keep_default_na=False)
     names = constants["quantity"] + "." + constants["key"]
@@ -337,13 +338,13 @@ def main() -> None:
     arguments.add_argument("--write", action="store_true", help="write constants, intervals and predictions")
     is_writing = arguments.parse_args().write
     published, begun = load_published(), time.perf_counter()
-    values = fit_time(published, np.ones(len(published.runs), dtype=bool)) | fit_memory(published)
-    print(f"{len(published.runs)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
+    values = fit_time(published, np.ones(len(published), dtype=bool)) | fit_memory(published)
+    print(f"{len(published)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
     errors, runs = collect_errors(published, values)
     exponents, widths = fit_without(errors, find_levels(errors))
-    _, low, high = find_ends(runs, constant_rows(runs, values), errors["predicted_s"].to_numpy(), exponents)
+    _, low, high = find_ends(runs, errors["predicted_s"].to_numpy(), exponents)
     scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))
     if is_writing:

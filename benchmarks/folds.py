@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling.models import Numbers
-from labkit.scaling.published import Published
+from labkit.scaling.published import is_timed
 from labkit.scaling.runs import Flags, Runs
 
 N_PARTS = 6
@@ -36,17 +36,17 @@ class Fold:
         return Runs([replace(run, **self.changes) for run in runs.origin])
 
 
-def model_parts(published: Published) -> NDArray[np.intp]:
+def model_parts(published: Runs) -> NDArray[np.intp]:
     """The part of every run, (n,): every sixth architecture has the same, whatever its names, in all tables."""
-    runs = published.runs
+    runs = published
     shapes = np.stack([runs.layers, runs.hidden, runs.heads, runs.ffn])
     _, first, codes = np.unique(shapes, axis=1, return_index=True, return_inverse=True)
     return np.asarray(first.argsort().argsort()[codes.ravel()] % N_PARTS)
 
 
-def make_folds(published: Published) -> Iterator[Fold]:
+def make_folds(published: Runs) -> Iterator[Fold]:
     """Yield the folds that extrapolate first."""
-    runs, table = published.runs, published.group
+    runs, table = published, published.table
     is_large = runs.gpus > 64
     yield Fold("beyond 64 GPUs", [is_large])
     yield Fold("beyond 32 GPUs", [runs.gpus > 32])
@@ -75,11 +75,11 @@ def _each(column: NDArray[np.generic]) -> list[Flags]:
     return [column == value for value in np.unique(column)]
 
 
-def _largest(published: Published, values: Numbers) -> Flags:
+def _largest(published: Runs, values: Numbers) -> Flags:
     """The rows with the largest value in each table with several."""
     judged = np.zeros(len(values), dtype=bool)
-    for rows in _each(published.group):
-        timed = rows & published.is_timed
+    for rows in _each(published.table):
+        timed = rows & is_timed(published)
         if len(np.unique(values[timed])) > 1:
             judged |= timed & (values == values[timed].max())
     return judged

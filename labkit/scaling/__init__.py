@@ -11,12 +11,49 @@
 """
 
 import csv
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 DATA = Path(__file__).parents[1] / "shipped" / "data" / "reference" / "scaling"
 
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+T = TypeVar("T")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """Rows of `name`.csv in `data/reference/scaling/` as texts by column."""
+    """Rows of `name`.csv in `data/reference/scaling/`: texts by column, without the empty ones."""
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [{column: text for column, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def validate(kind: type[T], values: Mapping[str, Any], *, strict: bool = False) -> T:
+    """An instance of a dataclass from values by field; None is the default. Numbers may be texts, unless `strict`.
+
+    ValueError for the first wrong field. Other names are ignored.
+    """
+    adapter, present = _adapter(kind), {name: value for name, value in values.items() if value is not None}
+    try:
+        if strict:
+            result: T = adapter.validate_json(json.dumps(present), strict=True)
+        else:
+            result = adapter.validate_python(present)
+    except ValidationError as error:
+        name, problem = first_problem(error)
+        raise ValueError(f"expected {name} {problem.replace('should', 'to', 1)}" if name else problem) from None
+    return result
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first wrong field, empty for several together, and its problem: "should be a valid integer, got 'x'"."""
+    first = error.errors(include_url=False)[0]
+    name, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "missing":
+        return name, "should be stated"
+    return name, f"{message}, got {str(first['input'])[:40]!r}" if name else message

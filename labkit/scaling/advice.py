@@ -9,9 +9,9 @@ import numpy as np
 from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
-from labkit.scaling.runs import Layout, Run, Runs
+from labkit.scaling.runs import SHARDS, Layout, Run, Runs
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
-from labkit.scaling.step_time import BF16, all_reduce_s, group, rank_parameters
+from labkit.scaling.step_time import BF16, Group, rank_parameters
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
@@ -30,13 +30,6 @@ SUMS = {
     "waiting for the slowest node": ("straggler_s",),
 }
 """Groups of parts that add up to the step."""
-SHARDS = {
-    "none": "whole copies",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "FSDP (ZeRO-3)",
-    "hsdp": "FSDP inside nodes",
-}
 
 
 @dataclass(frozen=True)
@@ -117,30 +110,19 @@ def bucket_bytes(run: Run, constants: Constants) -> float | None:
 
     None without data parallelism; a layer if parameters are sharded.
     """
-    layout, runs = run.layout, Runs([run])
+    layout, runs = run.layout, Runs([run], constants)
     if layout.dp * layout.cp == 1:
         return None
     if layout.shard in ("zero3", "hsdp"):
         return float(BF16 * runs.layer_parameters[0] / layout.tp)
-    rows = constants.rows(runs)
-    ranks = group(runs, rows, runs.dp * runs.cp, runs.tp)
-    n_bytes = rank_parameters(runs) * rows["gradient_bytes"]
-    call_s, whole_s = (all_reduce_s(ranks, rows, moved) for moved in (0 * n_bytes, n_bytes))
+    n_bytes = rank_parameters(runs) * runs["gradient_bytes"]
+    ranks = Group(runs, runs.dp * runs.cp, runs.tp)
+    call_s, whole_s = (ranks.all_reduce_s(moved) for moved in (0 * n_bytes, n_bytes))
     return float((n_bytes * np.minimum(np.sqrt(call_s / (whole_s - call_s)), 1))[0])
 
 
 def sums_s(prediction: Prediction) -> dict[str, float]:
     return {name: sum(prediction.parts_s[part] for part in parts) for name, parts in SUMS.items()}
-
-
-def describe_layout(layout: Layout) -> str:
-    """Degrees and sharding: "tp 2, dp 16, ZeRO-1"."""
-    degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(layout, name) > 1]
-    if layout.vp > 1:
-        degrees.append(f"{layout.vp} chunks per stage")
-    if layout.dp * layout.cp > 1:
-        degrees.append(SHARDS[layout.shard])
-    return ", ".join(degrees) or "one GPU"
 
 
 def strategy(layout: Layout) -> str:

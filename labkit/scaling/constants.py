@@ -10,11 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
-from labkit.scaling import read_table
-from labkit.scaling.models import Numbers
-from labkit.scaling.runs import Runs
+from labkit.scaling import read_table, validate
 
 BY_ARCHITECTURE = frozenset(
     {"gemm_efficiency", "matmul_ceiling", "attention_efficiency", "link_efficiency", "memory_efficiency"}
@@ -36,10 +32,10 @@ class Constant:
     key: str
     source: str
     value: float
-    prior: float
-    spread: float
-    low: float
-    high: float
+    prior: float = 0.0
+    spread: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
     @property
     def is_fitted(self) -> bool:
@@ -56,11 +52,6 @@ class Constants:
 
     table: Mapping[str, Mapping[str, float]]
     parents: Mapping[str, str]
-    calibrated: frozenset[str] = frozenset()
-    """Frameworks that are a user's profiles."""
-
-    def rows(self, runs: Runs) -> "Rows":
-        return Rows(self, runs)
 
     def value(self, quantity: str, name: str) -> float:
         """A name's value, else its nearest ancestor's, else the default."""
@@ -72,39 +63,13 @@ class Constants:
     def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
         """Add a user's profile, which runs name as their framework: some quantities differ from those of `base`."""
         new = {quantity: {**self.table[quantity], name: value} for quantity, value in values.items()}
-        return Constants({**self.table, **new}, {**self.parents, name: base}, self.calibrated | {name})
-
-
-class Rows(dict[str, Numbers]):
-    """The constants of every row of some runs: `rows["launch_s"]` has shape (n,)."""
-
-    def __init__(self, constants: Constants, runs: Runs) -> None:
-        super().__init__()
-        self._constants, self._runs = constants, runs
-
-    def __missing__(self, quantity: str) -> Numbers:
-        """A quantity's values, on first use."""
-        names, codes = self._runs.codes["architecture" if quantity in BY_ARCHITECTURE else "framework"]
-        self[quantity] = np.array([self._constants.value(quantity, str(name)) for name in names])[codes]
-        return self[quantity]
-
-    @property
-    def shard_ranks(self) -> Numbers:
-        """Ranks that divide what `shard` says, (n,): all replicas, with hsdp those of a node; 1 for whole copies."""
-        runs = self._runs
-        inside = np.maximum(runs.gpus_per_node / (runs.tp * runs.cp), 1)
-        replicas = np.where(runs.shard == "hsdp", np.minimum(runs.dp, inside), runs.dp)
-        return np.where(runs.shard == "none", 1.0, np.minimum(replicas * runs.cp, self["largest_shard_group"]))
+        return Constants({**self.table, **new}, {**self.parents, name: base})
 
 
 @cache
 def read_constants() -> tuple[Constant, ...]:
     """The rows of `constants.csv`."""
-    numbers = ("value", "prior", "spread", "low", "high")
-    return tuple(
-        Constant(row["quantity"], row["key"], row["source"], *(float(row[name] or 0) for name in numbers))
-        for row in read_table("constants")
-    )
+    return tuple(validate(Constant, row) for row in read_table("constants"))
 
 
 def from_values(constants: Iterable[Constant], values: Mapping[str, float]) -> Constants:

@@ -7,9 +7,9 @@ reach is a constant, by architecture.
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from labkit.scaling import read_table
+from labkit.scaling import read_table, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,47 +55,28 @@ class Hardware:
         )
 
 
-def _read_hardware() -> Mapping[str, Hardware]:
-    types = {field.name: field.type for field in fields(Hardware)}
-    cards = [
-        Hardware(**{name: types[name](text) for name, text in row.items()})  # type: ignore[operator]
-        for row in read_table("hardware")
-    ]
-    return {card.name: card for card in cards}
-
-
-HARDWARE: Mapping[str, Hardware] = _read_hardware()
-
-_DEFAULT_FORMS = {
-    "a100": "A100-SXM-80GB",
-    "h100": "H100-SXM-80GB",
-    "v100": "V100-SXM-32GB",
-    "gh200-480gb": "GH200-96GB",
-}
-"""The form that a bare name means, and `nvidia-smi`'s name that counts the CPU's memory."""
+HARDWARE: Mapping[str, Hardware] = {row["name"]: validate(Hardware, row) for row in read_table("hardware")}
 
 
 def find_hardware(name: str) -> Hardware:
     """A declared GPU by its name, a shorter one, or as `nvidia-smi` prints it; or with another memory, `B200-192GB`.
 
-    ValueError for others, since they have no declared peak.
+    A shorter name is the first declared GPU that begins with it. ValueError for others, which have no declared peak.
     """
     words = _normalize(name)
     exact = next((card for declared, card in HARDWARE.items() if declared.lower() in (words, name.lower())), None)
-    if exact or words in _DEFAULT_FORMS:
-        return exact or HARDWARE[_DEFAULT_FORMS[words]]
+    if exact:
+        return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
-    stem = stem if "-" in stem or stem not in _DEFAULT_FORMS else _DEFAULT_FORMS[stem].lower().rsplit("-", 1)[0]
-    stems = (stem, f"rtx-{stem}")
-    family = [card for declared, card in HARDWARE.items() if declared.lower().startswith(tuple(f"{s}-" for s in stems))]
+    family = [card for declared, card in HARDWARE.items() if declared.lower().startswith((f"{stem}-", f"rtx-{stem}-"))]
     if not family:
         declared = {one.lower(): one for one in HARDWARE}
         near = [declared[one] for one in difflib.get_close_matches(words, declared, n=3, cutoff=0.4)]
         names = f"the nearest declared are {', '.join(near)}" if near else f"declared are {', '.join(HARDWARE)}"
         raise ValueError(f"unknown GPU {name[:60]!r}; {names}")
     if memory is None:
-        return family[-1] if stem in ("a100-sxm", "v100-sxm") else family[0]
+        return family[0]
     size = float(memory[1])
     nearest = min(family, key=lambda card: abs(card.memory_gib - size))
     if not 0.5 <= size / nearest.memory_gib <= 2:
@@ -110,6 +91,7 @@ def _normalize(name: str) -> str:
         r"nvidia|amd|geforce|quadro|tesla|instinct|server-edition|workstation-edition|-generation", "", words
     )
     words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", re.sub(r"sxm\d", "sxm", words))
+    words = words.replace("gh200-480gb", "gh200")  # the CPU's memory
     words = re.sub(r"-+", "-", words).strip("-")
     if form := re.fullmatch(r"(.+)-(\d+gb)-(pcie|sxm)", words):
         words = f"{form[1]}-{form[3]}-{form[2]}"

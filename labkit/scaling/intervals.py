@@ -15,9 +15,8 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
-from labkit.scaling.constants import Rows
 from labkit.scaling.models import Numbers, step_flops
-from labkit.scaling.published import Published, load_published
+from labkit.scaling.published import is_timed, load_published
 from labkit.scaling.runs import SHARDS, Flags, Runs, Texts
 from labkit.scaling.step_time import slow_engine_s
 
@@ -33,28 +32,17 @@ Widths = Mapping[str, tuple[float, float]]
 """Published table or slope -> its width at the low and at the high end, in log units."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Range of the measured runs of one framework, or of all."""
-
-    gpus: float
-    seq_len: float
-    cp: float
-    parameters: tuple[float, float]
-    """Of the smallest and the largest model."""
-    architectures: frozenset[str]
-    cards: frozenset[str]
-    kinds: frozenset[str]
-    """Names in `_kinds` that some run has."""
+Limits = Mapping[str, float]
+"""The largest value in some columns of some runs; "smallest", the smallest model; 1 for each of `_kinds` in use."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """Measured runs: limits of all and by framework, and their tables."""
+    """Measured runs, and their limits: of all, and by framework."""
 
+    runs: Runs
     everything: Limits
     by_framework: Mapping[str, Limits]
-    tables: frozenset[str]
 
     def limits(self, framework: str) -> Limits:
         """A framework's limits; those of all runs for an unknown one."""
@@ -62,34 +50,26 @@ class Ground:
 
     def is_elsewhere(self, runs: Runs) -> Flags:
         """Return whether each run is of no measured table."""
-        return ~np.isin(runs.table, sorted(self.tables))
+        return ~np.isin(runs.table, self.runs.table)
 
 
-def measure_ground(published: Published, rows: Flags) -> Ground:
+def measure_ground(published: Runs, rows: Flags) -> Ground:
     """The ground of the timed rows in a mask."""
-    runs = published.runs.take(rows & published.is_timed)
+    runs = published.take(rows & is_timed(published))
     names = set(runs.framework.tolist()) - {"generic"}
-    by_framework = {name: _limits(runs.take(runs.framework == name)) for name in names}
-    return Ground(_limits(runs), by_framework, frozenset(runs.table.tolist()))
+    return Ground(runs, _limits(runs), {name: _limits(runs.take(runs.framework == name)) for name in names})
 
 
 @cache
 def load_ground() -> Ground:
     """The ground of all published runs."""
-    published = load_published()
-    return measure_ground(published, np.ones(len(published.runs), dtype=bool))
+    return measure_ground(load_published(), np.ones(len(load_published()), dtype=bool))
 
 
 def _limits(runs: Runs) -> Limits:
-    return Limits(
-        gpus=float(runs.gpus.max()),
-        seq_len=float(runs.seq_len.max()),
-        cp=float(runs.cp.max()),
-        parameters=(float(runs.parameters.min()), float(runs.parameters.max())),
-        architectures=frozenset(runs.architecture.tolist()),
-        cards=frozenset(runs.card.tolist()),
-        kinds=frozenset(name for name, is_used in _kinds(runs).items() if is_used.any()),
-    )
+    largest = {name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")}
+    kinds = {name: float(is_used.any()) for name, is_used in _kinds(runs).items()}
+    return largest | {"smallest": float(runs.parameters.min())} | kinds
 
 
 def _kinds(runs: Runs) -> dict[str, Flags]:
@@ -108,20 +88,18 @@ def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
     """
     names, codes = runs.codes["framework"]
     limits, everything = [ground.limits(str(name)) for name in names], ground.everything
-    smallest, largest = np.array([one.parameters for one in limits])[codes].T
-    doublings = np.log2(np.maximum(runs.parameters / largest, smallest / runs.parameters))
-    new_kinds = [
-        used & np.array([name not in one.kinds for one in limits])[codes] for name, used in _kinds(runs).items()
-    ]
+    largest = {name: np.array([one[name] for one in limits])[codes] for name in everything}
+    doublings = np.log2(np.maximum(runs.parameters / largest["parameters"], largest["smallest"] / runs.parameters))
+    new_kinds = [is_used & (largest[name] == 0) for name, is_used in _kinds(runs).items()]
     is_known = np.isin(runs.framework, list(ground.by_framework))
     return {
-        "gpus": _beyond(np.log2(runs.gpus / np.array([one.gpus for one in limits])[codes])),
+        "gpus": _beyond(np.log2(runs.gpus / largest["gpus"])),
         "parameters": _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)),
-        "tokens": _beyond(np.log2(runs.seq_len / everything.seq_len)),
-        "contexts": _beyond(np.log2(runs.cp / everything.cp)),
+        "tokens": _beyond(np.log2(runs.seq_len / everything["seq_len"])),
+        "contexts": _beyond(np.log2(runs.cp / everything["cp"])),
         "kinds": np.sum(new_kinds, axis=0, dtype=np.float64),
-        "card": np.isin(runs.card, list(everything.cards), invert=True).astype(np.float64),
-        "architecture": np.isin(runs.architecture, list(everything.architectures), invert=True).astype(np.float64),
+        "card": (~np.isin(runs.card, ground.runs.card)).astype(np.float64),
+        "architecture": (~np.isin(runs.architecture, ground.runs.architecture)).astype(np.float64),
         "framework": (ground.is_elsewhere(runs) & ~is_known).astype(np.float64),
     }
 
@@ -156,23 +134,21 @@ def load_widths() -> Widths:
     return {row["width"]: (float(row["low"]), float(row["high"])) for row in read_table("intervals")}
 
 
-def find_ends(
-    runs: Runs, constants: Rows, seconds: Numbers, exponents: tuple[Numbers, Numbers]
-) -> tuple[Numbers, Numbers, Numbers]:
+def find_ends(runs: Runs, seconds: Numbers, exponents: tuple[Numbers, Numbers]) -> tuple[Numbers, Numbers, Numbers]:
     """Seconds and both ends of the 90% interval, none shorter than the GPU's best published matmuls would take.
 
     If a run may have used its framework's slow pipeline engine, the upper end has that engine's extra time.
     """
-    fastest = peak_s(runs) / constants["matmul_ceiling"]
-    slower = np.where(has_open_engine(runs, constants), slow_engine_s(runs, constants), 0.0)
+    fastest = peak_s(runs) / runs["matmul_ceiling"]
+    slower = np.where(has_open_engine(runs), slow_engine_s(runs), 0.0)
     low, high = seconds * np.exp(-exponents[0]), seconds * np.exp(exponents[1]) + slower
     return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(high, fastest)
 
 
-def has_open_engine(runs: Runs, constants: Rows) -> Flags:
+def has_open_engine(runs: Runs) -> Flags:
     """Return whether a run does not say which of a framework's two pipeline engines it used."""
     is_stated = runs.has("old_pipeline") | runs.has("new_pipeline")
-    return np.asarray((constants["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
+    return np.asarray((runs["engine_unknown"] > 0) & (runs.pp > 1) & (runs.nodes > 1) & ~is_stated)
 
 
 def peak_s(runs: Runs) -> Numbers:
@@ -188,13 +164,15 @@ def extrapolations(runs: Runs, row: int, ground: Ground, distances: Mapping[str,
         yield "framework without published runs: calibrate with three runs of it"
     run, framework, everything = runs.origin[row], str(runs.framework[row]), ground.everything
     limits, where = ground.limits(framework), f" with {framework}" if framework in ground.by_framework else ""
-    kinds = [name for name, is_used in _kinds(runs.take([row])).items() if is_used[0] and name not in limits.kinds]
-    size, smallest, largest = (count / 1e9 for count in (runs.parameters[row], *limits.parameters))
+    kinds = [name for name, is_used in _kinds(runs.take([row])).items() if is_used[0] and not limits[name]]
+    size, smallest, largest = (
+        count / 1e9 for count in (runs.parameters[row], limits["smallest"], limits["parameters"])
+    )
     words = {
-        "gpus": f"{run.layout.gpus} GPUs, fitted up to {limits.gpus:.0f}{where}",
+        "gpus": f"{run.layout.gpus} GPUs, fitted up to {limits['gpus']:.0f}{where}",
         "parameters": f"{size:.3g} B parameters, fitted from {smallest:.3g} to {largest:.3g} B{where}",
-        "tokens": f"{run.seq_len} tokens per sequence, fitted up to {everything.seq_len:.0f}",
-        "contexts": f"{run.layout.cp} context-parallel ranks, fitted up to {everything.cp:.0f}",
+        "tokens": f"{run.seq_len} tokens per sequence, fitted up to {everything['seq_len']:.0f}",
+        "contexts": f"{run.layout.cp} context-parallel ranks, fitted up to {everything['cp']:.0f}",
         "card": f"no published run on {runs.card[row]}",
         "architecture": f"no published run on {runs.architecture[row]} GPUs",
         "kinds": f"no published run{where} in {' and '.join(kinds)}",

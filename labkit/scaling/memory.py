@@ -7,33 +7,20 @@ share of fragmentation.
 Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ranks, V vocabulary; bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 
-from labkit.scaling.constants import Rows
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Flags, Runs
 
 GIB = 2**30
 MAX_HELD_SHARE = 0.2
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation", "runtime")
 
 
-@dataclass(frozen=True)
-class Stages:
-    """Bytes by part of every stage of every run, (n, stages); beyond a run's pp everything is zero."""
-
-    parts: dict[str, Numbers]
-
-    @property
-    def reserved(self) -> Numbers:
-        return np.sum([self.parts[name] for name in PARTS], axis=0)
-
-    @property
-    def peak_gib(self) -> Numbers:
-        """Peak of the fullest stage, (n,)."""
-        return self.reserved.max(axis=1) / GIB
+def peak_gib(stages: Mapping[str, Numbers]) -> Numbers:
+    """Peak of the fullest stage, (n,)."""
+    return np.sum(list(stages.values()), axis=0).max(axis=1) / GIB
 
 
 def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Numbers, Numbers]:
@@ -68,48 +55,48 @@ def micro_batches_alive(runs: Runs) -> Numbers:
     return np.where(index < pp, alive * interleaved, 0.0)
 
 
-def stages(runs: Runs, constants: Rows) -> Stages:
-    """Peak memory of every stage, by part."""
+def stage_bytes(runs: Runs) -> dict[str, Numbers]:
+    """Reserved bytes of every stage by part, (n, stages), which add up to its peak; 0 beyond a run's pp."""
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
     is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
-    sharded, whole = constants.shard_ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
+    sharded, whole = runs.shard_ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
     weights = np.where(whole, 2 * parameters, 0.0)
     weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])  # two layers gathered
     low = runs.has("low_precision_master")[:, None]
-    gradients = np.where(low, 2.0, constants["gradient_bytes"][:, None]) * parameters
+    gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
     gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
     optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
-    saved, again = layer_activations(runs, constants["unfused_attention"], constants["fused_operators"])
-    activations = (saved * constants["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
-    held = _held_gathers(runs, constants)
+    saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
+    activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
+    held = _held_gathers(runs)
     columns = (runs.tokens * runs.vocab / runs.tp)[:, None]
-    buffers = runs.tokens * (2 * runs.hidden + constants["transient_ffn"] * runs.ffn / runs.tp)
+    buffers = runs.tokens * (2 * runs.hidden + runs["transient_ffn"] * runs.ffn / runs.tp)
     parts = {
         "parameters": weights,
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": activations + held[:, None] * (layers > 0),
-        "logits": np.where(is_last, constants["logit_bytes"][:, None] * columns, 0.0),
+        "logits": np.where(is_last, runs["logit_bytes"][:, None] * columns, 0.0),
         "buffers": np.broadcast_to(buffers[:, None] + again[:, None], layers.shape),
     }
     parts = {name: np.where(exists, value, 0.0) for name, value in parts.items()}
     total = np.sum(list(parts.values()), axis=0)
-    share = np.where(runs.tp > 1, constants["stream_fragmentation"], constants["fragmentation"]) - 1
+    share = np.where(runs.tp > 1, runs["stream_fragmentation"], runs["fragmentation"]) - 1
     parts["fragmentation"] = share[:, None] * total
-    parts["runtime"] = np.where(exists, constants["runtime_bytes"][:, None], 0.0)
-    return Stages(parts)
+    parts["runtime"] = np.where(exists, runs["runtime_bytes"][:, None], 0.0)
+    return parts
 
 
-def _held_gathers(runs: Runs, constants: Rows) -> Numbers:
+def _held_gathers(runs: Runs) -> Numbers:
     """Gathered activations that wait for the communication stream where the CPU runs ahead of a slow network.
 
     Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when memory is short, so
     that they never are more than a share of it.
     """
     waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
-    held = constants["held_gathers"] * runs.tokens * runs.hidden * runs.layers
+    held = runs["held_gathers"] * runs.tokens * runs.hidden * runs.layers
     return np.where(waits, np.minimum(held, MAX_HELD_SHARE * runs.memory_gib * GIB), 0.0)
 
 

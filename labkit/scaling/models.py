@@ -18,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.costs.transformer import SIZES
-from labkit.scaling import read_table
+from labkit.scaling import Count, read_table, validate
 
 Numbers = NDArray[np.float64]
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 """What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
 MAX_BYTES = 2**20
-MAX_SIZE = 10**7
 _HF = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
 _LLAMA = _HF | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size"}
 _GPT = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "vocab": "vocab_size"}
@@ -45,35 +43,35 @@ _ARCHITECTURES = {
     "opt": (_HF | {"ffn": "ffn_dim"}, False, True),
     "mpt": (_MPT, False, True),
 }
-_OPTIONAL = ("kv_heads", "ffn", "head_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU) instead of two.
 
-    Defaults: `kv_heads` is `heads`, `head_dim` is `hidden` / `heads`.
+    Defaults: `ffn` is 4 `hidden`, `kv_heads` is `heads`, `head_dim` is `hidden` / `heads`.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    vocab: int
-    kv_heads: int = 0
-    head_dim: int = 0
+    layers: Count
+    hidden: Count
+    heads: Count
+    vocab: Count
+    ffn: Count = 0
+    kv_heads: Count = 0
+    head_dim: Count = 0
     ffn_gated: bool = True
     tied: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
-        for size in ("layers", "hidden", "heads", "ffn", "vocab"):
+        for size in ("layers", "hidden", "heads", "vocab"):
             if getattr(self, size) < 1:
                 raise ValueError(f"expected {size} of 1 or more, got {getattr(self, size)}")
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}")
-        if self.kv_heads < 0 or self.head_dim < 0 or (self.kv_heads and self.heads % self.kv_heads):
+        if min(self.ffn, self.kv_heads, self.head_dim) < 0 or (self.kv_heads and self.heads % self.kv_heads):
             raise ValueError(f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
 
@@ -116,17 +114,12 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
 
 def _read_models() -> tuple[dict[str, Model], dict[str, str]]:
     """Models by name, the published ones and labkit's sizes; and names by alias."""
-    models: dict[str, Model] = {}
-    aliases: dict[str, str] = {}
-    for row in read_table("models"):
-        sizes = {size: int(row[size]) for size in _SIZES}
-        is_gated, is_tied = (row[name] == "1" for name in ("ffn_gated", "tied"))
-        models[row["name"]] = Model(**sizes, ffn_gated=is_gated, tied=is_tied, name=row["name"])
-        aliases |= dict.fromkeys(row["aliases"].split(), row["name"])
+    rows = read_table("models")
+    models = {row["name"]: validate(Model, row) for row in rows}
     for name, one in SIZES.items():
         layers, hidden, heads = one.n_layers, one.d_model, one.n_heads
         models[name] = Model(layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name)
-    return models, aliases
+    return models, {alias: row["name"] for row in rows for alias in row.get("aliases", "").split()}
 
 
 NAMED, _ALIASES = _read_models()
@@ -161,23 +154,17 @@ def read_model(path: Path) -> Model:
     ValueError, in one line, for another kind of file, more than 1 MiB, or another architecture.
     """
     path = path / "config.json" if path.is_dir() else path
-    name = str(path)[-80:]
     try:
-        if not path.is_file():  # a device or a pipe may never end
-            raise ValueError(f"expected a config.json, and there is no file {name}")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read ({error.strerror})") from None
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"expected a config.json of at most 1 MiB, and {name} is larger")
-    try:
-        config = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:80]
-        raise ValueError(f"expected JSON, and {name} is none: {reason}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"expected a config.json with a model's sizes, and {name} holds none")
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:  # a device or a pipe may never end
+            raise ValueError("there is no file of at most 1 MiB")
+        config = json.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0][:80]
+        raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+        kinds = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"expected a config.json with a model_type among {kinds}; got {str(kind)[:40]!r}")
     return _model(config, _folder_name(path.absolute().parent))
 
 
@@ -189,29 +176,13 @@ def _folder_name(folder: Path) -> str:
 
 
 def _model(config: Mapping[str, Any], name: str) -> Model:
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        kinds = ", ".join(_ARCHITECTURES)
-        raise ValueError(f"expected a config.json with a model_type among {kinds}; got {str(kind)[:40]!r}")
-    names, ffn_gated, tied = _ARCHITECTURES[kind]
-    sizes = {size: _size(config, key, is_optional=size in _OPTIONAL) for size, key in names.items()}
-    if not sizes.get("ffn"):
-        ratio = config.get("expansion_ratio", 4)
-        sizes["ffn"] = sizes["hidden"] * (ratio if type(ratio) is int and 0 < ratio <= 64 else 4)
-    tied = tied if config.get("tie_word_embeddings") is None else config["tie_word_embeddings"]
-    if not isinstance(tied, bool):
-        raise ValueError(f"expected tie_word_embeddings to be true or false, got {str(tied)[:40]!r}")
-    return Model(**sizes, ffn_gated=ffn_gated, tied=tied, name=_printable(name))
-
-
-def _size(config: Mapping[str, Any], key: str, *, is_optional: bool) -> int:
-    """A size; 0 for an optional one that is left out."""
-    value = config.get(key)
-    if value is None and is_optional:
-        return 0
-    if type(value) is not int or not 0 < value <= MAX_SIZE:
-        raise ValueError(f"expected {key} to be a whole number from 1 to {MAX_SIZE:,}, got {str(value)[:40]!r}")
-    return value
+    names, ffn_gated, tied = _ARCHITECTURES[config["model_type"]]
+    values: dict[str, Any] = {size: config.get(key) for size, key in names.items()}
+    if names is _MPT and isinstance(ratio := config.get("expansion_ratio"), int):
+        values["ffn"] = ratio * config.get("d_model", 1)
+    stated = config.get("tie_word_embeddings")
+    values |= {"ffn_gated": ffn_gated, "tied": tied if stated is None else stated, "name": _printable(name)}
+    return validate(Model, values, strict=True)
 
 
 def _printable(name: str) -> str:

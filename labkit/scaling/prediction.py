@@ -100,7 +100,8 @@ class Predictions:
     peak_gib: Numbers
     out_of_memory: Numbers
     is_unstable: Flags
-    stages: memory.Stages
+    stages: Mapping[str, Numbers]
+    """Reserved bytes by part and stage, (n, stages)."""
 
     @property
     def fits(self) -> Flags:
@@ -119,7 +120,7 @@ class Predictions:
         """Return one prediction, even of a run that is too far from measured runs."""
         layout = self.runs.origin[row].layout
         names = ("step_s", "distance", "mfu", "peak_gib", "out_of_memory", "is_unstable", "fits", "has_room")
-        parts = self.stages.parts.items()
+        parts = self.stages.items()
         return Prediction(
             layout=layout,
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
@@ -151,27 +152,26 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
     """Predict one step. ValueError if the layout cannot run the model, or the run is too far from measured runs."""
     if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
-    predictions = predict_runs(Runs([run]), constants)
+    predictions = predict_runs(Runs([run], constants))
     if reason := predictions.refusal_reason(0):
         raise ValueError(reason)
     return predictions.prediction(0)
 
 
-def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
+def predict_runs(runs: Runs) -> Predictions:
     """Predict all runs at once. Layouts must be possible (`impossible_reason`)."""
-    constants = constants or load_constants()
     ground = load_ground()
-    calibrated = {name: ground.limits(constants.parents[name]) for name in constants.calibrated}
-    ground = replace(ground, by_framework={**ground.by_framework, **calibrated})
-    rows = constants.rows(runs)
-    parts, stages = breakdown(runs, rows), memory.stages(runs, rows)
-    is_unstable = stages.peak_gib > UNSTABLE_SHARE * runs.memory_gib
+    profiles = {name: ground.limits(parent) for name, parent in runs.constants.parents.items()}
+    ground = replace(ground, by_framework={**profiles, **ground.by_framework})
+    parts, stages = breakdown(runs), memory.stage_bytes(runs)
+    peak_gib = memory.peak_gib(stages)
+    is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
     distances = measure_distances(runs, ground)
     exponents = sum_widths(runs.table, measure_slopes(distances, is_unstable), load_widths())
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = find_ends(runs, rows, predicted, exponents)
+    seconds, low, high = find_ends(runs, predicted, exponents)
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
-    margin = np.log(stages.peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
+    margin = np.log(peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     return Predictions(
         runs=runs,
         ground=ground,
@@ -181,7 +181,7 @@ def predict_runs(runs: Runs, constants: Constants | None = None) -> Predictions:
         distances=distances,
         parts_s=parts,
         mfu=peak_s(runs) / seconds,
-        peak_gib=stages.peak_gib,
+        peak_gib=peak_gib,
         out_of_memory=1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20))),  # the normal distribution, to 0.01
         is_unstable=is_unstable,
         stages=stages,
@@ -207,7 +207,7 @@ def calibrate(
     if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
     constants = constants or load_constants()
-    columns = Runs([replace(run, framework=name, table="") for run in runs])
+    columns = Runs([replace(run, framework=name, table="") for run in runs], constants)
 
     def moved(shift: Numbers, unfused: float) -> Constants:
         values = zip(SPREADS, np.exp(shift), strict=True)
@@ -215,7 +215,7 @@ def calibrate(
         return constants.with_profile(name, base, changed | {"unfused_attention": unfused})
 
     def residuals(shift: Numbers, unfused: float) -> Numbers:
-        predicted = predict_step_s(columns, moved(shift, unfused).rows(columns))
+        predicted = predict_step_s(columns.with_constants(moved(shift, unfused)))
         return np.concatenate([soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())])
 
     # A table of runs does not say whether attention is tiled: the better fit decides.
@@ -229,12 +229,12 @@ def soft_l1(errors: Numbers) -> Numbers:
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
-def predict_rows(rows: Sequence[Row], constants: Constants | None = None) -> list[dict[str, str]]:
+def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
     """The cells of every row with `COLUMNS`; for a refused row these are empty except for the note."""
     possible = {row.line: row.run for row in rows if row.run is not None}
     predicted: dict[int, dict[str, str]] = {}
     if possible:
-        predictions = predict_runs(Runs(list(possible.values())), constants)
+        predictions = predict_runs(Runs(list(possible.values())))
         predicted = dict(zip(possible, _cells(predictions), strict=True))
     return [_merge(row, predicted.get(row.line, {"note": f"refused: {row.refusal}"})) for row in rows]
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from labkit.scaling import DATA, read_table
 from labkit.scaling.models import Numbers
-from labkit.scaling.runs import Flags, Layout, Run, Runs
+from labkit.scaling.runs import Flags, Run, Runs
 from labkit.scaling.table import read_rows
 
 FILES = ("training_runs", "more_training_runs")
@@ -21,76 +20,62 @@ WITHOUT_MODEL, WITHOUT_FRAMEWORK = "without the model", "without the framework"
 """Folds in `cross_validated.csv`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Published:
-    """Published runs as columns; seconds are nan where there are none."""
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun(Run):
+    """A run with its measurement; numbers are nan where none was published."""
 
-    runs: Runs
-    key: NDArray[np.str_]
+    key: str
     """File and line, "training_runs:17"."""
-    group: NDArray[np.str_]
-    """Published table."""
-    model: NDArray[np.str_]
-    is_ok: Flags
-    step_s: Numbers
-    mfu: Numbers
+    status: str
+    """ok, or oom: out of memory."""
+    step_s: float
+    mfu: float
     """As printed, 0 to 1: conventions differ."""
-    reserved_gib: Numbers
-
-    @property
-    def is_timed(self) -> Flags:
-        return np.isfinite(self.step_s)
+    reserved_gib: float
 
 
 @dataclass(frozen=True)
-class PublishedRow:
-    """A published run, its distance from the run asked about, and its prediction by constants fitted without it."""
+class Neighbor:
+    """A published run, its prediction by constants fitted without it, and its distance from the run asked about."""
 
-    group: str
-    model: str
-    gpu: str
-    gpus: int
-    arrangement: str
-    step_s: float
-    mfu: float
+    run: PublishedRun
     predicted_s: float
     distance: float
 
     @property
     def error(self) -> float:
         """Predicted over measured, less one."""
-        return self.predicted_s / self.step_s - 1
+        return self.predicted_s / self.run.step_s - 1
 
 
 @cache
-def load_published() -> Published:
-    """All published runs."""
-    files = [(file, row) for file in FILES for row in read_rows(DATA / f"{file}.csv") if row.run is not None]
-    rows = [row for _, row in files]
-
-    def numbers(name: str) -> Numbers:
-        return np.array([float(row.cells.get(name) or "nan") for row in rows])
-
-    def texts(name: str) -> NDArray[np.str_]:
-        return np.array([row.cells[name] for row in rows])
-
-    return Published(
-        runs=Runs([row.run for row in rows if row.run is not None]),
-        key=np.array([f"{file}:{row.line}" for file, row in files]),
-        group=texts("group"),
-        model=texts("model"),
-        is_ok=texts("status") == "ok",
-        step_s=numbers("step_s"),
-        mfu=numbers("mfu_percent") / 100,
-        reserved_gib=numbers("peak_reserved_gib"),
+def load_published() -> Runs:
+    """All published runs; fields of `PublishedRun` are columns, too."""
+    rows = [(file, row, row.run) for file in FILES for row in read_rows(DATA / f"{file}.csv") if row.run is not None]
+    return Runs(
+        [
+            PublishedRun(
+                **vars(run),
+                key=f"{file}:{row.line}",
+                status=row.cells["status"],
+                step_s=float(row.cells.get("step_s") or "nan"),
+                mfu=float(row.cells.get("mfu_percent") or "nan") / 100,
+                reserved_gib=float(row.cells.get("peak_reserved_gib") or "nan"),
+            )
+            for file, row, run in rows
+        ]
     )
+
+
+def is_timed(published: Runs) -> Flags:
+    return np.isfinite(published.step_s)
 
 
 @cache
 def frameworks() -> frozenset[str]:
     """Frameworks with timed published runs."""
     published = load_published()
-    return frozenset(published.runs.framework[published.is_timed].tolist()) - {"generic"}
+    return frozenset(published.framework[is_timed(published)].tolist()) - {"generic"}
 
 
 @cache
@@ -113,27 +98,18 @@ def distances(runs: Runs, row: int, others: Runs) -> Numbers:
     return away
 
 
-def nearest(run: Run, count: int = NEAREST) -> list[PublishedRow]:
-    """The timed runs most like `run`, at most one per model and number of GPUs.
+def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
+    """The timed runs most like `run`, at most one per table, model and number of GPUs.
 
     Their predictions know the framework only if `run` names a published one.
     """
-    published, runs = load_published(), load_published().runs
+    published = load_published()
     predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
-    away = distances(Runs([run]), 0, runs)
-    away = np.where(published.is_timed & np.isfinite(predicted), away, np.inf)
+    away = distances(Runs([run]), 0, published)
+    away = np.where(is_timed(published) & np.isfinite(predicted), away, np.inf)
     order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()
-    return [
-        PublishedRow(
-            **{name: getattr(published, name)[row].item() for name in ("group", "model", "step_s", "mfu")},
-            gpu=runs.origin[row].hardware.name,
-            gpus=runs.origin[row].layout.gpus,
-            arrangement=arrangement(runs.origin[row].layout),
-            predicted_s=float(predicted[row]),
-            distance=float(away[row]),
-        )
-        for row in distinct(order, lambda row: (published.group[row], published.model[row], runs.gpus[row]), count)
-    ]
+    rows = distinct(order, lambda row: (published.table[row], published.name[row], published.gpus[row]), count)
+    return [Neighbor(published.origin[row], float(predicted[row]), float(away[row])) for row in rows]
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:
@@ -146,13 +122,6 @@ def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> l
 
 def nearest_keys(runs: Runs) -> list[tuple[str, float]]:
     """File and line of the timed published run most like each of these, and its distance."""
-    published = load_published()
-    timed, keys = published.runs.take(published.is_timed), published.key[published.is_timed]
+    timed = load_published().take(is_timed(load_published()))
     away = [distances(runs, row, timed) for row in range(len(runs))]
-    return [(str(keys[one.argmin()]), float(one.min())) for one in away]
-
-
-def arrangement(layout: Layout) -> str:
-    """Degrees and sharding, by which layouts differ most: "tp 2 pp 4 cp 1 dp 8 zero1"."""
-    degrees = [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp", "dp")]
-    return " ".join([*degrees, layout.shard])
+    return [(str(timed.key[one.argmin()]), float(one.min())) for one in away]

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.scaling import Count
+from labkit.scaling.constants import BY_ARCHITECTURE, Constants, load_constants
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.models import (
     Model,
@@ -22,7 +24,13 @@ from labkit.scaling.models import (
 Flags = NDArray[np.bool_]
 Texts = NDArray[np.str_]
 
-SHARDS = ("none", "zero1", "zero2", "zero3", "hsdp")
+SHARDS = {
+    "none": "whole copies",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "FSDP (ZeRO-3)",
+    "hsdp": "FSDP inside nodes",
+}
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp16", "fp8")
 MAX_STAGES = 512
@@ -37,15 +45,15 @@ class Layout:
     (zero3); hsdp is zero3 inside a node with copies between nodes. `micro_batch` and `global_batch` are sequences.
     """
 
-    tp: int = 1
+    tp: Count = 1
     sequence_parallel: bool = False
-    pp: int = 1
-    vp: int = 1
-    cp: int = 1
-    dp: int = 1
+    pp: Count = 1
+    vp: Count = 1
+    cp: Count = 1
+    dp: Count = 1
     shard: str = "none"
-    micro_batch: int = 1
-    global_batch: int = 1
+    micro_batch: Count = 1
+    global_batch: Count = 1
     recompute: str = "none"
     precision: str = "bf16"
     compiled: bool = False
@@ -61,6 +69,17 @@ class Layout:
     def micro_batches(self) -> float:
         """Micro-batches per replica and step, whose gradients accumulate."""
         return self.global_batch / (self.dp * self.micro_batch)
+
+    @property
+    def arrangement(self) -> str:
+        """Degrees and sharding, by which layouts differ most: "tp 2, dp 16, ZeRO-1"."""
+        degrees = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(self, name) > 1]
+        sharding = [SHARDS[self.shard]] if self.dp * self.cp > 1 else []
+        return ", ".join(degrees + sharding) or "one GPU"
+
+    def __str__(self) -> str:
+        """The arrangement, and chunks of an interleaved schedule."""
+        return self.arrangement + (f", {self.vp} chunks per stage" if self.vp > 1 else "")
 
 
 def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
@@ -122,8 +141,8 @@ _OWNERS = {
     field.name: part
     for part, owner in (("hardware", Hardware), ("model", Model), ("layout", Layout))
     for field in fields(owner)
-} | dict.fromkeys(("seq_len", "framework", "table"))
-"""Column -> the part of a run that has it; None is the run itself."""
+}
+"""Column -> the part of a run that has it; others are fields of the run itself."""
 _DERIVED: Mapping[str, Callable[[Any], Any]] = {
     size.__name__: size for size in (parameters, layer_parameters, embedding_parameters, query_width, kv_width)
 }
@@ -131,7 +150,10 @@ _DERIVED: Mapping[str, Callable[[Any], Any]] = {
 
 
 class Runs:
-    """Columns of n runs: every field and size of their models, hardware and layouts, float64 or texts of shape (n,)."""
+    """Columns of n runs, float64 or texts of shape (n,).
+
+    Attributes are fields and sizes of their models, hardware and layouts; items are constants: `runs["launch_s"]`.
+    """
 
     shard: Texts
     recompute: Texts
@@ -139,33 +161,48 @@ class Runs:
     architecture: Texts
     framework: Texts
     table: Texts
+    name: Texts
+    """Names of the models."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], constants: Constants | None = None) -> None:
         """ValueError for no runs."""
         if not runs:
             raise ValueError("expected one run or more")
-        self.origin = list(runs)
+        self.origin: list[Any] = list(runs)
+        self.constants = constants or load_constants()
         self._flags: dict[str, Flags] = {}
+        self._constants: dict[str, Numbers] = {}
 
     def __getattr__(self, name: str) -> Numbers:
         """A column, on first use."""
         if name in _DERIVED:
             column = np.asarray(_DERIVED[name](self))
-        elif name in _OWNERS:
-            owner = _OWNERS[name]
+        else:
+            owner = _OWNERS.get(name)
             values = np.array([getattr(getattr(run, owner) if owner else run, name) for run in self.origin])
             column = values if values.dtype.kind == "U" else values.astype(np.float64)
-        else:
-            raise AttributeError(name)
         self.__dict__[name] = column
         return column
+
+    def __getitem__(self, quantity: str) -> Numbers:
+        """The constant that holds for each run, on first use."""
+        if quantity not in self._constants:
+            names, codes = self.codes["architecture" if quantity in BY_ARCHITECTURE else "framework"]
+            self._constants[quantity] = np.array([self.constants.value(quantity, str(name)) for name in names])[codes]
+        return self._constants[quantity]
+
+    def with_constants(self, constants: Constants) -> "Runs":
+        """The same runs, with their columns so far, under other constants."""
+        other = Runs(self.origin)
+        other.__dict__ |= self.__dict__ | {"constants": constants, "_constants": {}}
+        return other
 
     def __len__(self) -> int:
         return len(self.origin)
 
     def take(self, rows: Any) -> "Runs":
         """The rows that a mask or indices select."""
-        return Runs([self.origin[row] for row in np.arange(len(self))[rows]])
+        return Runs([self.origin[row] for row in np.arange(len(self))[rows]], self.constants)
 
     def has(self, option: str) -> Flags:
         """Return whether each run's layout has this option."""
@@ -200,6 +237,13 @@ class Runs:
     @cached_property
     def nodes(self) -> Numbers:
         return np.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def shard_ranks(self) -> Numbers:
+        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole copies."""
+        inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
+        replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
+        return np.where(self.shard == "none", 1.0, np.minimum(replicas * self.cp, self["largest_shard_group"]))
 
     @cached_property
     def sequence_share(self) -> Numbers:

@@ -7,14 +7,20 @@ import pandas as pd
 
 from labkit.scaling import DATA
 from labkit.scaling.advice import sums_s
-from labkit.scaling.constants import Rows, load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Numbers, find_model
 from labkit.scaling.prediction import predict_runs
-from labkit.scaling.published import load_published
+from labkit.scaling.published import is_timed, load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.search import Request, rank
-from labkit.scaling.step_time import BF16, group
+from labkit.scaling.step_time import (
+    Group,
+    attention_s,
+    context_ring_s,
+    matmuls_s,
+    parameter_gather_s,
+    tensor_parallel_s,
+)
 
 PARTS = {
     "data": "data_parallel_s",
@@ -79,45 +85,33 @@ def training(
 def exposed_by_ratio() -> pd.DataFrame:
     """The exposed share of a published step in percent against compute over communication, by kind of parallelism."""
     published = load_published()
-    runs, predictions = published.runs, predict_runs(published.runs)
-    ratios = compute_comm_ratio(runs, load_constants().rows(runs))
+    predictions, ratios = predict_runs(published), compute_comm_ratio(published)
     tables = []
     for kind, part in PARTS.items():
-        rows = np.flatnonzero(published.is_timed & np.isfinite(ratios[kind]))
+        rows = np.flatnonzero(is_timed(published) & np.isfinite(ratios[kind]))
         exposed = 100 * predictions.parts_s[part][rows] / predictions.step_s[rows]
         tables.append(pd.DataFrame({"kind": kind, "ratio": ratios[kind][rows], "exposed_percent": exposed}))
     return pd.concat(tables, ignore_index=True)
 
 
-def compute_comm_ratio(runs: Runs, constants: Rows) -> dict[str, Numbers]:
+def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
     """Compute over communication (pipeline: busy over idle) by kind, (n,); nan in runs that do not use the kind.
 
-    Below 1 a step is mostly communication, however well it overlaps; what hides communication or slows down a call is
-    left out. Data: 3 T B / (g C) (the scaling book, "Training"). Sharding: t B / C, three half rings of 2 bytes per
-    micro-batch (arXiv:1910.02054). Tensor: 3 P B / (8 h C) over tp - 1, four all-reduces of 2 h bytes per token
-    (arXiv:1909.08053). Context: 7 S q B / (12 k C) over cp - 1, keys and values twice and their gradients, behind
-    attention (arXiv:2310.01889). Pipeline: m vp over pp - 1 (arXiv:2104.04473).
-
-    Legend: C FLOP/s that matmuls reach, B bytes/s around a group's ring, T tokens per replica and step, t per
-    micro-batch and rank; P parameters of a layer, h hidden, q query width, k key width, S sequence, m micro-batches,
-    g bytes per gradient.
+    Seconds of a layer by the formulas of a step, forward and backward without recomputation, before anything overlaps.
+    Below 1 a step is mostly communication. The context ring is compared with attention, behind which it travels.
     """
-    n, fp8 = runs.dp * runs.cp, np.where(runs.precision == "fp8", runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
-    peak = runs.peak_tflops * 1e12 * runs.clock_share
-    rate = peak * constants["gemm_efficiency"] * fp8
-    replicas, tensor = group(runs, constants, n, runs.tp), group(runs, constants, runs.tp, 1)
-    context = group(runs, constants, runs.cp, runs.tp)
+    once, replicas = np.ones(len(runs)), runs.dp * runs.cp
+    matmuls = matmuls_s(runs, once, once)
+    gradients = Group(runs, replicas, runs.tp).all_reduce_s(runs["gradient_bytes"] * runs.layer_parameters / runs.tp)
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
-    per_step = 3 * runs.micro_batches * runs.tokens / constants["gradient_bytes"]
-    others = np.maximum(n - 1, 1) / n
-    layer = 6 * runs.layer_parameters / (8 * BF16 * runs.hidden)
-    attention = 7 * runs.seq_len * runs.query_width / (6 * BF16 * runs.kv_width)
-    attention_rate = peak * constants["attention_efficiency"]
-    ratios = {
-        "data": (per_step * replicas.bytes_per_s / rate / others, (n > 1) & ~gathers),
-        "sharding": (runs.tokens * replicas.bytes_per_s / rate / others, (n > 1) & gathers),
-        "tensor": (layer * tensor.bytes_per_s / rate / np.maximum(runs.tp - 1, 1), runs.tp > 1),
-        "context": (attention * context.bytes_per_s / attention_rate / np.maximum(runs.cp - 1, 1), runs.cp > 1),
-        "pipeline": (runs.micro_batches * runs.vp / np.maximum(runs.pp - 1, 1), runs.pp > 1),
+    kinds = {
+        "data": (runs.micro_batches * matmuls, gradients, (replicas > 1) & ~gathers),
+        "sharding": (matmuls, parameter_gather_s(runs), (replicas > 1) & gathers),
+        "tensor": (matmuls, tensor_parallel_s(runs, once), runs.tp > 1),
+        "context": (attention_s(runs, once), context_ring_s(runs), runs.cp > 1),
+        "pipeline": (runs.micro_batches * runs.vp, runs.pp - 1, runs.pp > 1),
     }
-    return {name: np.where(used, values, np.nan) for name, (values, used) in ratios.items()}
+    return {
+        name: np.divide(compute, communication, out=np.full(len(runs), np.nan), where=is_used)
+        for name, (compute, communication, is_used) in kinds.items()
+    }

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.models import Model, Numbers
 from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
-from labkit.scaling.published import arrangement, distinct
+from labkit.scaling.published import distinct
 from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
 MAX_MICRO_BATCH = 64
@@ -44,7 +45,7 @@ class Request:
     """Memory to leave free on each GPU."""
     constants: Constants = field(default_factory=load_constants)
 
-    @property
+    @cached_property
     def usable(self) -> Hardware:
         """The hardware without the reserved memory."""
         return replace(self.hardware, memory_gib=self.hardware.memory_gib - self.reserve_gib)
@@ -72,7 +73,7 @@ class Ranking:
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """The best layout of each of the first `count` arrangements of the ranks."""
-        rows = distinct(self.order, lambda row: arrangement(self.layouts[row]), count)
+        rows = distinct(self.order, lambda row: self.layouts[row].arrangement, count)
         return [self.predictions.prediction(row) for row in rows]
 
     def first(self) -> Prediction:
@@ -92,7 +93,7 @@ def rank(request: Request) -> Ranking:
     ]
     if not layouts:
         raise ValueError(_no_layout_reason(request))
-    predictions = predict_runs(Runs([request.run(layout) for layout in layouts]), request.constants)
+    predictions = predict_runs(Runs([request.run(layout) for layout in layouts], request.constants))
     away = predictions.distance
     nearest = int(away.argmin())
     if reason := predictions.refusal_reason(nearest):

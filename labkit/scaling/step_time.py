@@ -10,24 +10,21 @@ Legend: m micro-batches, T tokens and b sequences of one on a rank, h hidden, q 
 tensor-parallel ranks, V vocabulary, S sequence.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from labkit.scaling.constants import Rows
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Runs
 
 BF16 = 2
 
 
-def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
+def breakdown(runs: Runs) -> dict[str, Numbers]:
     """Seconds of each part of the step, which they add up to; of collectives, only the exposed time.
 
     Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about s sqrt(2 ln n).
     """
-    layer = _layer_s(runs, constants)
-    head, transfer = _head_s(runs, constants), _pipeline_transfer_s(runs, constants)
+    layer = _layer_s(runs)
+    head, transfer = _head_s(runs), _pipeline_transfer_s(runs)
     counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
     is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
@@ -36,22 +33,22 @@ def breakdown(runs: Runs, constants: Rows) -> dict[str, Numbers]:
     )
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = schedule_s(runs, stage)
-    spread = constants["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
-    updated = rank_parameters(runs) / constants.shard_ranks
+    spread = runs["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
+    updated = rank_parameters(runs) / runs.shard_ranks
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
-        "engine_s": np.where(runs.has("old_pipeline"), slow_engine_s(runs, constants), 0.0),
+        "engine_s": np.where(runs.has("old_pipeline"), slow_engine_s(runs), 0.0),
         "bubble_s": bubble,
-        "optimizer_s": updated * constants["optimizer_traffic"] / _memory_bytes_per_s(runs, constants),
-        "data_parallel_s": _data_parallel_s(runs, constants, stage[slowest]),
+        "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
+        "data_parallel_s": _data_parallel_s(runs, stage[slowest]),
         "straggler_s": spread * (busy + bubble),
     }
 
 
-def predict_step_s(runs: Runs, constants: Rows) -> Numbers:
+def predict_step_s(runs: Runs) -> Numbers:
     """Seconds of a step."""
-    return np.sum(list(breakdown(runs, constants).values()), axis=0)
+    return np.sum(list(breakdown(runs).values()), axis=0)
 
 
 def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
@@ -64,26 +61,28 @@ def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
     return runs.micro_batches * slowest, (stage_s.sum(axis=1) - slowest) / runs.vp
 
 
-def _layer_s(runs: Runs, constants: Rows) -> dict[str, Numbers]:
+def _layer_s(runs: Runs) -> dict[str, Numbers]:
     """One layer and micro-batch, forward and backward, by part.
 
     The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time that launches it.
     nanotron's engine adds CPU time per tensor-parallel rank to pipelines with tensor parallelism on several nodes.
     """
-    gemm, last, attention, elementwise = _forward_passes(runs, constants)
+    gemm, last, attention, elementwise = _forward_passes(runs)
+    exposed = runs["tp_exposed"] * np.where(runs.has("async_tp"), runs["async_tp_exposed"], 1.0)
     device = {
-        "gemm_s": _matmuls_s(runs, constants, gemm, last),
-        "attention_s": _attention_s(runs, constants, attention),
-        "elementwise_s": _elementwise_s(runs, constants, elementwise),
-        "tensor_parallel_s": _tensor_parallel_s(runs, constants, gemm),
+        "gemm_s": matmuls_s(runs, gemm, last),
+        "attention_s": attention_s(runs, attention),
+        "elementwise_s": _elementwise_s(runs, elementwise),
+        "tensor_parallel_s": tensor_parallel_s(runs, gemm) * exposed,
     }
-    device["context_parallel_s"] = _context_parallel_s(runs, constants, device["attention_s"])
+    both = soft_maximum(device["attention_s"], context_ring_s(runs), softness=runs["overlap_softness"])
+    device["context_parallel_s"] = both - device["attention_s"]
     running = np.sum(list(device.values()), axis=0)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
-    engine = np.where(is_wide, constants["engine_tp_s"] * runs.tp, 0.0)
-    launching = constants["launch_s"] * (1 + (gemm - 1) / 3) + engine
+    engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
+    launching = runs["launch_s"] * (1 + (gemm - 1) / 3) + engine
     busy = np.where(runs.has("blocking_launch"), running + launching, np.maximum(running, launching))
-    layer = soft_maximum(busy, _parameter_gather_s(runs, constants), softness=constants["overlap_softness"])
+    layer = soft_maximum(busy, parameter_gather_s(runs), softness=runs["overlap_softness"])
     return device | {"launch_s": busy - running, "gather_s": layer - busy}
 
 
@@ -93,7 +92,7 @@ def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
     return np.asarray(largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness))
 
 
-def _forward_passes(runs: Runs, constants: Rows) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Forward passes per step, 1 to 2, of matmuls, of the one that ends a layer, of attention, of other operators.
 
     Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5), except in
@@ -105,62 +104,62 @@ def _forward_passes(runs: Runs, constants: Rows) -> tuple[Numbers, Numbers, Numb
     by_operator, by_layer = selective & runs.has("op_recompute"), selective & runs.has("layer_recompute")
     only_attention = selective & ~by_operator & ~by_layer
     gemm = np.select([full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0)
-    stops = (constants["early_stop"] > 0) & ~runs.has("low_precision_master") & (full | by_layer)
+    stops = (runs["early_stop"] > 0) & ~runs.has("low_precision_master") & (full | by_layer)
     attention = np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0)
     elementwise = np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0)
     return 1 + gemm, 1 + np.where(stops, 0.0, gemm), 1 + attention, 1 + elementwise
 
 
-def _matmuls_s(runs: Runs, constants: Rows, forwards: Numbers, last: Numbers) -> Numbers:
+def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
     """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
     h, q, f = runs.hidden, runs.query_width / runs.tp, runs.ffn / runs.tp
-    matmuls = _trained_s(runs, constants, q + 2 * runs.kv_width / runs.tp, h, forwards)
-    matmuls = matmuls + _trained_s(runs, constants, h, q, forwards)
-    matmuls = matmuls + _trained_s(runs, constants, (1 + runs.ffn_gated) * f, h, forwards)
-    matmuls = (matmuls + _trained_s(runs, constants, h, f, last)) * constants["slowdown"]
-    return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, constants, forwards), 0.0)
+    matmuls = _trained_s(runs, q + 2 * runs.kv_width / runs.tp, h, forwards)
+    matmuls = matmuls + _trained_s(runs, h, q, forwards)
+    matmuls = matmuls + _trained_s(runs, (1 + runs.ffn_gated) * f, h, forwards)
+    matmuls = (matmuls + _trained_s(runs, h, f, last)) * runs["slowdown"]
+    return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, forwards), 0.0)
 
 
-def _trained_s(runs: Runs, constants: Rows, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
+def _trained_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
     """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and of the weight."""
     m = runs.tokens
-    forward = _matmul_s(runs, constants, m, n, k, fp8=fp8)
-    backward = _matmul_s(runs, constants, m, k, n, fp8=fp8) + _matmul_s(runs, constants, k, n, m, fp8=fp8)
+    forward = _matmul_s(runs, m, n, k, fp8=fp8)
+    backward = _matmul_s(runs, m, k, n, fp8=fp8) + _matmul_s(runs, k, n, m, fp8=fp8)
     return forwards * forward + backward
 
 
-def _matmul_s(runs: Runs, constants: Rows, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
+def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
     """Seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
 
     Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more waves of 128 x 128
     tiles. Both are latency, which fp8 does not shorten.
     """
-    rate = runs.peak_tflops * 1e12 * runs.clock_share * constants["gemm_efficiency"]
-    faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * constants["fp8_efficiency"], 1.0)
-    filling = (1 + constants["gemm_k"] / k) * (1 + constants["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n))
+    rate = runs.peak_tflops * 1e12 * runs.clock_share * runs["gemm_efficiency"]
+    faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * runs["fp8_efficiency"], 1.0)
+    filling = (1 + runs["gemm_k"] / k) * (1 + runs["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n))
     arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
     moved = BF16 * (m * k + k * n + m * n)
-    return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs, constants))
+    return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs))
 
 
-def _memory_bytes_per_s(runs: Runs, constants: Rows) -> Numbers:
-    return runs.memory_gb_s * 1e9 * constants["memory_efficiency"]
+def _memory_bytes_per_s(runs: Runs) -> Numbers:
+    return runs.memory_gb_s * 1e9 * runs["memory_efficiency"]
 
 
-def _casts_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Casts to fp8, memory-bound: weights each micro-batch; with a scale per row, every input and gradient as well.
 
     Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
     """
     h, q, f, t = runs.hidden, runs.query_width, runs.ffn, runs.tp
-    weights = runs.layer_parameters / t * constants["fp8_cast_traffic"]
+    weights = runs.layer_parameters / t * runs["fp8_cast_traffic"]
     inputs = 2 * h + (q + f) / t
     gradients = 2 * h + (q + 2 * runs.kv_width + (1 + runs.ffn_gated) * f) / t
-    rows = runs.tokens * (inputs * forwards + gradients) * constants["fp8_rowwise_traffic"]
-    return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / _memory_bytes_per_s(runs, constants)
+    rows = runs.tokens * (inputs * forwards + gradients) * runs["fp8_rowwise_traffic"]
+    return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / _memory_bytes_per_s(runs)
 
 
-def _attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
 
     Tiled: 4 S^2 q FLOPs per sequence forward, half of them causal, 2.5 times that backward (arXiv:2307.08691).
@@ -170,125 +169,112 @@ def _attention_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
     peak = runs.peak_tflops * 1e12 * runs.clock_share
-    tiled = 0.5 * flops * (forwards + 2.5) / (peak * constants["attention_efficiency"])
-    tiled = tiled * (1 + constants["attention_head"] / runs.head_dim)
-    aligned = np.where(runs.head_dim % 8 == 0, 1.0, constants["unaligned_rate"])
-    rate = peak * constants["gemm_efficiency"] * aligned
-    matmuls = flops * (forwards + 2) * (1 + constants["gemm_k"] / runs.head_dim) / rate
-    moved = scores * runs.heads * (11 * forwards + 17) * constants["score_traffic"]
-    unfused = matmuls + moved / _memory_bytes_per_s(runs, constants)
-    return np.where(constants["unfused_attention"] > 0, unfused, tiled) * constants["attention_slowdown"]
+    tiled = 0.5 * flops * (forwards + 2.5) / (peak * runs["attention_efficiency"])
+    tiled = tiled * (1 + runs["attention_head"] / runs.head_dim)
+    aligned = np.where(runs.head_dim % 8 == 0, 1.0, runs["unaligned_rate"])
+    rate = peak * runs["gemm_efficiency"] * aligned
+    matmuls = flops * (forwards + 2) * (1 + runs["gemm_k"] / runs.head_dim) / rate
+    moved = scores * runs.heads * (11 * forwards + 17) * runs["score_traffic"]
+    unfused = matmuls + moved / _memory_bytes_per_s(runs)
+    return np.where(runs["unfused_attention"] > 0, unfused, tiled) * runs["attention_slowdown"]
 
 
-def _elementwise_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the bytes of forward."""
     wide = BF16 * 12 * runs.hidden * runs.sequence_share
     narrow = BF16 * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width)) / runs.tp
-    moved = runs.tokens * (wide + narrow) * (forwards + 2) * constants["elementwise_traffic"]
-    compiled = np.where(runs.compiled > 0, constants["compiled_traffic"], 1.0)
-    return moved * compiled / _memory_bytes_per_s(runs, constants)
+    moved = runs.tokens * (wide + narrow) * (forwards + 2) * runs["elementwise_traffic"]
+    compiled = np.where(runs.compiled > 0, runs["compiled_traffic"], 1.0)
+    return moved * compiled / _memory_bytes_per_s(runs)
 
 
-def _head_s(runs: Runs, constants: Rows) -> Numbers:
+def _head_s(runs: Runs) -> Numbers:
     """Output matrix and loss: a matmul with V/t columns, then passes over logits in float32."""
     columns = runs.vocab / runs.tp
-    matmul = _trained_s(runs, constants, columns, runs.hidden, np.ones(len(runs)), fp8=False)
-    logits = runs.tokens * columns * constants["loss_traffic"]
-    return matmul * constants["slowdown"] + logits / _memory_bytes_per_s(runs, constants)
+    matmul = _trained_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)
+    logits = runs.tokens * columns * runs["loss_traffic"]
+    return matmul * runs["slowdown"] + logits / _memory_bytes_per_s(runs)
 
 
-@dataclass(frozen=True)
 class Group:
-    """One group of ranks per run: members, the domains of fast links they span, bytes/s around their ring."""
+    """One group of ranks per run, `stride` apart: members, the domains of fast links they span, bytes/s in their ring.
 
-    size: Numbers
-    nodes: Numbers
-    bytes_per_s: Numbers
-
-
-def group(runs: Runs, constants: Rows, size: Numbers, stride: Numbers | float) -> Group:
-    """Groups of ranks `stride` apart. All groups share a node's network; each has its members' links."""
-    domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
-    local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
-    nodes = np.ceil(size / local)
-    inside = runs.link_gb_s * 1e9 * constants["link_efficiency"]
-    network = runs.network_gbps / 8 * 1e9 * constants["network_efficiency"]
-    across = network * local / runs.gpus_per_node
-    return Group(size, nodes, np.where(nodes > 1, np.minimum(inside, across), inside))
-
-
-def half_ring_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-    """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes.
-
-    In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
+    All groups share a node's network; each has its members' links.
     """
-    outside = np.where(group.nodes > 1, (group.size - 1) * constants["network_step_s"], 0.0)
-    latency = _call_s(constants, np.ceil(group.size / group.nodes)) / 2 + outside
-    moved = n_bytes * (group.size - 1) / np.maximum(group.size, 1)
-    return np.where(group.size > 1, calls * latency + moved / group.bytes_per_s, 0.0)
+
+    def __init__(self, runs: Runs, size: Numbers, stride: Numbers | float) -> None:
+        domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
+        local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
+        inside = runs.link_gb_s * 1e9 * runs["link_efficiency"]
+        across = runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
+        self.runs, self.size, self.nodes = runs, size, np.ceil(size / local)
+        self.bytes_per_s = np.where(self.nodes > 1, np.minimum(inside, across), inside)
+
+    def half_ring_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+        """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes.
+
+        In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
+        """
+        outside = np.where(self.nodes > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
+        latency = self._call_s(np.ceil(self.size / self.nodes)) / 2 + outside
+        return self._seconds(1, n_bytes, calls * latency)
+
+    def all_reduce_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
+        """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
+        rounds = 2 * np.ceil(np.log2(np.maximum(self.nodes, 1)))
+        latency = self._call_s(self.size / self.nodes) + rounds * self.runs["network_step_s"]
+        return self._seconds(2, n_bytes, calls * latency)
+
+    def _call_s(self, ranks: Numbers) -> Numbers:
+        """Latency of an all-reduce over this many ranks inside a node; half of it for half a ring."""
+        return self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * ranks)
+
+    def _seconds(self, half_rings: int, n_bytes: Numbers, latency: Numbers) -> Numbers:
+        """Latency and transfer; nothing for a lone rank."""
+        moved = half_rings * n_bytes * (self.size - 1) / np.maximum(self.size, 1)
+        return np.where(self.size > 1, latency + moved / self.bytes_per_s, 0.0)
 
 
-def all_reduce_s(group: Group, constants: Rows, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-    """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
-    rounds = 2 * np.ceil(np.log2(np.maximum(group.nodes, 1)))
-    latency = _call_s(constants, group.size / group.nodes) + rounds * constants["network_step_s"]
-    moved = 2 * n_bytes * (group.size - 1) / np.maximum(group.size, 1)
-    return np.where(group.size > 1, calls * latency + moved / group.bytes_per_s, 0.0)
-
-
-def _call_s(constants: Rows, ranks: Numbers) -> Numbers:
-    """Latency of an all-reduce over this many ranks inside a node; half of it for half a ring."""
-    return constants["nccl_call_s"] * (1 + constants["nccl_rank_share"] * ranks)
-
-
-def _tensor_parallel_s(runs: Runs, constants: Rows, forwards: Numbers) -> Numbers:
+def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Two all-reduces of b S h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
 
     With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward gathers the inputs
     of both matmuls again, since only a share of them is kept (arXiv:2205.05198, section 4.2.2).
     """
-    ranks = group(runs, constants, runs.tp, 1)
+    ranks = Group(runs, runs.tp, 1)
     n_bytes = BF16 * runs.tokens * runs.hidden
-    reduced = all_reduce_s(ranks, constants, n_bytes) * 2 * (1 + forwards)
-    halves = half_ring_s(ranks, constants, n_bytes) * (4 * (1 + forwards) + 2)
-    exposed = np.where(runs.has("async_tp"), constants["async_tp_exposed"], 1.0)
-    return np.where(runs.sequence_parallel > 0, halves, reduced) * exposed * constants["tp_exposed"]
+    reduced = ranks.all_reduce_s(n_bytes) * 2 * (1 + forwards)
+    halves = ranks.half_ring_s(n_bytes) * (4 * (1 + forwards) + 2)
+    return np.where(runs.sequence_parallel > 0, halves, reduced)
 
 
-def _context_parallel_s(runs: Runs, constants: Rows, attention_s: Numbers) -> Numbers:
+def context_ring_s(runs: Runs) -> Numbers:
     """Keys and values go around a ring of cp ranks, forward once and backward with gradients.
 
     Each block travels while attention computes with the one before (arXiv:2310.01889, section 3).
     """
-    ranks = group(runs, constants, runs.cp, runs.tp)
     n_bytes = BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
-    both = soft_maximum(attention_s, 3 * n_bytes / ranks.bytes_per_s, softness=constants["overlap_softness"])
-    return both - attention_s
+    return 3 * n_bytes / Group(runs, runs.cp, runs.tp).bytes_per_s
 
 
-def _sharded_group(runs: Runs, constants: Rows) -> Group:
-    """Ranks that divide the parameters of zero3 and hsdp."""
-    return group(runs, constants, constants.shard_ranks, runs.tp)
-
-
-def _parameter_gather_s(runs: Runs, constants: Rows) -> Numbers:
+def parameter_gather_s(runs: Runs) -> Numbers:
     """zero3: every layer gathers its parameters forward and backward and scatters its gradients, each micro-batch."""
-    once = half_ring_s(_sharded_group(runs, constants), constants, BF16 * runs.layer_parameters / runs.tp)
+    once = Group(runs, runs.shard_ranks, runs.tp).half_ring_s(BF16 * runs.layer_parameters / runs.tp)
     return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
 
 
-def _pipeline_transfer_s(runs: Runs, constants: Rows) -> Numbers:
+def _pipeline_transfer_s(runs: Runs) -> Numbers:
     """A micro-batch's activations to the next stage and its gradients back, b S h each, per chunk."""
-    ranks = group(runs, constants, runs.pp, runs.gpus / runs.pp)
+    ranks = Group(runs, runs.pp, runs.gpus / runs.pp)
     seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
-    seconds = seconds + np.where(ranks.nodes > 1, constants["network_step_s"], 0.0)
+    seconds = seconds + np.where(ranks.nodes > 1, runs["network_step_s"], 0.0)
     return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
 
 
-def slow_engine_s(runs: Runs, constants: Rows) -> Numbers:
+def slow_engine_s(runs: Runs) -> Numbers:
     """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once through the stages."""
     exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
-    return np.where(runs.pp > 1, constants["old_pipeline_s"] * exchanges, 0.0)
+    return np.where(runs.pp > 1, runs["old_pipeline_s"] * exchanges, 0.0)
 
 
 def rank_parameters(runs: Runs) -> Numbers:
@@ -296,23 +282,23 @@ def rank_parameters(runs: Runs) -> Numbers:
     return (runs.stage_layers.max(axis=1) * runs.layer_parameters + runs.embedding_parameters) / runs.tp
 
 
-def _data_parallel_s(runs: Runs, constants: Rows, stage_s: Numbers) -> Numbers:
+def _data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     """Exposed seconds of reducing gradients; a share of it may hide behind the last backward pass.
 
     zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch, behind as many
     backward passes (arXiv:1910.02054, section 5.2).
     """
-    ranks = group(runs, constants, runs.dp * runs.cp, runs.tp)
+    ranks = Group(runs, runs.dp * runs.cp, runs.tp)
     parameters = rank_parameters(runs)
-    n_bytes = parameters * constants["gradient_bytes"]
-    bucket_bytes = np.where(runs.shard == "none", constants["bucket_bytes"], constants["shard_bucket_bytes"])
+    n_bytes = parameters * runs["gradient_bytes"]
+    bucket_bytes = np.where(runs.shard == "none", runs["bucket_bytes"], runs["shard_bucket_bytes"])
     calls = np.ceil(n_bytes / bucket_bytes)
     passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
-    gathered = half_ring_s(ranks, constants, BF16 * parameters, calls)
-    sharded = passes * half_ring_s(ranks, constants, n_bytes, calls) + gathered
-    copies = group(runs, constants, runs.dp * runs.cp / _sharded_group(runs, constants).size, runs.gpus_per_node)
-    across = all_reduce_s(copies, constants, n_bytes / np.maximum(runs.gpus_per_node / runs.tp, 1), calls)
-    whole = all_reduce_s(ranks, constants, n_bytes, calls)
+    gathered = ranks.half_ring_s(BF16 * parameters, calls)
+    sharded = passes * ranks.half_ring_s(n_bytes, calls) + gathered
+    copies = Group(runs, runs.dp * runs.cp / runs.shard_ranks, runs.gpus_per_node)
+    across = copies.all_reduce_s(n_bytes / np.maximum(runs.gpus_per_node / runs.tp, 1), calls)
+    whole = ranks.all_reduce_s(n_bytes, calls)
     kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
     seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
-    return seconds - constants["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
+    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)

@@ -6,13 +6,13 @@ spreadsheets write them are understood.
 
 import csv
 import io
-import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from labkit.scaling import Count, Rate, validate
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
 from labkit.scaling.runs import Layout, Run, impossible_reason
@@ -23,7 +23,6 @@ REQUIRED = (
 )
 ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 """Columns that only an output of `labkit predict` has."""
-LARGEST = 1e9
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
@@ -47,51 +46,18 @@ NOTES = {
 }
 """Words of a note -> option of the layout."""
 _CPU_OPTIMIZER = re.compile(r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE)
-_FLAGS = {**dict.fromkeys(("1", "1.0", "true", "yes"), True), **dict.fromkeys(("0", "0.0", "false", "no"), False)}
 
 
-class Cells(dict[str, str]):
-    """A row's texts by column, and their values; assumptions about empty cells are noted."""
+@dataclass(frozen=True, kw_only=True)
+class _Site:
+    """Columns that belong neither to the model nor to the layout."""
 
-    def __init__(self, cells: Mapping[str, str]) -> None:
-        super().__init__(cells)
-        self.assumptions: list[str] = []
-
-    def text(self, name: str, default: str = "") -> str:
-        return self.get(name) or default
-
-    def number(self, name: str) -> float | None:
-        """A positive number; None for an empty cell. ValueError for another text."""
-        text = self.text(name)
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"expected {name} to be a number, got {text[:40]!r}") from None
-        if not (math.isfinite(value) and 0 < value <= LARGEST):
-            raise ValueError(f"expected {name} above 0 and at most {LARGEST:.0e}, got {text[:40]}")
-        return value
-
-    def integer(self, name: str, default: int | None = None, assumption: str = "") -> int:
-        """A whole number, or the default of an empty cell, which is noted if it has a name."""
-        if re.fullmatch(r"\d{1,3}(\.\d{3})+", self.text(name)):
-            raise ValueError(f"expected {name} to be a whole number without points, got {self.text(name)}")
-        value = self.number(name)
-        if value is None:
-            if default is None:
-                raise ValueError(f"{name} is empty")
-            self.assumptions += [assumption] if assumption else []
-            return default
-        if value != int(value):
-            raise ValueError(f"expected {name} to be a whole number, got {value:g}")
-        return int(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        text = self.text(name).lower()
-        if text and text not in _FLAGS:
-            raise ValueError(f"expected {name} to be 0 or 1, got {text[:40]!r}")
-        return _FLAGS.get(text, default)
+    gpu: str
+    gpus: Count
+    seq_len: Count
+    gpus_per_node: Count | None = None
+    node_network_gbps: Rate | None = None
+    step_s: Rate | None = None
 
 
 @dataclass(frozen=True)
@@ -153,97 +119,75 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
     texts = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
     if len(row) > len(columns) and any(cell.strip() for cell in row[len(columns) :]):
         return Row(line, texts, None, "more cells than columns")
-    cells = Cells(texts | dict(_numbers(texts, separator)))
+    assumptions: list[str] = []
     try:
-        run = _read_run(cells)
+        run = _read_run({name: _plain(name, text, separator) for name, text in texts.items() if text}, assumptions)
     except ValueError as error:
         return Row(line, texts, None, str(error))
-    return Row(line, texts, run, assumptions=cells.assumptions)
+    return Row(line, texts, run, assumptions=assumptions)
 
 
-def _numbers(texts: Mapping[str, str], separator: str) -> Iterator[tuple[str, str]]:
-    """Read numbers as spreadsheets write them: 4,000,000 or 4 000 000, and 1.600,5 in a file with `;`."""
-    for name, text in texts.items():
-        if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (separator == ";" and text.count(",") == 1):
-            yield name, re.sub(r"\D", "", text)
-        elif separator == ";" and name in _FRACTIONS and re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text):
-            yield name, f"{text} (thousands, or decimals?)"
-        elif (
-            separator == ";"
-            and re.fullmatch(r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text)
-            and not _AMBIGUOUS.fullmatch(text)
-        ):
-            yield name, text.replace(".", "").replace(",", ".")
+def _plain(name: str, text: str, separator: str) -> str:
+    """A number as a spreadsheet writes it, plainly: 4,000,000 or 4 000 000, 4.0, 4E+06; 1.600,5 in a file with `;`.
+
+    A text that may be two numbers gets a remark, with which it is none.
+    """
+    is_european = separator == ";"
+    if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (is_european and text.count(",") == 1):
+        return re.sub(r"\D", "", text)
+    if re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text) and is_european == (name in _FRACTIONS):
+        return f"{text} (thousands, or decimals?)"
+    is_decimal = re.fullmatch(r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text) and not _AMBIGUOUS.fullmatch(text)
+    if is_european and is_decimal:
+        return text.replace(".", "").replace(",", ".")
+    return f"{float(text):.12g}" if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text) else text
 
 
-def _read_run(cells: Cells) -> Run:
-    """The run of a row. ValueError with the reason if it describes none."""
-    recompute, options = _recompute(cells)
-    note = cells.text("note")
-    cells.number("step_s")
+def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> Run:
+    """The run of a row's filled cells; assumptions about empty ones are added. ValueError if it describes none."""
+    note, tp = texts.get("note", ""), texts.get("tp", "1")
     if _CPU_OPTIMIZER.search(note):
         raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
+    recompute, options = _recompute(texts, assumptions)
     options |= {option for words, option in NOTES.items() if words in note}
-    framework = _find_framework(cells)
+    framework = _find_framework(texts, assumptions)
     if framework == "nanotron":
         options.add("empty_stages")
-    model = _read_model(cells)
-    hardware = find_hardware(cells["gpu"]).with_network(
-        network_gbps=cells.number("node_network_gbps"), gpus_per_node=cells.integer("gpus_per_node", 0) or None
-    )
-    tp, shard = cells.integer("tp"), cells.text("shard", "none").lower()
-    layout = Layout(
-        tp=tp,
-        sequence_parallel=cells.flag("sequence_parallel", tp > 1),
-        pp=cells.integer("pp"),
-        vp=cells.integer("vp", 1),
-        cp=cells.integer("cp", 1),
-        dp=cells.integer("dp"),
-        shard=_SHARDS.get(shard, shard),
-        micro_batch=cells.integer("micro_batch", 1, "micro-batch of 1"),
-        global_batch=cells.integer("global_batch"),
-        recompute=recompute,
-        precision=_precision(cells.text("precision", "bf16")),
-        compiled=cells.flag("compiled", False),
-        options=frozenset(options),
-    )
+    head_dim = re.search(r"head width (\d{1,4})", note)
+    site = validate(_Site, texts)
+    model = validate(Model, {"head_dim": head_dim and head_dim[1], **texts, "name": texts.get("model", "")})
+    shard = texts.get("shard", "none").lower()
+    meanings = {
+        "shard": _SHARDS.get(shard, shard),
+        "recompute": recompute,
+        "precision": _precision(texts.get("precision", "bf16")),
+        "options": options,
+    }
+    layout = validate(Layout, {"sequence_parallel": tp != "1", **texts, **meanings})
+    defaults = {"micro_batch": "micro-batch of 1", "ffn": "ffn of 4 x hidden"}
+    assumptions += [words for name, words in defaults.items() if name not in texts]
+    hardware = find_hardware(site.gpu)
+    hardware = hardware.with_network(network_gbps=site.node_network_gbps, gpus_per_node=site.gpus_per_node)
     hardware.check_precision(layout.precision)
-    gpus, seq_len = cells.integer("gpus"), cells.integer("seq_len")
-    if layout.gpus != gpus:
-        raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {gpus}")
-    if reason := impossible_reason(layout, model, seq_len):
+    if layout.gpus != site.gpus:
+        raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {site.gpus}")
+    if reason := impossible_reason(layout, model, site.seq_len):
         raise ValueError(reason)
-    return Run(model, hardware, layout, seq_len, framework, cells.text("group"))
+    return Run(model, hardware, layout, site.seq_len, framework, texts.get("group", ""))
 
 
-def _find_framework(cells: Cells) -> str:
+def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
     """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
-    if name := cells.text("framework"):
-        if name not in {*_FRAMEWORKS.values(), "maxtext", "generic"}:
-            cells.assumptions.append(f"no published run of {name[:40]}")
+    known = {*_FRAMEWORKS.values(), "maxtext", "generic"}
+    if name := texts.get("framework"):
+        assumptions += [] if name in known else [f"no published run of {name[:40]}"]
         return name
-    if "maxtext" in cells.text("recompute"):
+    if "maxtext" in texts.get("recompute", ""):
         return "maxtext"
-    group = cells.text("group")
-    if group == "megatron" and not cells["gpu"].startswith("A100"):
+    group = texts.get("group", "")
+    if group == "megatron" and not texts.get("gpu", "").startswith("A100"):
         return "nemo"  # Megatron-Core, as NeMo
-    return _FRAMEWORKS.get(group, group if group in {*_FRAMEWORKS.values(), "maxtext"} else "generic")
-
-
-def _read_model(cells: Cells) -> Model:
-    hidden, heads = cells.integer("hidden"), cells.integer("heads")
-    width = re.search(r"head width (\d{1,4})", cells.text("note"))
-    return Model(
-        layers=cells.integer("layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=cells.integer("kv_heads", heads),
-        head_dim=cells.integer("head_dim", int(width[1]) if width else 0),
-        ffn=cells.integer("ffn", 4 * hidden, "ffn of 4 x hidden"),
-        ffn_gated=cells.flag("ffn_gated", True),
-        vocab=cells.integer("vocab"),
-        tied=cells.flag("tied", False),
-    )
+    return _FRAMEWORKS.get(group, group if group in known else "generic")
 
 
 def _precision(words: str) -> str:
@@ -257,11 +201,11 @@ def _precision(words: str) -> str:
     return "fp8" if "fp8" in words else words
 
 
-def _recompute(cells: Cells) -> tuple[str, set[str]]:
+def _recompute(texts: Mapping[str, str], assumptions: list[str]) -> tuple[str, set[str]]:
     """The column's words as one of three kinds, with a framework's variant of it as options."""
-    words, group = cells.text("recompute", "none"), cells.text("group")
+    words, group = texts.get("recompute", "none"), texts.get("group", "")
     if words == "not printed":
-        cells.assumptions.append("no recomputation")
+        assumptions.append("no recomputation")
         return "none", set()
     if "maxtext" in words:  # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
         return ("none", set()) if "minimal" in words else ("full", set() if "full" in words else {"save_qkv"})

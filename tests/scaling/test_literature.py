@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from labkit.scaling import memory, read_table
-from labkit.scaling.constants import load_constants
 from labkit.scaling.models import Model, parameters, step_flops
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import compute_comm_ratio
-from labkit.scaling.step_time import all_reduce_s, group, predict_step_s, schedule_s
+from labkit.scaling.step_time import Group, predict_step_s, schedule_s
 from tests.scaling.conftest import ideal_constants, run
 
 GIB = 2**30
@@ -47,8 +46,8 @@ def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
     """ZeRO, arXiv:1910.02054, figure 1: 2 bytes of weights, 2 of gradients, 12 of optimizer per parameter."""
     model = Model(layers=37, hidden=4096, heads=32, ffn=16384, vocab=1000, ffn_gated=False, tied=True)
     runs = Runs([run(model, framework="mosaic", dp=64, global_batch=64, shard=shard)])
-    stages = memory.stages(runs, load_constants().rows(runs))
-    held = sum(stages.parts[name][0, 0] for name in ("parameters", "gradients", "optimizer"))
+    stages = memory.stage_bytes(runs)
+    held = sum(stages[name][0, 0] for name in ("parameters", "gradients", "optimizer"))
     assert held * 7.5e9 / parameters(model) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
@@ -57,7 +56,7 @@ def test_heads_of_no_multiple_of_eight_leave_the_tensor_cores():
     layout = {"tp": 8, "pp": 12, "dp": 4, "global_batch": 2048, "micro_batch": 2, "recompute": "full", "shard": "zero1"}
     shapes = [_gpt(72, 14400, 96), _gpt(72, 14336, 64)]
     runs = Runs([run(model, "a100", seq_len=2048, framework="vtrain", **layout) for model in shapes])
-    unaligned, aligned = predict_step_s(runs, load_constants().rows(runs))
+    unaligned, aligned = predict_step_s(runs)
     assert 1.2 <= unaligned / aligned <= 1.5
 
 
@@ -93,9 +92,8 @@ def test_nccl_in_a_node_of_a100():
     """nccl-tests' all-reduce of 1 MB to 1 GB: the median error is 5%."""
     rows = [row for row in read_table("nccl_all_reduce_in_a_node") if row["gpu"] == "a100"]
     runs = Runs([run(gpu="a100", dp=int(row["ranks"]), global_batch=840) for row in rows])
-    constants = load_constants().rows(runs)
-    ring = group(runs, constants, runs.dp, np.ones(len(runs)))
-    predicted = all_reduce_s(ring, constants, np.array([float(row["bytes"]) for row in rows]))
+    ring = Group(runs, runs.dp, np.ones(len(runs)))
+    predicted = ring.all_reduce_s(np.array([float(row["bytes"]) for row in rows]))
     measured = np.array([float(row["out_of_place_ns"]) for row in rows]) / 1e9
     assert np.median(np.abs(predicted / measured - 1)) < 0.06
 
@@ -117,7 +115,6 @@ def test_nccl_in_a_node_of_a100():
     ],
 )
 def test_when_parallelism_breaks_even(one, kind, ratio):
-    runs = Runs([one])
-    ratios = compute_comm_ratio(runs, ideal_constants().rows(runs))
+    ratios = compute_comm_ratio(Runs([one], ideal_constants()))
     assert ratios[kind][0] == pytest.approx(ratio, rel=0.01)
     assert {name for name, values in ratios.items() if np.isfinite(values[0])} == {kind}

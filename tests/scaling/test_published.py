@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from labkit.scaling import memory
-from labkit.scaling.constants import load_constants, read_constants
+from labkit.scaling.constants import read_constants
 from labkit.scaling.prediction import predict, predict_runs
-from labkit.scaling.published import held_out_s, nearest, nearest_keys
+from labkit.scaling.published import held_out_s, is_timed, nearest, nearest_keys
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
@@ -32,7 +32,7 @@ MIN_ROWS = 30
 
 @pytest.fixture(scope="module")
 def predictions(published):
-    return predict_runs(published.runs)
+    return predict_runs(published)
 
 
 @pytest.mark.parametrize("fold", BOUNDS)
@@ -58,17 +58,18 @@ def test_every_fold_has_bounds(published, fit_scaling):
 
 
 def test_nothing_is_predicted_to_be_faster_than_published_matmuls(published, predictions):
-    ceiling = load_constants().rows(published.runs)["matmul_ceiling"]
+    ceiling = published["matmul_ceiling"]
     fastest = predictions.mfu * predictions.step_s / predictions.low_90
     assert (fastest <= ceiling * (1 + 1e-9)).all()
-    assert (published.mfu[published.is_timed & (published.group == "mosaic")] < 0.83).all()
+    assert (published.mfu[is_timed(published) & (published.table == "mosaic")] < 0.83).all()
 
 
 def test_memory(published, predictions):
     rows = np.char.startswith(published.key, "training_runs")
-    assert (predictions.fits == published.is_ok)[rows].mean() >= 0.97
-    nanotron = published.group == "nanotron"
-    reserved = np.abs(predictions.stages.reserved[:, 0] / memory.GIB / published.reserved_gib - 1)
+    assert (predictions.fits == (published.status == "ok"))[rows].mean() >= 0.97
+    nanotron = published.table == "nanotron"
+    first_stage = sum(part[:, 0] for part in predictions.stages.values())
+    reserved = np.abs(first_stage / memory.GIB / published.reserved_gib - 1)
     assert np.nanmedian(reserved[nanotron]) < 0.07
     assert np.nanpercentile(reserved[nanotron], 90) < 0.18
 
@@ -148,18 +149,18 @@ def test_every_fold_judges_some_runs_and_is_fitted_to_others(published, fit_scal
 
 def test_a_fold_that_is_fitted_again_predicts_what_is_committed(published, fit_scaling):
     (fold,) = (fold for fold in fit_scaling.make_folds(published) if fold.name == "beyond 32 GPUs")
-    columns = fit_scaling.cross_validate(published, fold, np.zeros(len(published.runs), dtype=bool))
+    columns = fit_scaling.cross_validate(published, fold, np.zeros(len(published), dtype=bool))
     expected = held_out_s(fold.name)[columns["row"].to_numpy()]
     assert columns["predicted_s"].to_numpy() == pytest.approx(expected, rel=0.02)
 
 
 def test_the_nearest_published_runs_are_alike_and_carry_the_error_made_on_them(published):
     rows = nearest(run(LLAMA_8B, dp=8, shard="zero3", global_batch=64, framework="torchtitan"))
-    assert rows[0].group == "torchtitan"
+    assert rows[0].run.table == "torchtitan"
     assert [row.distance for row in rows] == sorted(row.distance for row in rows)
-    assert all(row.step_s > 0 and np.isfinite(row.error) for row in rows)
-    assert len({(row.group, row.model, row.gpus) for row in rows}) == len(rows) == 5
+    assert all(row.run.step_s > 0 and np.isfinite(row.error) for row in rows)
+    assert len({(row.run.table, row.run.model.name, row.run.layout.gpus) for row in rows}) == len(rows) == 5
     layout = {"dp": 8, "shard": "zero3", "global_batch": 64}
-    assert nearest_keys(published.runs.take([0])) == [(published.key[0], 0)]
+    assert nearest_keys(published.take([0])) == [(published.key[0], 0)]
     named, unknown = (nearest(run(LLAMA_8B, framework=name, **layout))[0] for name in ("mosaic", "generic"))
     assert named.predicted_s != unknown.predicted_s

@@ -9,11 +9,10 @@ from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import parameters
 from labkit.scaling.prediction import predict
-from labkit.scaling.published import arrangement
 from labkit.scaling.runs import Run, Runs, impossible_reason
 from labkit.scaling.scores import chosen_layouts
 from labkit.scaling.search import Request, rank
-from labkit.scaling.step_time import all_reduce_s, group
+from labkit.scaling.step_time import Group
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B, run
 
 H100 = find_hardware("h100")
@@ -33,19 +32,18 @@ def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model,
     assert best.step_s == pytest.approx(predict(Run(model, H100, best.layout, 4096)).step_s)
     assert best.step_s <= np.median([one.step_s for one in predictions])
     assert proposed[0].layout == best.layout
-    assert len({arrangement(one.layout) for one in proposed}) == len(proposed) == min(gpus, 3)
+    assert len({one.layout.arrangement for one in proposed}) == len(proposed) == min(gpus, 3)
 
 
 def test_the_proposed_bucket_balances_calls_and_the_last_bucket():
     constants = load_constants()
     one = run(dp=64, global_batch=64)
-    rows = constants.rows(Runs([one]))
-    ranks = group(Runs([one]), rows, np.array([64.0]), 1)
+    ranks = Group(Runs([one], constants), np.array([64.0]), 1)
     total, best = 4 * parameters(LLAMA_8B), bucket_bytes(one, constants)
 
     def exposed_s(bucket):
-        call_s = all_reduce_s(ranks, rows, np.zeros(1))[0]
-        return total / bucket * call_s + all_reduce_s(ranks, rows, np.array([bucket]))[0] - call_s
+        call_s = ranks.all_reduce_s(np.zeros(1))[0]
+        return total / bucket * call_s + ranks.all_reduce_s(np.array([bucket]))[0] - call_s
 
     assert exposed_s(best) <= min(exposed_s(0.8 * best), exposed_s(1.25 * best))
     assert bucket_bytes(run(), constants) is None

@@ -37,7 +37,7 @@ def possible_runs(draw):
         vp=draw(powers(2)) if pp > 1 else 1,
         cp=cp,
         dp=dp,
-        shard=draw(st.sampled_from(SHARDS)),
+        shard=draw(st.sampled_from(list(SHARDS))),
         micro_batch=micro_batch,
         global_batch=micro_batch * dp * draw(powers(16)),
         recompute=draw(st.sampled_from(RECOMPUTE)),
@@ -49,13 +49,11 @@ def possible_runs(draw):
 
 
 def seconds(one, constants=None):
-    runs = Runs([one])
-    return float(predict_step_s(runs, (constants or load_constants()).rows(runs))[0])
+    return float(predict_step_s(Runs([one], constants))[0])
 
 
 def part(one, name, constants=None):
-    runs = Runs([one])
-    return float(breakdown(runs, (constants or load_constants()).rows(runs))[name][0])
+    return float(breakdown(Runs([one], constants))[name][0])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -191,9 +189,9 @@ def _runs(framework):
 
 def test_three_runs_calibrate_a_slower_site():
     theirs = load_constants().with_profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6})
-    measured = predict_runs(Runs(_runs("theirs")), theirs).step_s
+    measured = predict_runs(Runs(_runs("theirs"), theirs)).step_s
     calibrated = calibrate(_runs("generic")[:3], measured[:3].tolist(), name="mine")
-    mine = predict_runs(Runs(_runs("mine")), calibrated)
+    mine = predict_runs(Runs(_runs("mine"), calibrated))
     before = predict_runs(Runs(_runs("generic")))
     errors, blind = (np.abs(one.step_s / measured - 1) for one in (mine, before))
     assert np.median(errors) < np.median(blind) / 3

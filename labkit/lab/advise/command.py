@@ -103,13 +103,12 @@ def _apply(options: Options, page: Path | None, explain: bool) -> str:
 def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
     """Yield the step time of each layout as JSON has it, with memory and MFU."""
     from labkit.lab.commands.console import number
-    from labkit.scaling.advice import describe_layout
 
     for one in predictions:
         low, high = one.interval_90
         facts: dict[str, Any] = {"peak_gib": one.peak_gib, "mfu": one.mfu, "out_of_memory": one.out_of_memory}
         validity = "; ".join(one.warnings) or "ok"
-        yield number(describe_layout(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
+        yield number(str(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
 
 
 def _write_page(report: "Report", page: Path) -> None:

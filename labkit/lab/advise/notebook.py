@@ -11,7 +11,7 @@ from labkit.lab.advise.report import PREDICTED, number_steps, report_advice
 from labkit.lab.advise.request import Options, make_request, read_options
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, Timeline
-from labkit.scaling.advice import advise, describe_layout, sums_s
+from labkit.scaling.advice import advise, sums_s
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.published import nearest
 from labkit.scaling.search import rank
@@ -76,7 +76,7 @@ def waterfall(plans: Mapping[str, Plan]) -> Plot:
 def _row(one: Prediction) -> dict[str, object]:
     low, high = one.interval_90
     return {
-        "layout": describe_layout(one.layout),
+        "layout": str(one.layout),
         "micro_batch": one.layout.micro_batch,
         "accumulated": int(one.layout.micro_batches),
         "recompute": one.layout.recompute,

@@ -10,11 +10,10 @@ import numpy as np
 
 from labkit.lab.advise.request import AdviceRequest
 from labkit.lab.units import counted, format_bytes, format_seconds, join_words
-from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, describe_layout, sums_s
-from labkit.scaling.memory import PARTS as MEMORY
+from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, sums_s
 from labkit.scaling.models import parameters
 from labkit.scaling.prediction import FITS_SHARE, Prediction
-from labkit.scaling.published import PublishedRow
+from labkit.scaling.published import Neighbor
 from labkit.scaling.runs import RECOMPUTE
 from labkit.scaling.search import Request
 from labkit.scaling.slowdown_causes import Cause, Diagnosis
@@ -66,7 +65,7 @@ class Report:
         yield from ("", *self.notes)
 
 
-def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[PublishedRow]) -> Report:
+def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
     """Verdict first; then memory, layouts, why others lose, what would change the answer, and how wrong it may be."""
     verdict, headline = _advice_verdict(advice)
     sections = [_memory(advice.first)]
@@ -74,9 +73,7 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Publish
         sections.append(_changes(advice, advice.remedies, "What to change first", "change"))
     if advice.best:
         sections.append(_best(request, advice))
-        losers = [
-            (one.strategy, describe_layout(one.prediction.layout), _why(one, advice)) for one in advice.runners_up
-        ]
+        losers = [(one.strategy, str(one.prediction.layout), _why(one, advice)) for one in advice.runners_up]
         headings = ("strategy", "its best", "against the best")
         sections += [Section("Why the others lose", PREDICTED, headings, losers)] if losers else []
         sections.append(_changes(advice, advice.changes, "What would change the answer", "if"))
@@ -84,7 +81,7 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Publish
     return Report(verdict, headline, describe_request(request.request), [*sections, _nearest(rows)], notes)
 
 
-def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[PublishedRow]) -> Report:
+def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[Neighbor]) -> Report:
     """Verdict, then possible causes, published runs, conventions, and the parts of the predicted step."""
     verdict, headline = _diagnosis_verdict(diagnosis)
     headings = ("cause", "MFU it leaves", "share of the gap", "check")
@@ -98,7 +95,7 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequenc
         Section(title, YOURS, ("counted as", "MFU"), counted_as),
         _step_parts(diagnosis.expected),
     ]
-    about = f"{describe_request(request.request)}; {describe_layout(diagnosis.expected.layout)}"
+    about = f"{describe_request(request.request)}; {diagnosis.expected.layout}"
     return Report(verdict, headline, about, sections, list(_notes(request, rows, ())))
 
 
@@ -136,7 +133,7 @@ def format_change(share: float) -> str:
 def number_steps(advice: Advice) -> dict[str, Prediction]:
     """Return the steps of the best layouts, numbered; of the one with the least memory if none fits."""
     best = advice.best or [advice.first]
-    return {f"{place}: {describe_layout(one.layout)}": one for place, one in enumerate(best, start=1)}
+    return {f"{place}: {one.layout}": one for place, one in enumerate(best, start=1)}
 
 
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
@@ -145,9 +142,9 @@ def _advice_verdict(advice: Advice) -> tuple[str, str]:
     if not advice.fits:
         least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
         change = f" Change first: {remedy}." if remedy else ""
-        return f"No, it does not fit: {least}.", f"Least memory: {describe_layout(first.layout)}.{change}"
+        return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
     step = _with_interval(first, float, format_seconds)
-    headline = f"Use {describe_layout(first.layout)}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
+    headline = f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
     fit = f"{first.peak_gib:.0f} of {memory:.0f} GiB per GPU"
     if first.has_room:
         return f"Yes, it fits: {fit}.", headline
@@ -174,12 +171,13 @@ def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 def _memory(first: Prediction) -> Section:
-    large, small = MEMORY[:4], MEMORY[4:]
+    names = list(first.memory_gib[0])
+    large, small = names[:4], names[4:]
     rows = []
     for stage, parts in enumerate(first.memory_gib, start=1):
         values = [*(parts[name] for name in large), sum(parts[name] for name in small), sum(parts.values())]
         rows.append((f"{stage} of {len(first.memory_gib)}", *(f"{value:.1f}" for value in values)))
-    title = f"Memory per GPU in GiB: {describe_layout(first.layout)}"
+    title = f"Memory per GPU in GiB: {first.layout}"
     return Section(title, PREDICTED, ("stage", *large, "logits, buffers", "all"), rows)
 
 
@@ -197,7 +195,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
     return {
-        "arrangement": describe_layout(layout),
+        "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
         "recomputes": RECOMPUTED[layout.recompute],
         "bucket": "none" if bucket is None else format_bytes(bucket),
@@ -243,13 +241,13 @@ def _why(runner_up: RunnerUp, advice: Advice) -> str:
 
 def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
     base = advice.request.tokens / advice.first.step_s if advice.fits else None
-    usual, rows = describe_layout(advice.first.layout), []
+    usual, rows = str(advice.first.layout), []
     for change in changes:
         if (one := change.prediction) is None:
             rows.append((change.name, "does not fit", "", ""))
             continue
         speed = format_change(change.tokens_per_s / base - 1) if base else format_count(change.tokens_per_s)
-        layout = describe_layout(one.layout)
+        layout = str(one.layout)
         rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", "the same" if layout == usual else layout))
     return Section(title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows)
 
@@ -268,15 +266,15 @@ def _step_parts(expected: Prediction) -> Section:
     )
 
 
-def _nearest(rows: Sequence[PublishedRow]) -> Section:
+def _nearest(rows: Sequence[Neighbor]) -> Section:
     """Return the published rows nearest to the request, and how wrong the prediction of each is."""
     cells = [
         (
-            f"{row.group}: {row.model}",
-            f"{row.gpus} x {row.gpu}",
-            row.arrangement,
-            format_seconds(row.step_s),
-            format_percent(row.mfu) if np.isfinite(row.mfu) else "",
+            f"{row.run.table}: {row.run.model.name}",
+            f"{row.run.layout.gpus} x {row.run.hardware.name}",
+            row.run.layout.arrangement,
+            format_seconds(row.run.step_s),
+            format_percent(row.run.mfu) if np.isfinite(row.run.mfu) else "",
             f"{100 * row.error:+.0f}%",
             f"{row.distance:.2g}",
         )
@@ -286,7 +284,7 @@ def _nearest(rows: Sequence[PublishedRow]) -> Section:
     return Section("The nearest published rows; 1 apart is a model twice as large", PUBLISHED, headings, cells, 3)
 
 
-def _notes(request: AdviceRequest, rows: Sequence[PublishedRow], warnings: Sequence[str]) -> Iterator[str]:
+def _notes(request: AdviceRequest, rows: Sequence[Neighbor], warnings: Sequence[str]) -> Iterator[str]:
     """Return how wrong this may be, its assumptions, and where it extrapolates."""
     errors = np.abs([row.error for row in rows])
     median, worst = format_percent(float(np.median(errors))), format_percent(float(errors.max()))

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from labkit.lab.project import kind_of_path
+from labkit.scaling import first_problem
 from labkit.scaling.advice import round_batch
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.models import Model, find_model, parameters, read_model
@@ -96,11 +97,10 @@ def read_options(values: Mapping[str, Any]) -> Options:
     try:
         return Options.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name, message = str(first["loc"][0]), first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if first["type"] == "extra_forbidden":
+        name, problem = first_problem(error)
+        if name not in Options.model_fields:
             raise ValueError(f"expected options among {', '.join(Options.model_fields)}; got {name}") from None
-        raise ValueError(f"{flag(name)} {message}, got {str(first['input'])[:40]!r}") from None
+        raise ValueError(f"{flag(name)} {problem}") from None
 
 
 TOKENS_PER_STEP, SEQUENCE = 4e6, 4096
@@ -180,8 +180,8 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
     request = advice_request.request
     runs, seconds = _read_runs(path)
     request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework="calibrated")
-    own = Runs([replace(run, framework="calibrated", table="") for run in runs])
-    errors = np.abs(predict_runs(own, request.constants).step_s / seconds - 1)
+    own = Runs([replace(run, framework="calibrated", table="") for run in runs], request.constants)
+    errors = np.abs(predict_runs(own).step_s / seconds - 1)
     return replace(
         advice_request, request=request, calibration_runs=len(runs), calibration_error=float(np.median(errors))
     )
