@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from labkit.check.commands import check, hand_in, notebook
 from labkit.lab import project
@@ -20,7 +21,6 @@ from labkit.lab.commands.console import (
     calibrate_first,
     err,
     out,
-    plain,
     print_json,
     print_load,
     print_output,
@@ -74,7 +74,7 @@ def main() -> None:
 
 def _print_error(message: str, status: int) -> int:
     if message:  # typer has printed its help otherwise
-        err.print(f"[bold red]error:[/] {plain(message)}", soft_wrap=True)
+        err.print(Text.assemble(("error:", "bold red"), f" {message}"))
     return status
 
 
@@ -110,9 +110,10 @@ def list_labs(as_json: Json = False) -> None:
 
 def _print_pairs(rows: Iterable[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(f"[bold]{name}[/]", plain(value))
-    out.print(table)
+    table.add_column(style="bold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table, soft_wrap=False)
 
 
 @app.command()
@@ -129,8 +130,8 @@ def doctor(as_json: Json = False) -> None:
     _print_pairs(machine_rows())
     labs = Table("lab", "profile", "points", "can run", "planned", "why not", box=None, pad_edge=False)
     for row in rows:
-        labs.add_row(*(plain(cell) for cell in row))
-    out.print("", labs)
+        labs.add_row(*row)
+    out.print("", labs, soft_wrap=False)
 
 
 @app.command()
@@ -160,14 +161,14 @@ def measure(
     coverage = run.coverage()
     counts = {str(status): int(count) for status, count in coverage["status"].value_counts().items()}
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    (err if as_json else out).print(f"{lab}: {described}; {project.path_from_here(run.path)}", soft_wrap=True)
+    (err if as_json else out).print(f"{lab}: {described}; {project.path_from_here(run.path)}")
     if as_json:
         from labkit.lab.commands.console import answer_numbers
 
         print_json("measure", answer_numbers(study, run), run=str(run.path), points=counts)
     others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
     for (status, reason), count in others.value_counts().head(5).items():
-        err.print(f"  {count} {status}: {plain(reason)}", soft_wrap=True)
+        err.print(f"  {count} {status}: {reason}")
     raise typer.Exit(1 if coverage["status"].isin(["failed", "timeout"]).any() else 0)
 
 
@@ -203,8 +204,8 @@ def report(
     check_report(studies, parameters, output)
     for study in studies:
         if project.committed_notebook(study.name)[1]:
-            edited = plain(project.path_from_here(project.notebook_path(study.name)))
-            err.print(f"{edited}: edited; the report runs the committed notebook", soft_wrap=True)
+            edited = project.path_from_here(project.notebook_path(study.name))
+            err.print(f"{edited}: edited; the report runs the committed notebook")
     if run is None:
         require_device(parameters.get("device"))
         print_load()
@@ -221,12 +222,13 @@ def report(
                     parameters["run"] = str(resumed.path)
                 result = report_lab(study, parameters, output, kernel, show)
             results.append(result)
-            outcome = f"[bold red]failed:[/] {plain(result.error)}" if result.error else "ok"
+            outcome = f"failed: {result.error}" if result.error else "ok"
             page = project.path_from_here(result.page)
-            say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", soft_wrap=True)
+            line = f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}"
+            say.print(line, style="bold red" if result.error else None)
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
-                say.print(f"index: {project.path_from_here(index)}", soft_wrap=True)
+                say.print(f"index: {project.path_from_here(index)}")
     if as_json:
         pages = [{"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results]
         print_json("report", pages=pages)
@@ -255,16 +257,16 @@ def compare_command(
         if as_json:
             print_json("compare", students=lines, page=str(page))
             return
-        out.print(plain("\n".join([*lines, f"page: {project.path_from_here(page)}"])), soft_wrap=True)
+        out.print("\n".join([*lines, f"page: {project.path_from_here(page)}"]))
         return
     different, left_out = load_runs(runs)
     for name, reason in left_out.items():
-        err.print(f"left out: {plain(name)}: {plain(reason)}", soft_wrap=True)
+        err.print(f"left out: {name}: {reason}")
     pairs = compare_runs(different, load_lab)
     say = err if as_json else out
     for line in write_comparison(pairs, shlex.join(["labkit", "compare", *runs]), page, left_out):
-        say.print(plain(line), soft_wrap=True)
-    say.print(f"page: {plain(project.path_from_here(page))}", soft_wrap=True)
+        say.print(line)
+    say.print(f"page: {project.path_from_here(page)}")
     if as_json:
         from labkit.lab.commands.console import comparison_numbers
 

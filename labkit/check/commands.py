@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import document, err, number, out, plain, print_load, print_output
+from labkit.lab.commands.console import document, err, number, out, print_load, print_output
 from labkit.lab.config import ParameterError
 from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
@@ -77,7 +77,7 @@ def check(
         from labkit.check.archives import write_bundle
 
         write_bundle(bundle, result, report)
-        err.print(f"bundle: {plain(path_from_here(bundle))}", soft_wrap=True)
+        err.print(f"bundle: {path_from_here(bundle)}")
     raise typer.Exit(_save(result) if save else result.status)
 
 
@@ -89,13 +89,13 @@ def _save(result: "CheckResult") -> int:
     try:
         path = save_baseline(result)
     except ParameterError as error:
-        err.print(plain(error), soft_wrap=True)
+        err.print(str(error))
         return 1
     n_runs = len(load_baseline(None))
     advice = ""
     if n_runs < MIN_RUNS_FOR_DRIFT:
         advice = f"; save {MIN_RUNS_FOR_DRIFT} or more, at different hours, to see changes of 10 to 20%"
-    err.print(f"baseline: {counted(n_runs, 'run')}, {plain(path_from_here(path))}{advice}", soft_wrap=True)
+    err.print(f"baseline: {counted(n_runs, 'run')}, {path_from_here(path)}{advice}")
     return 0
 
 
@@ -119,11 +119,10 @@ def _print(result: "CheckResult") -> None:
     for (lab, device, ranks), group in groupby(result.correctness, key=lambda one: (one.lab, one.device, one.ranks)):
         rows = list(group)
         right = ", ".join(row.name for row in rows if row.verdict == "ok")
-        out.print(plain(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}"), soft_wrap=True)
+        out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
         for row in rows:
             if row.verdict != "ok":
-                color = "[bold red]" if row.is_bad else ""
-                out.print(f"  {color}{plain(f'{row.name}: {row.verdict}: {row.reason}')}", soft_wrap=True)
+                out.print(f"  {row.name}: {row.verdict}: {row.reason}", style="bold red" if row.is_bad else None)
     lines = [f"not timed: {reason}" for _, reason, _ in result.run.failures()]
     if result.baseline:
         header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
@@ -138,19 +137,19 @@ def _print(result: "CheckResult") -> None:
                 f"{place}: all take {factor:.2f} times as long, which the baseline's runs explain: ratios leave it out"
             )
     for line in lines:
-        out.print(plain(line), soft_wrap=True)
+        out.print(line)
     table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)
     for one in result.changes:
         speed = one.speed + describe_peak_share(one, result.run.header.machine)
         ratio = "" if math.isnan(one.ratio) else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
         smallest = "" if math.isnan(one.ratio) else f"{100 * (one.smallest_change - 1):.0f}%"
         cells = (one.quantity, one.place, speed, ratio, smallest, "" if shared else one.verdict)
-        table.add_row(*map(plain, cells))
-    out.print(table)
+        table.add_row(*cells)
+    out.print(table, soft_wrap=False)
     if any(one.smallest_change > 1.1 for one in result.changes):
         out.print("more baseline runs (`labkit check --save`), at different hours, show smaller changes")
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
-        out.print(plain(f"slower by more than {100 * result.tolerance:g}%: {slower}"), soft_wrap=True)
+        out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}")
 
 
 def describe_peak_share(one: "Change", machine: "Machine") -> str:
@@ -187,7 +186,7 @@ def notebook(
         content = student_notebook(content, takes_mine=declaration.plugin_parameter is not None)
     check_writable(path.parent)
     write_file(path, nbformat.writes(content) + "\n")
-    out.print(plain(path_from_here(path)), soft_wrap=True)
+    out.print(path_from_here(path))
 
 
 def student_notebook(notebook: Any, *, takes_mine: bool) -> Any:
@@ -228,4 +227,4 @@ def hand_in(
     from labkit.studies import LABS, load_lab
 
     path = write_hand_in(name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ())
-    out.print(plain(path_from_here(path)), soft_wrap=True)
+    out.print(path_from_here(path))

@@ -116,17 +116,20 @@ def resolve_config(
             f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
         )
     base = profiles[profile]
-    names = type(base).model_fields
-    for name in overrides:
-        if name not in names:
-            raise ParameterError(
-                f"{lab}: unknown parameter {name!r}{nearest(name, names)}; the parameters are {', '.join(names)}"
-            )
+    check_names(lab, overrides, type(base).model_fields)
     changed = {name: value for name, value in overrides.items() if value is not None}
     try:
         return type(base).model_validate(base.model_dump() | changed)
     except ValidationError as error:
         raise ParameterError(f"{lab}: {_describe(error, profile, base)}") from None
+
+
+def check_names(lab: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """ParameterError for the first name that is no parameter."""
+    for name in names:
+        if name not in valid:
+            every = ", ".join(valid)
+            raise ParameterError(f"{lab}: unknown parameter {name!r}{nearest(name, valid)}; the parameters are {every}")
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:

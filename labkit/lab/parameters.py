@@ -10,7 +10,7 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from labkit.lab.config import LabConfig, ParameterError, nearest
+from labkit.lab.config import LabConfig, ParameterError, check_names
 from labkit.lab.declaration import Lab
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
@@ -34,11 +34,7 @@ def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
     names, more = (*COMMON_PARAMETERS, *study.config.model_fields), values.get("config") or {}
     if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
         raise ParameterError(f"{study.name}: parameter 'config' should hold others by name, got {more!r:.80}")
-    for name in (*values, *more):
-        if name not in names:
-            raise ParameterError(
-                f"{study.name}: unknown parameter {name!r}{nearest(name, names)}; the parameters are {', '.join(names)}"
-            )
+    check_names(study.name, (*values, *more), names)
     run = values.get("run")
     if run is not None and not isinstance(run, str):
         raise ParameterError(f"{study.name}: parameter 'run' should be the path of a run, got {run!r}")

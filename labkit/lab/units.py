@@ -21,15 +21,10 @@ _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def format_seconds(seconds: float) -> str:
     """0.00123 -> "1.23 ms"; minutes and seconds above two minutes."""
-    if math.isnan(seconds):
-        return "not measured"
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    if seconds == 0:
-        return "0 s"
-    scale, unit = next((entry for entry in _TIME_UNITS if abs(seconds) >= entry[0]), _TIME_UNITS[-1])
-    return f"{_three_digits(seconds / scale)} {unit}"
+    return "0 s" if seconds == 0 else _scale(seconds, _TIME_UNITS, "ns")
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -115,7 +115,9 @@ def errors_with_line(name: str | None) -> Iterator[None]:
             raise
         text = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {text}".removesuffix(": ")
-        raise ModelError(f"{reason}{user_line(error) or _line_of(_models[name])}") from error
+        code = getattr(_models[name], "__code__", None)
+        made = f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}" if code else ""
+        raise ModelError(f"{reason}{user_line(error) or made}") from error
 
 
 def user_line(error: Exception) -> str:
@@ -129,11 +131,6 @@ def user_line(error: Exception) -> str:
 def user_file(path: str) -> str:
     """Name of a user's file, "the cell" for code without one; "" for files of labkit and of installed packages."""
     return "" if path.startswith(NOT_THE_USERS) or "site-packages" in path else _place(path)
-
-
-def _line_of(model: Model) -> str:
-    code = getattr(model, "__code__", None)
-    return f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}" if code else ""
 
 
 def _place(filename: str) -> str:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from labkit.lab.runs.store import Run
 
 FORMAT = 1
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to wrap.
+AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+out, err = Console(**AS_IT_IS), Console(stderr=True, **AS_IT_IS)
 
 
 @contextmanager
@@ -42,13 +43,13 @@ def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
             yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
         hint = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
-        err.print(f"interrupted{hint if run else ''}", soft_wrap=True)
+        err.print(f"interrupted{hint if run else ''}")
         raise typer.Exit(130) from None
 
 
 def print_output(line: str) -> None:
     """Print output of the ranks above the progress line."""
-    err.print(plain(line), soft_wrap=True)
+    err.print(line)
 
 
 def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
@@ -70,11 +71,11 @@ def print_load(run: Path | None = None) -> None:
 
     machine = describe_machine()
     if machine.no_gpu_reason:
-        err.print(plain(f"GPUs are not used: {machine.no_gpu_reason}"), soft_wrap=True)
+        err.print(f"GPUs are not used: {machine.no_gpu_reason}")
     if reason := unavailable_reason():
-        err.print(plain(f"shared memory not available ({reason}): CPU ranks send point to point"), soft_wrap=True)
+        err.print(f"shared memory not available ({reason}): CPU ranks send point to point")
     if reason := busy_reason(load_before_measuring(), machine.cores):
-        err.print(plain(f"Busy machine: {reason}; times may be too long."), soft_wrap=True)
+        err.print(f"Busy machine: {reason}; times may be too long.")
 
 
 def require_device(device: object) -> None:
@@ -82,13 +83,8 @@ def require_device(device: object) -> None:
     from labkit.machine.description import describe_machine
 
     if reason := describe_machine().no_device_reason(str(device)):
-        err.print(plain(f"device={device}: {reason}"), soft_wrap=True)
+        err.print(f"device={device}: {reason}")
         raise typer.Exit(1)
-
-
-def plain(value: object) -> str:
-    """Return the text that rich prints as it is: brackets are not markup."""
-    return str(value).replace("[", r"\[")
 
 
 def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from labkit.lab.commands.console import err, number, out, plain, print_json
+from labkit.lab.commands.console import err, number, out, print_json
 from labkit.lab.config import ParameterError
 from labkit.lab.project import is_full_disk, reference_directory
 
@@ -42,10 +42,10 @@ def predict(
         raise ParameterError(message) from None
     refused = [(row.line, cells["note"]) for row, cells in zip(table, predicted, strict=True) if not cells["step_s"]]
     for line, note in refused:
-        err.print(f"line {line}: {plain(note.removeprefix('refused: '))}", soft_wrap=True)
+        err.print(f"line {line}: {note.removeprefix('refused: ')}")
     if output is not None:
-        counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {plain(output)}"
-        (err if as_json else out).print(counts, soft_wrap=True)
+        counts = f"{len(table) - len(refused)} predicted, {len(refused)} refused; {output}"
+        (err if as_json else out).print(counts)
     raise typer.Exit(1 if refused else 0)
 
 

@@ -78,7 +78,8 @@ class _Renderer(IPythonRenderer):
     """Markdown with anchors at its headings and formulas as MathML, which browsers draw without a script."""
 
     def heading(self, text: str, level: int, **_: Any) -> str:
-        return f'<h{level} id="{_anchor(text)}">{text}</h{level}>\n'
+        anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", text).lower()).strip("-")  # "1-size-and-ranks"
+        return f'<h{level} id="{anchor}">{text}</h{level}>\n'
 
     def table(self, text: str) -> str:
         return f'<div class="scroll" role="region" tabindex="0" aria-label="table"><table>{text}</table></div>\n'
@@ -104,9 +105,7 @@ class _PageExporter(HTMLExporter):
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
-@cache
-def _exporter() -> _PageExporter:
-    return _PageExporter()
+_exporter = cache(_PageExporter)  # which takes a second to make
 
 
 def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> LabRecord:
@@ -150,8 +149,3 @@ def _hide_empty_sections(cells: list[Any]) -> None:
         elif heading is not None:
             pieces = [output.get("data", {}).get(PIECE_MIME, {"html": "other"}) for output in cell.get("outputs", [])]
             heading.metadata["labkit_silent"] &= all(piece["html"] == "" for piece in pieces)
-
-
-def _anchor(heading: str) -> str:
-    """ "1. Size and ranks" -> "1-size-and-ranks"."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", heading).lower()).strip("-")

@@ -86,8 +86,10 @@ class Executor:
                 match event:
                     case Row(values=values) if PROBE in values:
                         probe |= values[PROBE]
-                    case Row():
-                        self._add_row(point, event)
+                    case Row(rank=rank, values=values):
+                        self.writer.add_row(point, rank, values)
+                        if rank == 0 and isinstance(seconds := values.get("seconds"), list) and seconds:
+                            self._rows_s.append(median(seconds) * len(seconds))
                     case Retry():
                         self.writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
                         self._show(f"{point.title()}: again, without {event.alternative} ({event.reason})")
@@ -100,11 +102,6 @@ class Executor:
                         if self._limit_series(point, event) and not is_job_rank():
                             break  # the ranks of a torchrun job all go on to the next point
         return ended
-
-    def _add_row(self, point: Point, row: Row) -> None:
-        self.writer.add_row(point, row.rank, row.values)
-        if row.rank == 0 and isinstance(seconds := row.values.get("seconds"), list) and seconds:
-            self._rows_s.append(median(seconds) * len(seconds))
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts, "load": load}

@@ -6,6 +6,7 @@ A killed run keeps every complete line. Rows of a point that did not end are ign
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,15 @@ __all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 MAX_REASONS = 3
 
 
+@dataclass(eq=False)
 class Run:
     """A run as read from its file."""
 
-    def __init__(
-        self,
-        path: Path,
-        header: RunHeader,
-        rows: Sequence[Row],
-        ends: Mapping[str, End],
-        resumptions: Sequence[Resumption] = (),
-    ):
-        self.path, self.header, self.resumptions = path, header, list(resumptions)
-        self._rows, self._ends = rows, ends
+    path: Path
+    header: RunHeader
+    _rows: Sequence[Row]
+    _ends: Mapping[str, End]
+    resumptions: Sequence[Resumption] = ()
 
     @classmethod
     def load(cls, path: Path | str) -> "Run":

@@ -20,8 +20,7 @@ from labkit.nn.attention_implementations import attention_named
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.traffic import recorded_traffic
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
 
 WHOLE, RING, RING_CONTIGUOUS, GATHERED = "one rank", "ring, zigzag", "ring, contiguous", "gathered, zigzag"
 WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
@@ -108,12 +107,8 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
 
 
 def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:
-    """Count collectives and the bytes that this rank sends, without the notes by which ranks agree on shapes."""
-    with recorded_traffic() as traffic:
-        passes.run()
-    calls = [call for call in traffic if call.is_payload]
-    p = dist.get_world_size()
+    """Count collectives and bytes of both passes, with the formula."""
+    p, (row, _) = dist.get_world_size(), count_traffic(passes.run)
     block_bytes, widening = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
     formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)
-    row = {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}
     return row | {"formula_sent_bytes": sent_bytes(formula, p)}

@@ -80,12 +80,17 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last."""
+    """Plan all wrappers by ranks and workload; accumulation on the first workload, the rest on the last.
+
+    Batches and lengths are swept with the fewest ranks that average. More ranks have the largest batch and length.
+    """
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
+    swept = min((world_size for world_size in config.world_sizes if world_size > 1), default=1)
+    largest = [(max(config.batches), max(config.context_lengths))]
     for world_size, workload in product(config.world_sizes, config.workloads):
         backend = machine.backend(device, ranks_here(world_size))
-        for batch, length in product(config.batches, config.context_lengths):
+        for batch, length in product(config.batches, config.context_lengths) if world_size == swept else largest:
             about = {"workload": workload, "batch": batch, "context_length": length, "device": device}
             about |= {"world_size": world_size, "backend": backend, "micro_batches": 1}
             yield from _points(config, names if world_size > 1 else [], about)
@@ -174,6 +179,7 @@ LAB = Lab(
     smoke={"workloads": ["nano"]},
     paper={
         "workloads": ["resnet50", "xl"],
+        "world_sizes": [1, 2, 4, 8],
         "buckets_mb": [1.0, 10.0, 25.0, 100.0, 1000.0],
         "batches": [2, 4, 32],
         "context_lengths": [128, 256, 512],

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from labkit.bench.memory import measure_second_peak
-from labkit.costs.communication import (
-    ALL_REDUCE_COSTS,
-    butterfly,
-    pipeline_idle_share,
-    sent_bytes,
-    tensor_parallel_calls,
-)
+from labkit.costs.communication import ALL_REDUCE_COSTS, pipeline_idle_share, sent_bytes, tensor_parallel_calls
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import Workload, random_tokens
@@ -35,9 +29,8 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import shard, whole_parameters
 from labkit.parallel.tensor import tensor_parallel
-from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
-from labkit.studies.shared.alternatives import row_of, timed_rows
+from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 if TYPE_CHECKING:
@@ -162,11 +155,8 @@ def train_replicas(problem: Problem, implementation: str = "ddp", *, is_context:
     model, optimizer = shard(implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS)
     split = partial(split_sequence, dim=1) if is_context else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
     inputs, targets = split(problem.inputs), split(problem.targets)
-
-    def passes() -> None:
-        language_model_loss(model(inputs), targets).backward()
-
-    return Trainer(optimizer, passes, lambda: whole_parameters(model))
+    gather = partial(whole_parameters, model)
+    return Trainer(optimizer, lambda: language_model_loss(model(inputs), targets).backward(), gather)
 
 
 def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
@@ -240,21 +230,19 @@ def _alternatives(
 
 
 def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[str, Any]:
-    """Collectives, bytes and micro-batches of a step, with the formulas; without the notes by which ranks agree."""
+    """Return collectives, bytes and micro-batches of a step, with the formulas."""
     if SHARED not in name and trainer.pipeline is None:
         return {}
-    with recorded_traffic() as traffic:
-        trainer.passes()
-    calls, p = [call for call in traffic if call.is_payload], dist.get_world_size()
-    row = {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}
+    row, calls = count_traffic(trainer.passes)
+    p = dist.get_world_size()
     if (pipeline := trainer.pipeline) is not None:
         share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
         held = {"held": pipeline.peak_held, "formula_held": peak_activations(pipeline.schedule[pipeline.rank])}
         return row | held | {"formula_busy": 1 - share}
-    cost = next((ALL_REDUCE_COSTS[call.algorithm] for call in calls if call.collective == "all_reduce"), None)
+    algorithm = next((call.algorithm for call in calls if call.collective == "all_reduce"), "butterfly")
     size, is_sequence = (point.shape, point.batch, point.context_length), name.endswith(SEQUENCE)
     formula = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
-    return row | {"formula_sent_bytes": sent_bytes(formula, p, all_reduce=cost or butterfly)}
+    return row | {"formula_sent_bytes": sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])}
 
 
 def _choose_width(point: ModelParallelPoint, device: str) -> int:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from labkit.bench.clock import time_parts_interleaved
 from labkit.lab.user_models import user_line
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
+from labkit.parallel.traffic import Collective, recorded_traffic
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
@@ -44,6 +45,14 @@ def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: 
             raise
         current_alternative.end()
         return {"check": describe_failure(error, device)}
+
+
+def count_traffic(run: Action) -> tuple[dict[str, int], list[Collective]]:
+    """Return collectives and the bytes that this rank sends in a run, without the notes by which ranks agree."""
+    with recorded_traffic() as traffic:
+        run()
+    calls = [call for call in traffic if call.is_payload]
+    return {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}, calls
 
 
 @contextmanager
