@@ -7,19 +7,23 @@ transport. Kernels on a GPU run in the background anyway: CUDA tensors need no t
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from labkit.parallel.collectives import all_gather
-from labkit.parallel.transport import make_separate_transport
+from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.transport import find_transport, make_separate_transport, member_group
 
-Wait = Callable[..., object]
-"""Waits for the end of an action, at most so many seconds if given, and raises its error; False if it has not ended."""
+Wait = Callable[[], object]
+"""Waits for the end of an action, and raises its error."""
 Collective = Callable[..., None]
 END_OF_PASS = "the end of backward"
+TORCH = "torch"
+_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class Channel:
@@ -40,38 +44,79 @@ class Channel:
         task = _Task(action)
         if not self._in_thread:
             task.run()
-            return task.wait
+            return task.result
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
             threading.Thread(target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True).start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(task)
-        return task.wait
+        return task.result
+
+
+class BackgroundAllReduce:
+    """All-reduces of dense vectors over the ranks of a group, in place, in the order of the calls.
+
+    torch            dist.all_reduce, which gloo and NCCL run in the background
+    auto, shared, point_to_point    labkit's all-reduce over that transport
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
+        """Connect the devices. A collective."""
+        self.group = group
+        self.channels = (
+            {} if name == TORCH else {device: Channel(group, device, name) for device in dict.fromkeys(devices)}
+        )
+
+    def start(self, vector: Tensor, op: str = "mean") -> Wait:
+        """Start a mean or a "sum"; return a function that waits for its end."""
+        if channel := self.channels.get(vector.device):
+            return channel.start(partial(channel.call, all_reduce, vector, op))
+        if op == "mean":
+            vector.div_(dist.get_world_size(self.group))
+        work = dist.all_reduce(vector, group=self.group, async_op=True)
+        assert work is not None, "async_op=True returns the work"
+        return work.wait
+
+    def average(self, vector: Tensor) -> None:
+        """Replace the vector by its mean over ranks."""
+        if channel := self.channels.get(vector.device):
+            channel.call(all_reduce, vector)  # without the thread
+        else:
+            self.start(vector)()
 
 
 class CheckedChannel(Channel):
     """A channel whose ranks check, before each collective, that all of them start the same one.
 
-    Ranks that start different ones would hang, or mix up tensors. On a CPU each sends 8 bytes for it. On a GPU the
-    check would wait for the device, and is left out.
+    Ranks that start different ones would hang, or mix up tensors. The check moves 8 bytes per rank between CPUs. On a
+    GPU only `exchange` is checked, since the other collectives do not wait for the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str, names: Sequence[str]):
         """`names` of all collectives, the same on every rank."""
         super().__init__(group, device, preference)
         self._names = [END_OF_PASS, *names]
-        self._is_checked = device.type == "cpu" and self.transport.world_size > 1
         self._error: RuntimeError | None = None
+        self._notes = self.transport
+        if device.type != "cpu":
+            self._notes = find_transport(_group_on_cpu(member_group(group)), torch.device("cpu"))
 
     def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
         """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
-        return self.start(partial(self._run_checked, name, action, n_trained))
+        return self.start(partial(self._run_checked, name, action, n_trained) if self._in_thread else action)
 
-    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int) -> None:
-        if self._is_checked and self._error is None:
-            codes = torch.zeros(self.transport.world_size, dtype=torch.int64)
-            codes[self.transport.rank] = self._names.index(name) + len(self._names) * n_trained
-            self.call(all_gather, codes)
+    def exchange(self, name: str, values: Sequence[int]) -> Tensor:
+        """Return the integers of all ranks, (ranks, values), once earlier actions are over. A collective."""
+        by_rank = torch.zeros(self._notes.world_size, len(values), dtype=torch.int64)
+        by_rank[self._notes.rank] = torch.tensor(values)
+        self.start(partial(self._run_checked, name, partial(all_gather, by_rank, transport=self._notes)))()
+        return by_rank
+
+    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> None:
+        if self._error is None:
+            codes = torch.zeros(self._notes.world_size, dtype=torch.int64)
+            codes[self._notes.rank] = self._names.index(name) + len(self._names) * n_trained
+            all_gather(codes, transport=self._notes)
             if len(set(codes.tolist())) > 1:
                 pairs = [divmod(code, len(self._names)) for code in codes.tolist()]
                 got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
@@ -81,35 +126,37 @@ class CheckedChannel(Channel):
         action()
 
 
-class _Task:
-    """An action for the thread, and its error."""
+class _Task(Future[None]):
+    """An action for the thread."""
 
     def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__()
         self._action = action
-        self._is_done = threading.Event()
-        self._error: BaseException | None = None
 
     def run(self) -> None:
+        error = None
         try:
             with torch.no_grad():  # each thread has a grad mode
                 self._action()
-        except BaseException as error:
-            self._error = error
+        except BaseException as raised:
+            error = raised
         del self._action  # its tensors may be released long before the wait
-        self._is_done.set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        is_done = self._is_done.wait(timeout_s)
-        if is_done and self._error is not None:
-            raise self._error
-        return is_done
+        if error is None:
+            self.set_result(None)
+        else:
+            self.set_exception(error)
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
     torch.set_num_threads(threads)  # OpenMP counts per thread
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
+    while (task := tasks.get()) is not None:
         task.run()
         del task  # an idle thread keeps no tensor and no transport alive
+
+
+def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the same ranks' gloo group, made once. A collective."""
+    if members not in _groups_on_cpu:
+        ranks = dist.get_process_group_ranks(members)
+        _groups_on_cpu[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _groups_on_cpu[members]

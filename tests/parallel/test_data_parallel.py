@@ -374,7 +374,7 @@ def _use_as_two_threads_would(wrap):
         for index in indices:
             model._mark_ready(index, model._parameters_in_order[index].grad)
 
-    model._reducer.start = start
+    model._all_reduce.start = start
     model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
     model._is_armed, model._versions = True, model._list_versions()
     for p in model.parameters():
@@ -525,7 +525,7 @@ def _both_heads(model):
 
 
 def _break_transport(model):
-    model._reducer.channels[torch.device("cpu")].transport.run = None  # calling it is an error
+    model._all_reduce.channels[torch.device("cpu")].transport.run = None  # calling it is an error
     step(model)
 
 

@@ -151,22 +151,56 @@ def _check_order() -> list[str]:
     """A unit is gathered while the one before it runs, from the second pass on, and in backward."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
     model = FSDP(nn.Sequential(*layers))
-    events: list[str] = []
+    events = _record_starts(model)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, number=number: events.append(f"run {number}"))
-    for number, unit in enumerate(model._units[:3]):
-        unit.start_gather = partial(_note_gather, events, number, unit, unit.start_gather)  # type: ignore[method-assign]
     for _ in range(2):
         events.clear()
         model(torch.ones(1, 4)).sum().backward()
     forward = ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "run 2"]
-    backward = ["gather 2", "gather 1", "gather 0"]
+    backward = ["gather 2", "gather 1", "average 2", "gather 0", "average 1", "average 0"]
     return [] if events == forward + backward else [str(events)]
 
 
-def _note_gather(events: list[str], number: int, unit: Any, start: Callable[[Any], None], channel: Any) -> None:
-    events += [] if unit.is_whole else [f"gather {number}"]
-    start(channel)
+class Halves(nn.Module):
+    """Rank 0 uses one half, the others use both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([half(x) for half in self.halves[: 1 + (dist.get_rank() > 0)]]).mean(0)
+
+
+def _check_one_order() -> list[str]:
+    """Gathers and averages start in one order on all ranks, whatever parameters they use: NCCL would hang otherwise."""
+    wrong, layers = [], [nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH)]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    for options in ({}, {"prefetch": 0}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
+        model = FSDP(copy.deepcopy(nn.Sequential(*layers)), **options)
+        events = _record_starts(model)
+        for n_passes in (1, 2):
+            sum(model(inputs(seed)).square().sum() for seed in range(n_passes)).backward()
+        dist.all_gather_object(by_rank, events)
+        if any(each != events for each in by_rank):
+            wrong.append(f"{options}: {by_rank}")
+    return wrong
+
+
+def _record_starts(model: FSDP) -> list[str]:
+    """Return a list to which the gathers and averages are added that this rank starts."""
+    events: list[str] = []
+    for number, unit in enumerate(model._units):
+        for name in ("gather", "average"):
+            start = getattr(unit, f"start_{name}")
+            setattr(unit, f"start_{name}", partial(_note_start, events, f"{name} {number}", unit, start))
+    return events
+
+
+def _note_start(events: list[str], event: str, unit: Any, start: Callable[[], Any]) -> Any:
+    events += [event] if unit.parameters and ("average" in event or not unit.is_whole) else []
+    return start()
 
 
 def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
@@ -413,14 +447,14 @@ def _check_elements() -> list[str]:
 
 def _check_averages() -> list[str]:
     """Two averages of a unit that are in flight at the same time have memory of their own."""
-    unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._pass._average_channel
+    unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._scheduler._channel
     first, second = (torch.full((WIDTH, WIDTH), float(n + dist.get_rank())) for n in (1, 10))
     unit.sync_with_shards()
     waits = [channel.start(partial(time.sleep, 0.2))]
     for gradient in (first, second):
         for parameter in unit.trained:
             parameter.whole.grad = gradient if parameter.whole.dim() == 2 else torch.zeros(WIDTH)
-        waits.append(unit.start_average(channel))
+        waits.append(unit.start_average())
     for wait in waits:
         wait()
     (weight,) = [parameter for parameter in unit.trained if parameter.whole.dim() == 2]
@@ -570,6 +604,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
     "memory": (2, _check_memory),
     "messages": (2, _check_messages),
     "order": (2, _check_order),
+    "one order": (3, _check_one_order),
     "any moment": (2, _check_any_moment),
     "refusals": (2, _check_refusals),
     "gathers": (2, _check_gathers),

@@ -14,8 +14,8 @@ from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor
+from labkit.parallel.background_comm import BackgroundAllReduce
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.data_parallel.reducer import Reducer
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, rows
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
@@ -160,7 +160,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks() -> None:
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
     "no message": {},
     "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
-    "an average": {(Reducer, "start"): lambda *_: lambda: None, (rows, "add_steps"): lambda *_: []},
+    "an average": {(BackgroundAllReduce, "start"): lambda *_: lambda: None, (rows, "add_steps"): lambda *_: []},
 }
 
 

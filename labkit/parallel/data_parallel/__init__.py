@@ -2,7 +2,6 @@
 
 ``base``         `DataParallel`, the contract: when a pass begins and ends, what is refused
 ``wrappers``     `NaiveDDP`, `FlatDDP`, `OverlappedDDP`, `BucketedDDP`, and the assignment of gradients to buckets
-``reducer``      the collective that averages: torch.distributed's or labkit's
 ``consistency``  the same model on every rank, or a refusal on every rank
 ``join``         uneven inputs
 """

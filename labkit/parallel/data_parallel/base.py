@@ -21,18 +21,20 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.background_comm import TORCH, BackgroundAllReduce
 from labkit.parallel.backward_pass import BackwardPass, GradientHooks, tensors_in, weak_hook
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.data_parallel.join import UnevenInputs
-from labkit.parallel.data_parallel.reducer import TORCH, Reducer, check_reducer
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.transport import member_group
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.transport import CHOICES, member_group
 
 
 class UnusedParameterError(RuntimeError):
@@ -86,15 +88,8 @@ class DataParallel(nn.Module, UnevenInputs):
         # Backward visits a model from its end: gradients become ready in about this order.
         trained = {name: p for name, p in reversed(list(module.named_parameters())) if p.requires_grad}
         self._names, self._parameters_in_order = list(trained), list(trained.values())
-        settings, refusal = dict[str, object](), None
-        try:
-            check_module(module, device_ids)
-            check_reducer(all_reduce, self._parameters_in_order)
-            settings = self._settings() | {"all_reduce": all_reduce}
-        except Exception as error:
-            refusal = error
-        check_replicas(module, settings, group, refusal)
-        self._reducer = Reducer(all_reduce, group, self._parameters_in_order)
+        check_replicas(module, partial(self._check, device_ids, all_reduce), group)
+        self._all_reduce = BackgroundAllReduce(all_reduce, group, (p.device for p in trained.values()))
         broadcast([*module.parameters(), *module.buffers()], group)
         self._broadcasts_next_forward = True
         self._is_armed = False
@@ -103,12 +98,19 @@ class DataParallel(nn.Module, UnevenInputs):
         self._ready = [False] * len(trained)
         self._hooks = GradientHooks(self, type(self)._mark_ready, self._parameters_in_order)
 
-    def _settings(self) -> dict[str, object]:
+    def _check(self, device_ids: Sequence[int | torch.device] | None, all_reduce: str) -> dict[str, object]:
         """Return the settings that must be the same on every rank. Raises ValueError for invalid ones."""
+        check_module(self.module, device_ids)
+        if all_reduce not in (names := (TORCH, *CHOICES)):
+            raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {all_reduce!r}")
+        dtypes = {str(p.dtype) for p in self._parameters_in_order} - {str(dtype) for dtype in FLOAT_TYPES}
+        if all_reduce != TORCH and dtypes:
+            raise ValueError(f"labkit's all-reduce adds real floating-point numbers, got {', '.join(sorted(dtypes))}")
         return {
             "wrapper": type(self).__name__,
             "find_unused": self.find_unused,
             "broadcast_buffers": self.broadcast_buffers,
+            "all_reduce": all_reduce,
         }
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

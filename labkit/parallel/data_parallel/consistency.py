@@ -1,6 +1,6 @@
 """The same model on every rank: models that differ are refused on all ranks, then rank 0's values are copied."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,16 +42,21 @@ def check_values(name: str, tensor: Tensor) -> None:
 
 
 def check_replicas(
-    module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None, refused: Exception | None
+    module: nn.Module, check: Callable[[], Mapping[str, object]], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise ValueError, on every rank or on none, unless settings and model are the same. A collective.
+    """Raise ValueError, on every rank or on none, unless models and settings are the same. A collective.
 
-    `refused` as in `check_same_on_all_ranks`. Compares names, shapes, dtypes, `requires_grad`, and the strides of
-    trained parameters, since gradients are averaged in the order of memory.
+    `check` returns the settings, or raises its error. Compares names, shapes, dtypes, `requires_grad`, and the strides
+    of trained parameters, since gradients are averaged in the order of memory.
     """
-    state = [] if refused else [*module.named_parameters(), *module.named_buffers()]
+    settings: Mapping[str, object] = {}
+    state, refusal = [*module.named_parameters(), *module.named_buffers()], None
+    try:
+        settings = check()
+    except Exception as error:
+        state, refusal = [], error
     described = [describe(name, tensor) for name, tensor in state]
-    check_same_on_all_ranks("model", settings, described, group, refused, state[0][1].device if state else None)
+    check_same_on_all_ranks("model", settings, described, group, refusal, state[0][1].device if state else None)
 
 
 def check_same_on_all_ranks(

@@ -21,7 +21,7 @@ class NaiveDDP(DataParallel):
 
     def _finish(self, pending: list[int]) -> None:
         for parameter in self._parameters_in_order:
-            self._reducer.average(_flat_gradient(parameter))
+            self._all_reduce.average(_flat_gradient(parameter))
 
 
 class FlatDDP(DataParallel):
@@ -33,7 +33,7 @@ class FlatDDP(DataParallel):
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(_flat_gradient(parameter))
         for gradients in by_kind.values():
             flat = torch.cat(gradients)
-            self._reducer.average(flat)
+            self._all_reduce.average(flat)
             torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
 
 
@@ -75,12 +75,12 @@ class BucketedDDP(DataParallel):
         self._waits: list[Wait] = []
         self._comm_hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
         # torch's collectives sum: gradients are divided one by one, while they are in the cache
-        self._op, self._divisor = ("mean", 1) if self._reducer.channels else ("sum", self.world_size)
+        self._op, self._divisor = ("mean", 1) if self._all_reduce.channels else ("sum", self.world_size)
 
-    def _settings(self) -> dict[str, object]:
+    def _check(self, *arguments: Any) -> dict[str, object]:
         if not min(self._sizes_mb) > 0:
             raise ValueError(f"expected bucket sizes above 0 MB, got {self._sizes_mb}")
-        return super()._settings() | {"bucket sizes": self._sizes_mb}
+        return super()._check(*arguments) | {"bucket sizes": self._sizes_mb}
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -135,7 +135,7 @@ class BucketedDDP(DataParallel):
         while (number := len(self._waits)) < len(self._buckets) and not self._buckets[number].n_missing:
             bucket = self._buckets[number]
             if self._comm_hook is None:
-                self._waits.append(self._reducer.start(bucket.memory, self._op))
+                self._waits.append(self._all_reduce.start(bucket.memory, self._op))
             else:
                 self._waits.append(partial(bucket.store, self._comm_hook(bucket)))
 

@@ -2,7 +2,7 @@
 
 ``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
 ``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay whole
-``gather``     when FSDP gathers, releases and averages: `GatherPass._run_unit` runs a unit with whole parameters
+``gather``     when FSDP gathers, releases and averages: `UnitScheduler._run_unit` runs a unit with whole parameters
 ``unit``       parameters that are gathered together, whole and in shards, and their gradients
 ``partition``  how a model is cut into units
 ``rows``       `plan_gather` and `average_rows`: the messages

@@ -21,7 +21,6 @@ bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units a
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -36,14 +35,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from labkit.parallel.background_comm import CheckedChannel
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gather import GatherPass, cast, run_around
-from labkit.parallel.sharding.partition import Units, find_units, partition
+from labkit.parallel.sharding.gather import UnitScheduler, cast, run_around
+from labkit.parallel.sharding.partition import Part, Units, find_units, partition
 from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable, consolidate
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
-_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class FSDP(nn.Module):
@@ -99,25 +97,19 @@ class FSDP(nn.Module):
         reshard_after_forward &= reshard_after_backward
         dtypes, reshard = (compute_dtype, reduce_dtype), (reshard_after_forward, reshard_after_backward)
         options = Options(*dtypes, *reshard, prefetch, replicate, transport)
-        settings, refusal = dict[str, object](vars(options)), None
-        try:
+        parts = list[Part]()
+
+        def check() -> dict[str, object]:
             _check(module, options)
-            parts = partition(find_units(module, units))
-            settings["units"] = [part.name for part in parts]
-        except Exception as error:
-            refusal = error
-        check_replicas(module, settings, group, refusal)
+            parts.extend(partition(find_units(module, units)))
+            return vars(options) | {"units": [part.name for part in parts]}
+
+        check_replicas(module, check, group)
         device, names = next(module.parameters()).device, [part.name for part in parts]
-        channels = [
-            CheckedChannel(group, device, transport, names) for _ in range(2)
-        ]  # or ValueError, before any change
-        if device.type == "cpu":
-            channels.append(channels[0])
-        else:  # on NCCL's communicator, flags and averages of ranks that use different parameters wait for each other
-            channels.append(CheckedChannel(_group_on_cpu(members), torch.device("cpu"), AUTO, names))
+        channel = CheckedChannel(group, device, transport, names)  # or ValueError, before any change
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
-        self._units = [Unit(part, mesh, options) for part in parts]
+        self._units = [Unit(part, mesh, options, channel) for part in parts]
         self._shards = {id(each.whole): each.shard for unit in self._units for each in unit.parameters}
         """Shards by the identity of whole parameters."""
         for each in module.modules():
@@ -126,7 +118,7 @@ class FSDP(nn.Module):
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
         replicated = [p for p in module.parameters() if not isinstance(p, DTensor)]
-        self._pass = GatherPass(self._units, options, channels, replicated)
+        self._scheduler = UnitScheduler(self._units, options, channel, replicated)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -196,14 +188,6 @@ def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: obje
     for name, shard in shards.items():
         if isinstance(shard, DTensor) and name in state:
             state[name] = as_rows(name, state[name], shard)
-
-
-def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the same ranks' gloo group, made once. A collective."""
-    if members not in _groups_on_cpu:
-        ranks = dist.get_process_group_ranks(members)
-        _groups_on_cpu[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _groups_on_cpu[members]
 
 
 def _check(module: nn.Module, options: Options) -> None:

@@ -2,13 +2,14 @@
 
     a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
                the last forward pass; after: release it
-    backward   an output of the unit gets a gradient: gather it again, and prefetch; all of its parameters have
-               gradients: start to average these, and release it
+    backward   an output of the unit gets a gradient: average and release the units that all ranks have completed,
+               gather this one again, and prefetch
     the end    ranks exchange which parameters have gradients, and average the rest
 
-All ranks average units in the order in which backward reaches them. A call during a backward pass (checkpointing)
-belongs to the pass: its unit stays whole until it has gradients. Second derivatives (`create_graph`) and backward
-passes during a forward pass would keep all units whole, and are refused.
+Collectives have one order on all ranks, which NCCL needs: a unit's average starts when backward reaches another unit
+and every rank has said that it is complete. A call during a backward pass (checkpointing) belongs to the pass: its unit
+stays whole until it has gradients. Second derivatives (`create_graph`) and backward passes during a forward pass would
+keep all units whole, and are refused.
 """
 
 import threading
@@ -24,37 +25,36 @@ from torch.distributed.utils import _apply_to_tensors
 
 from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
-from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.collectives import all_reduce
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.unit import Options, Token, Unit
 
-PATIENCE_S = 1.0  # for other ranks to average a unit during backward
 OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 
 
-class GatherPass:
+class UnitScheduler:
     """Gathers, releases and averages the units of a model, the last of which is the model itself."""
 
     def __init__(
-        self, units: Sequence[Unit], options: Options, channels: list[CheckedChannel], replicated: list[nn.Parameter]
+        self, units: Sequence[Unit], options: Options, channel: CheckedChannel, replicated: list[nn.Parameter]
     ) -> None:
-        """`channels`: for gathers, averages and flags. Every rank has `replicated` parameters whole."""
-        self._units, self._options, self._replicated = list(units), options, replicated
-        self._gather_channel, self._average_channel, self._flag_channel = channels
+        """Every rank has the `replicated` parameters whole."""
+        self._units, self._options, self._channel, self._replicated = list(units), options, channel, replicated
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
         self._order: list[Unit] = []
         self._last_order: list[Unit] = []
-        self._queue: list[Unit] = []
-        """Units in the order in which this backward pass has reached them."""
-        self._n_started = 0
-        """How many of the queue are started, or need not be."""
+        self._active: list[Unit] = []
+        """Units that this backward pass has reached, and that are whole."""
+        self._ahead: list[Unit] = []
+        """Units that it has not reached yet, in the expected order."""
+        self._reached: set[Token] = set()
+        """Calls of units that it has reached."""
         self._waits: list[Wait] = []
-        self._waits_in_backward = True
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
         self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
-        hook = weak_hook(self, GatherPass._note_gradient)  # which refers to no unit: torch hides it from the collector
+        hook = weak_hook(self, UnitScheduler._note_gradient)  # refers to no unit: torch hides it from the collector
         for unit in units:
             run_around(unit.module, partial(self._run_unit, unit))  # from now on a call of the module
         for whole in self._by_whole:
@@ -98,7 +98,7 @@ class GatherPass:
     def _after_call(self, unit: Unit) -> None:
         unit.depth -= 1
         self._depth -= 1
-        if not unit.depth and not unit.in_backward:
+        if not unit.depth and unit not in self._active:
             unit.attach(whole=False)
             if self._options.reshard_after_forward or not torch.is_grad_enabled():
                 for each in [unit] if self._depth or self._pass.is_running else self._units:  # and prefetched ones
@@ -112,12 +112,12 @@ class GatherPass:
 
     def _gather(self, unit: Unit) -> None:
         """Make the unit's parameters whole. A collective."""
-        unit.start_gather(self._gather_channel)
+        unit.start_gather()
         unit.finish_gather()
 
     def _prefetch(self, following: Iterable[Unit]) -> None:
         for unit in islice((unit for unit in following if unit.parameters), self._options.prefetch):
-            unit.start_gather(self._gather_channel)
+            unit.start_gather()
 
     @disable_compile
     def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
@@ -127,13 +127,13 @@ class GatherPass:
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
             unit.inputs.add(token := Token())
-            node.register_prehook(weak_hook(self, GatherPass._input_reached, unit, token))
+            node.register_prehook(weak_hook(self, UnitScheduler._input_reached, unit, token))
         return nodes
 
     @disable_compile
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
-            hook = weak_hook(self, GatherPass._output_reached, unit, unit.gathered_versions)
+            hook = weak_hook(self, UnitScheduler._output_reached, unit, Token(), unit.gathered_versions)
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
                 node.register_prehook(hook)
 
@@ -150,59 +150,53 @@ class GatherPass:
             raise RuntimeError("FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties")
         if not is_running:
             self._abandon_unfinished()
+            self._ahead = list(dict.fromkeys(reversed(self._order)))
             self._pass.begin(self._end)
 
-    def _output_reached(self, unit: Unit, versions: object, gradients: Any) -> None:
+    def _output_reached(self, unit: Unit, call: Token, versions: object, gradients: Any) -> None:
         if versions != unit.current_versions():
             raise RuntimeError(f"parameters of {unit.name} changed between forward and backward: step after backward")
         self._begin_backward()
-        self._enter_backward(unit)
+        if call not in self._reached:
+            self._reached.add(call)
+            self._enter_backward(unit)
 
     def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
         unit.reached_inputs.add(token)
-        self._release_if_over(unit)
 
     def _enter_backward(self, unit: Unit) -> None:
-        is_new = not unit.in_backward
-        self._note_entry(unit)
+        self._average_and_release(unit)
+        if unit in self._active:
+            return
+        self._active.append(unit)
         self._gather(unit)
         unit.attach(whole=True)  # for checkpoints of a part of it
-        if is_new:
-            order = list(dict.fromkeys(reversed(self._order)))
-            position = order.index(unit) if unit in order else len(order)
-            self._prefetch(other for other in order[position + 1 :] if not other.in_backward)
+        if unit in self._ahead:
+            position = self._ahead.index(unit)
+            del self._ahead[position]
+            self._prefetch(self._ahead[position:])
 
-    def _note_entry(self, unit: Unit) -> None:
-        if not unit.in_backward:
-            unit.in_backward = True
-            if not unit.ends_with_pass:
-                self._queue.append(unit)
+    def _average_and_release(self, reached: Unit) -> None:
+        """Start to average the units that are over on all ranks, and release them. A collective."""
+        waiting = [unit for unit in self._active if not (unit.ends_with_pass or unit.is_averaged)]
+        is_over = self._channel.exchange(reached.name, [unit.is_over for unit in waiting]).all(0) if waiting else ()
+        for unit in (unit for unit, is_over_on_all in zip(waiting, is_over, strict=True) if is_over_on_all):
+            self._active.remove(unit)
+            unit.release()
+            self._start_average(unit)
+
+    def _start_average(self, unit: Unit) -> None:
+        if unit.trained:
+            with torch.no_grad():
+                self._waits.append(unit.start_average())
 
     def _note_gradient(self, whole: nn.Parameter) -> None:
-        """Note a complete gradient, start to average complete units, and release units that are over."""
+        """Note a complete gradient."""
         self._begin_backward()
         unit, parameter = self._by_whole[whole]
-        self._note_entry(unit)
         if whole.grad is not None and whole.grad.layout is not torch.strided:
             raise ValueError(f"expected dense gradients, got a sparse one in {unit.name}")
         unit.ready.add(parameter)
-        while self._n_started < len(self._queue) and (first := self._queue[self._n_started]).is_complete:
-            if first.trained and not first.is_averaged:
-                self._start_average(first)
-            self._n_started += 1
-        self._release_if_over(unit)
-
-    def _release_if_over(self, unit: Unit) -> None:
-        if unit.in_backward and not unit.depth and unit.is_over:
-            unit.release()
-
-    def _start_average(self, unit: Unit) -> None:
-        # One average at a time, else whole gradients of many units would be alive at once. But a rank that does not
-        # use all of a unit starts its average after the pass, and waits for this rank: after one such, do not wait.
-        if self._waits and self._waits_in_backward:
-            self._waits_in_backward = bool(self._waits[-1](PATIENCE_S))
-        with torch.no_grad():
-            self._waits.append(unit.start_average(self._average_channel))
 
     # The end of backward
 
@@ -215,31 +209,22 @@ class GatherPass:
 
     def _finish(self) -> None:
         """Average the rest, and assign all averages. A collective."""
-        late, replicated = self._exchange_flags()
-        for unit in dict.fromkeys([*self._queue, *self._units]):
-            if not unit.is_averaged and any(parameter.is_used for parameter in unit.parameters):
-                self._start_average(unit)
-        for unit in late:
+        units, replicated = self._exchange_flags()
+        for unit in units:
             self._start_average(unit)
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            average = partial(self._average_channel.call, all_reduce, p.grad)
-            self._waits.append(self._average_channel.start_checked(END_OF_PASS, average))
+            average = partial(self._channel.call, all_reduce, p.grad)
+            self._waits.append(self._channel.start_checked(END_OF_PASS, average))
         self._wait()
         for parameter in self._parameters:
             parameter.assign_means()
 
     def _exchange_flags(self) -> tuple[list[Unit], list[nn.Parameter]]:
-        """Note which parameters were used on any rank; return units with late gradients, and replicated parameters."""
+        """Note which parameters were used on any rank; return the units, and replicated parameters, to be averaged."""
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
-        flags += [unit.is_late for unit in self._units] + [p.grad is not None for p in self._replicated]
-        transport = self._flag_channel.transport
-        by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8, device=transport.device)
-        by_rank[transport.rank] = torch.tensor(flags)
-        self._flag_channel.start_checked(END_OF_PASS, partial(self._flag_channel.call, all_gather, by_rank))()
-        used = by_rank[:, : len(self._parameters)]
-        self._waits_in_backward = bool((used == used[0]).all())  # ranks that use the same probably will again
-        on_any = iter(by_rank.any(0).tolist())
+        flags += [unit.has_gradients for unit in self._units] + [p.grad is not None for p in self._replicated]
+        on_any = iter(self._channel.exchange(END_OF_PASS, flags).any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)
         return [unit for unit in self._units if next(on_any)], [p for p in self._replicated if next(on_any)]
@@ -263,7 +248,8 @@ class GatherPass:
             unit.reset_pass()
             if not unit.depth:
                 unit.release()
-        self._queue, self._n_started = [], 0
+        self._active = []
+        self._reached.clear()
         self._pass.reset()
 
 

@@ -42,7 +42,7 @@ class Options:
 
 
 class Token:
-    """An input whose gradient a unit's frozen parameters wait for. It goes with its graph."""
+    """A call of a unit, or an input whose gradient frozen parameters wait for. It goes with its graph."""
 
 
 class UnitParameter:
@@ -118,11 +118,12 @@ class UnitParameter:
 class Unit:
     """Modules whose parameters are whole at the same time."""
 
-    def __init__(self, part: Part, mesh: DeviceMesh, options: Options) -> None:
+    def __init__(self, part: Part, mesh: DeviceMesh, options: Options, channel: CheckedChannel) -> None:
         """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules."""
         self.name, self.module, self.modules = part.name, part.module, part.modules
         self.ends_with_pass = part.ends_with_pass
         self._reduce_dtype, self._keeps_memory = options.reduce_dtype, not options.reshard_after_backward
+        self._channel = channel
         self.parameters = [
             UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory)
             for slot in part.slots
@@ -131,16 +132,13 @@ class Unit:
         self.is_whole = self.is_attached = True
         """Gathered, or being gathered; modules have whole parameters."""
         self._wait: Wait | None = None
-        self._gather_rows: Callable[[], None] | None = None
-        """Gathers rows once shards are in their places."""
+        self._gather_rows = self._plan_gather()
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
         self._gathered_rows: list[Tensor] = []
         """What was gathered: while it is alive, no other rows have its address."""
         self.depth = 0
         """Calls of its module in progress."""
-        self.in_backward = False
-        """The backward pass has reached it."""
         self.trained: list[UnitParameter] = []
         self.ready: set[UnitParameter] = set()
         """Parameters whose gradient is complete."""
@@ -173,7 +171,7 @@ class Unit:
         pairs = [(parameter.shard._local_tensor, parameter.shard) for parameter in self.parameters]
         return [(x.untyped_storage()._cdata, x.data_ptr(), x._version, shard._version) for x, shard in pairs]
 
-    def start_gather(self, channel: CheckedChannel) -> None:
+    def start_gather(self) -> None:
         """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
         if self.is_whole:
             return
@@ -181,20 +179,22 @@ class Unit:
         self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
-            self._gather_rows = None  # planned for the old places
+            self._gather_rows = self._plan_gather()
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
             torch._C._autograd._unsafe_set_version_counter(whole, (0,) * len(whole))
-            self._wait = channel.start_checked(self.name, partial(self._gather, channel))
+            self._wait = self._channel.start_checked(self.name, self._gather)
 
-    def _gather(self, channel: CheckedChannel) -> None:
+    def _plan_gather(self) -> Callable[[], None]:
+        """Return a function that gathers rows, once this rank's are in their places."""
+        with torch.inference_mode(False):  # its vectors stay
+            return plan_gather([parameter.place for parameter in self.parameters], self._channel.transport)
+
+    def _gather(self) -> None:
         pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
-        if self._gather_rows is None:
-            with torch.inference_mode(False):  # its vectors stay
-                self._gather_rows = plan_gather([parameter.place for parameter in self.parameters], channel.transport)
         self._gather_rows()
 
     def finish_gather(self) -> None:
@@ -231,34 +231,30 @@ class Unit:
         return len(self.trained) < len(self.parameters)
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether every trained parameter has its gradient."""
-        return len(self.ready) == len(self.trained)
-
-    @property
     def is_over(self) -> bool:
         """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
-        is_complete = self.is_complete and not (self.ends_with_pass and self.parameters)
-        return is_complete and (self.inputs <= self.reached_inputs or not self.has_frozen)
+        is_complete = len(self.ready) == len(self.trained) and not self.depth
+        has_inputs = bool(self.reached_inputs) and self.inputs <= self.reached_inputs
+        return is_complete and (has_inputs or not self.has_frozen)
 
     @property
-    def is_late(self) -> bool:
-        """Return whether it has gradients that came after its average."""
-        return self.is_averaged and any(parameter.whole.grad is not None for parameter in self.parameters)
+    def has_gradients(self) -> bool:
+        """Return whether it has gradients that are not averaged yet."""
+        return any(parameter.whole.grad is not None for parameter in self.trained)
 
-    def start_average(self, channel: CheckedChannel) -> Wait:
+    def start_average(self) -> Wait:
         """Start to average gradients, and drop the whole ones. A collective."""
         self.is_averaged = True
         gradients = [parameter.take_gradient(self._reduce_dtype) for parameter in self.trained]
         # Allocated here, not in the channel's thread, whose memory no profiler counts.
         pairs = [(gradient, each.add_mean(gradient)) for each, gradient in zip(self.trained, gradients, strict=True)]
-        return channel.start_checked(self.name, partial(_average, channel, pairs), len(pairs))
+        return self._channel.start_checked(self.name, partial(_average, self._channel, pairs), len(pairs))
 
     def reset_pass(self) -> None:
         """Forget a backward pass."""
         for parameter in self.parameters:
             parameter.is_used, parameter.means = False, []
-        self.is_averaged = self.in_backward = False
+        self.is_averaged = False
         self.ready.clear()
         self.reached_inputs.clear()
 
