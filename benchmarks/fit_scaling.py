@@ -28,7 +28,6 @@ from labkit.scaling.intervals import (
     find_ends,
     has_open_engine,
     measure_distances,
-    measure_ground,
     measure_slopes,
     sum_widths,
 )
@@ -40,6 +39,7 @@ from labkit.scaling.published import (
     held_out_s,
     is_timed,
     load_published,
+    measure_ground,
 )
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import judge, summarize
@@ -288,7 +288,7 @@ def judge_families(published: Runs) -> Iterator[dict[str, object]]:
     """
     runs, predictions, without_model = published, predict_runs(published), held_out_s(WITHOUT_MODEL)
     times = np.where(np.isfinite(without_model), without_model, predictions.step_s)
-    preference = preference_s(replace(predictions, step_s=times))
+    preference = preference_s(replace(predictions, columns={**predictions.columns, "step_s": times}))
     measured = np.where((published.status == "ok"), published.step_s, np.inf)
     keys = (published.table, runs.name, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
     for _, rows in pd.DataFrame(dict(enumerate(keys))).groupby(list(range(len(keys)))):

@@ -69,10 +69,6 @@ class Advice:
     changes: Sequence[Change]
     """Variations of the request."""
 
-    @property
-    def fits(self) -> bool:
-        return bool(self.best)
-
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
     """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and batches divide.
@@ -129,17 +125,15 @@ def strategy(layout: Layout) -> str:
     """Name of a layout's strategy."""
     if layout.cp > 1:
         return "context parallel"
-    if layout.tp > 1 or layout.pp > 1:
-        names = {(True, False): "tensor parallel", (False, True): "pipeline"}
-        return names.get((layout.tp > 1, layout.pp > 1), "tensor and pipeline")
-    return SHARDS[layout.shard]
+    names = {(True, False): "tensor parallel", (False, True): "pipeline", (True, True): "tensor and pipeline"}
+    return names.get((layout.tp > 1, layout.pp > 1), SHARDS[layout.shard])
 
 
 def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[RunnerUp]:
     """The best layout of each strategy, or the one with the least memory if none fits."""
     fits, first = set(ranking.order), dict[str, int]()
     for row in (*ranking.order, *np.argsort(ranking.predictions.peak_gib)):
-        first.setdefault(strategy(ranking.layouts[row]), int(row))
+        first.setdefault(strategy(ranking.predictions.runs.origin[row].layout), int(row))
     proposed = {one.layout for one in best}
     for name, row in sorted(first.items()):
         prediction = ranking.predictions.prediction(row)

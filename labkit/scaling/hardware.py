@@ -63,16 +63,14 @@ def find_hardware(name: str) -> Hardware:
 
     A shorter name is the first declared GPU that begins with it. ValueError for others, which have no declared peak.
     """
-    words = _normalize(name)
-    exact = next((card for declared, card in HARDWARE.items() if declared.lower() in (words, name.lower())), None)
-    if exact:
+    words, by_name = _normalize(name), {declared.lower(): card for declared, card in HARDWARE.items()}
+    if exact := by_name.get(words) or by_name.get(name.lower()):
         return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
-    family = [card for declared, card in HARDWARE.items() if declared.lower().startswith((f"{stem}-", f"rtx-{stem}-"))]
+    family = [card for declared, card in by_name.items() if declared.startswith((f"{stem}-", f"rtx-{stem}-"))]
     if not family:
-        declared = {one.lower(): one for one in HARDWARE}
-        near = [declared[one] for one in difflib.get_close_matches(words, declared, n=3, cutoff=0.4)]
+        near = [by_name[one].name for one in difflib.get_close_matches(words, by_name, n=3, cutoff=0.4)]
         names = f"the nearest declared are {', '.join(near)}" if near else f"declared are {', '.join(HARDWARE)}"
         raise ValueError(f"unknown GPU {name[:60]!r}; {names}")
     if memory is None:
@@ -87,9 +85,7 @@ def find_hardware(name: str) -> Hardware:
 def _normalize(name: str) -> str:
     """Lower case with hyphens; `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` as this project writes them."""
     words = re.sub(r"[\s_]+", "-", name.lower())
-    words = re.sub(
-        r"nvidia|amd|geforce|quadro|tesla|instinct|server-edition|workstation-edition|-generation", "", words
-    )
+    words = re.sub(r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation", "", words)
     words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", re.sub(r"sxm\d", "sxm", words))
     words = words.replace("gh200-480gb", "gh200")  # the CPU's memory
     words = re.sub(r"-+", "-", words).strip("-")

@@ -9,15 +9,14 @@ that neither the constants nor the width had seen.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from labkit.scaling import read_table
 from labkit.scaling.models import Numbers, step_flops
-from labkit.scaling.published import is_timed, load_published
-from labkit.scaling.runs import SHARDS, Flags, Runs, Texts
+from labkit.scaling.published import GENERIC, Ground, layout_kinds
+from labkit.scaling.runs import Flags, Runs, Texts
 from labkit.scaling.step_time import slow_engine_s
 
 OTHERS = "other tables"
@@ -32,53 +31,6 @@ Widths = Mapping[str, tuple[float, float]]
 """Published table or slope -> its width at the low and at the high end, in log units."""
 
 
-Limits = Mapping[str, float]
-"""The largest value in some columns of some runs; "smallest", the smallest model; 1 for each of `_kinds` in use."""
-
-
-@dataclass(frozen=True)
-class Ground:
-    """Measured runs, and their limits: of all, and by framework."""
-
-    runs: Runs
-    everything: Limits
-    by_framework: Mapping[str, Limits]
-
-    def limits(self, framework: str) -> Limits:
-        """A framework's limits; those of all runs for an unknown one."""
-        return self.by_framework.get(framework, self.everything)
-
-    def is_elsewhere(self, runs: Runs) -> Flags:
-        """Return whether each run is of no measured table."""
-        return ~np.isin(runs.table, self.runs.table)
-
-
-def measure_ground(published: Runs, rows: Flags) -> Ground:
-    """The ground of the timed rows in a mask."""
-    runs = published.take(rows & is_timed(published))
-    names = set(runs.framework.tolist()) - {"generic"}
-    return Ground(runs, _limits(runs), {name: _limits(runs.take(runs.framework == name)) for name in names})
-
-
-@cache
-def load_ground() -> Ground:
-    """The ground of all published runs."""
-    return measure_ground(load_published(), np.ones(len(load_published()), dtype=bool))
-
-
-def _limits(runs: Runs) -> Limits:
-    largest = {name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")}
-    kinds = {name: float(is_used.any()) for name, is_used in _kinds(runs).items()}
-    return largest | {"smallest": float(runs.parameters.min())} | kinds
-
-
-def _kinds(runs: Runs) -> dict[str, Flags]:
-    """Shardings, fp8 or 16 bits, and ways of dividing a model: whether each run has them."""
-    is_fp8 = runs.precision == "fp8"
-    degrees = {"tensor parallelism": runs.tp > 1, "pipelines": runs.pp > 1, "context parallelism": runs.cp > 1}
-    return {shard: runs.shard == shard for shard in SHARDS} | {"fp8": is_fp8, "16 bits": ~is_fp8} | degrees
-
-
 def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
     """Distances by what lies outside of measured runs, (n,), none negative.
 
@@ -87,11 +39,11 @@ def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
     well; 1 for a framework without published runs.
     """
     names, codes = runs.codes["framework"]
-    limits, everything = [ground.limits(str(name)) for name in names], ground.everything
+    limits, everything = [ground.find_limits(str(name)) for name in names], ground.limits[GENERIC]
     largest = {name: np.array([one[name] for one in limits])[codes] for name in everything}
     doublings = np.log2(np.maximum(runs.parameters / largest["parameters"], largest["smallest"] / runs.parameters))
-    new_kinds = [is_used & (largest[name] == 0) for name, is_used in _kinds(runs).items()]
-    is_known = np.isin(runs.framework, list(ground.by_framework))
+    new_kinds = [is_used & (largest[name] == 0) for name, is_used in layout_kinds(runs).items()]
+    is_known = np.isin(runs.framework, list(ground.frameworks))
     return {
         "gpus": _beyond(np.log2(runs.gpus / largest["gpus"])),
         "parameters": _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)),
@@ -162,9 +114,9 @@ def extrapolations(runs: Runs, row: int, ground: Ground, distances: Mapping[str,
     """Yield in words where a run lies outside of measured runs."""
     if distances["framework"][row]:
         yield "framework without published runs: calibrate with three runs of it"
-    run, framework, everything = runs.origin[row], str(runs.framework[row]), ground.everything
-    limits, where = ground.limits(framework), f" with {framework}" if framework in ground.by_framework else ""
-    kinds = [name for name, is_used in _kinds(runs.take([row])).items() if is_used[0] and not limits[name]]
+    run, framework, everything = runs.origin[row], str(runs.framework[row]), ground.limits[GENERIC]
+    limits, where = ground.find_limits(framework), f" with {framework}" if framework in ground.frameworks else ""
+    kinds = [name for name, is_used in layout_kinds(runs.take([row])).items() if is_used[0] and not limits[name]]
     size, smallest, largest = (
         count / 1e9 for count in (runs.parameters[row], limits["smallest"], limits["parameters"])
     )

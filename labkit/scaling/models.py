@@ -1,6 +1,6 @@
 """The decoder that is trained: its shape, parameters and FLOPs; by name, or from a Hugging Face `config.json`.
 
-A matmul of (m, k) by (k, n) is 2mnk FLOPs. Functions of a model take one, or the columns of many alike. Of a
+A matmul of (m, k) by (k, n) is 2mnk FLOPs. `step_flops` takes a model, or the columns of many. Of a
 `config.json` only sizes are read; nothing is fetched or executed.
 
 Legend: L layers, h hidden, q width of all query heads, f ffn, V vocabulary, S sequence, b sequences.
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,30 +76,30 @@ class Model:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
 
+    @cached_property
+    def query_width(self) -> int:
+        """Width of all query heads together; hidden in most models."""
+        return self.heads * self.head_dim
 
-def query_width(model: Any) -> Any:
-    """Width of all query heads together; hidden in most models."""
-    return model.heads * model.head_dim
+    @cached_property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
 
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of a layer: query and output h*q, keys and values, two or three of h*f, two norms."""
+        attention = 2 * self.hidden * (self.query_width + self.kv_width)
+        return attention + (2 + self.ffn_gated) * self.hidden * self.ffn + 2 * self.hidden
 
-def kv_width(model: Any) -> Any:
-    """Width of all key heads together, and of all value heads."""
-    return model.kv_heads * model.head_dim
+    @cached_property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
 
-
-def layer_parameters(model: Any) -> Any:
-    """Parameters of a layer: query and output h*q, keys and values, two or three of h*f, two norms."""
-    attention = 2 * model.hidden * (query_width(model) + kv_width(model))
-    return attention + (2 + model.ffn_gated) * model.hidden * model.ffn + 2 * model.hidden
-
-
-def embedding_parameters(model: Any) -> Any:
-    return model.vocab * model.hidden
-
-
-def parameters(model: Any) -> Any:
-    """All parameters; a tied model has one matrix for embedding and output."""
-    return model.layers * layer_parameters(model) + (2 - model.tied) * embedding_parameters(model) + model.hidden
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters; a tied model has one matrix for embedding and output."""
+        return self.layers * self.layer_parameters + (2 - self.tied) * self.embedding_parameters + self.hidden
 
 
 def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False) -> Any:
@@ -107,22 +108,28 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
     6 per matrix parameter and token, and 12 L q S^2 per sequence for scores and values (PaLM, arXiv:2204.02311,
     appendix B); half of the latter with `causal`. Embedding lookups cost none.
     """
-    matrices = model.layers * (layer_parameters(model) - 2 * model.hidden) + embedding_parameters(model)
-    attention = 12 * model.layers * query_width(model) * seq_len * (0.5 if causal else 1.0)
+    matrices = model.layers * (model.layer_parameters - 2 * model.hidden) + model.embedding_parameters
+    attention = 12 * model.layers * model.query_width * seq_len * (0.5 if causal else 1.0)
     return sequences * seq_len * (6 * matrices + attention)
 
 
-def _read_models() -> tuple[dict[str, Model], dict[str, str]]:
-    """Models by name, the published ones and labkit's sizes; and names by alias."""
+def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
+    """Models by name, the published ones and labkit's sizes; and by the letters of names and aliases."""
     rows = read_table("models")
     models = {row["name"]: validate(Model, row) for row in rows}
     for name, one in SIZES.items():
         layers, hidden, heads = one.n_layers, one.d_model, one.n_heads
         models[name] = Model(layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name)
-    return models, {alias: row["name"] for row in rows for alias in row.get("aliases", "").split()}
+    aliases = {alias: models[row["name"]] for row in rows for alias in row.get("aliases", "").split()}
+    return models, {_letters(name): model for name, model in (models | aliases).items()}
 
 
-NAMED, _ALIASES = _read_models()
+def _letters(name: str) -> str:
+    """Letters and digits only, in lower case; points between digits stay."""
+    return re.sub(r"[^a-z0-9.]|(?<!\d)\.|\.(?!\d)", "", name.lower())
+
+
+NAMED, _BY_LETTERS = _read_models()
 
 
 def find_model(name: str) -> Model:
@@ -130,22 +137,15 @@ def find_model(name: str) -> Model:
 
     ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of that size.
     """
-    by_name = {_letters(name): model for name, model in NAMED.items()}
-    by_name |= {_letters(alias): NAMED[name] for alias, name in _ALIASES.items()}
     words = _letters(name.strip().rpartition("/")[2])
-    while words not in by_name and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
+    while words not in _BY_LETTERS and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
         words = shorter
-    if words in by_name:
-        return by_name[words]
+    if words in _BY_LETTERS:
+        return _BY_LETTERS[words]
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
     near = near or difflib.get_close_matches(name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(NAMED)}, or a config.json"
     raise ValueError(f"unknown model {name[:60]!r}{hint}")
-
-
-def _letters(name: str) -> str:
-    """Letters and digits only, in lower case; points between digits stay."""
-    return re.sub(r"[^a-z0-9.]|(?<!\d)\.|\.(?!\d)", "", name.lower())
 
 
 def read_model(path: Path) -> Model:

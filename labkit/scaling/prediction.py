@@ -5,20 +5,18 @@
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TextIO
+from dataclasses import dataclass, fields, replace
+from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.scaling import memory
 from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.intervals import (
     MAX_DISTANCE,
-    Ground,
     extrapolations,
     find_ends,
-    load_ground,
     load_widths,
     measure_distances,
     measure_slopes,
@@ -26,8 +24,8 @@ from labkit.scaling.intervals import (
     sum_widths,
 )
 from labkit.scaling.models import Numbers
-from labkit.scaling.published import nearest_keys
-from labkit.scaling.runs import Flags, Layout, Run, Runs, impossible_reason
+from labkit.scaling.published import Ground, load_ground, nearest_keys
+from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown, predict_step_s
 from labkit.scaling.table import Row
 
@@ -40,6 +38,7 @@ OUT_OF_MEMORY_SPREAD = 0.07
 FITS_RISK, SAFE_RISK = 0.5, 0.05
 """Probabilities of running out of memory below which a run is expected to fit, and needs no change."""
 MIN_RUNS = 3
+CALIBRATED = "calibrated"
 SPREADS: Mapping[str, float] = {
     "slowdown": 0.2,
     "attention_slowdown": 0.4,
@@ -85,42 +84,26 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Columns of n predictions; times in seconds, memory in GiB of the fullest stage."""
+    """Columns of n predictions: attributes are the numbers of `Prediction`, and `low_90` and `high_90`, (n,)."""
 
     runs: Runs
     ground: Ground
-    step_s: Numbers
-    low_90: Numbers
-    high_90: Numbers
+    columns: Mapping[str, NDArray[Any]]
     distances: Mapping[str, Numbers]
-    """Distances from measured runs, by what lies outside of them."""
+    """Distances from measured runs, by what lies outside of them; beyond `MAX_DISTANCE` in all the error is unknown."""
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
-    mfu: Numbers
-    peak_gib: Numbers
-    out_of_memory: Numbers
-    is_unstable: Flags
     stages: Mapping[str, Numbers]
     """Reserved bytes by part and stage, (n, stages)."""
 
-    @property
-    def fits(self) -> Flags:
-        return self.out_of_memory < FITS_RISK
-
-    @cached_property
-    def distance(self) -> Numbers:
-        """Distance from measured runs; beyond `MAX_DISTANCE` the error is unknown."""
-        return np.sum(list(self.distances.values()), axis=0)
-
-    @property
-    def has_room(self) -> Flags:
-        return (self.out_of_memory < SAFE_RISK) & ~self.is_unstable
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        if name not in self.columns:
+            raise AttributeError(name)
+        return self.columns[name]
 
     def prediction(self, row: int) -> Prediction:
         """Return one prediction, even of a run that is too far from measured runs."""
-        layout = self.runs.origin[row].layout
-        names = ("step_s", "distance", "mfu", "peak_gib", "out_of_memory", "is_unstable", "fits", "has_room")
-        parts = self.stages.items()
+        layout, parts = self.runs.origin[row].layout, self.stages.items()
         return Prediction(
             layout=layout,
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
@@ -129,7 +112,7 @@ class Predictions:
                 {name: values[row, at].item() / memory.GIB for name, values in parts} for at in range(layout.pp)
             ],
             warnings=tuple(self.warnings(row)),
-            **{name: getattr(self, name)[row].item() for name in names},
+            **{one.name: self.columns[one.name][row].item() for one in fields(Prediction) if one.name in self.columns},
         )
 
     def warnings(self, row: int) -> Iterator[str]:
@@ -161,8 +144,8 @@ def predict(run: Run, constants: Constants | None = None) -> Prediction:
 def predict_runs(runs: Runs) -> Predictions:
     """Predict all runs at once. Layouts must be possible (`impossible_reason`)."""
     ground = load_ground()
-    profiles = {name: ground.limits(parent) for name, parent in runs.constants.parents.items()}
-    ground = replace(ground, by_framework={**profiles, **ground.by_framework})
+    profiles = {name: ground.find_limits(parent) for name, parent in runs.constants.parents.items()}
+    ground = Ground(ground.runs, {**profiles, **ground.limits})
     parts, stages = breakdown(runs), memory.stage_bytes(runs)
     peak_gib = memory.peak_gib(stages)
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
@@ -172,47 +155,39 @@ def predict_runs(runs: Runs) -> Predictions:
     seconds, low, high = find_ends(runs, predicted, exponents)
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
-    return Predictions(
-        runs=runs,
-        ground=ground,
-        step_s=seconds,
-        low_90=low,
-        high_90=high,
-        distances=distances,
-        parts_s=parts,
-        mfu=peak_s(runs) / seconds,
-        peak_gib=peak_gib,
-        out_of_memory=1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20))),  # the normal distribution, to 0.01
-        is_unstable=is_unstable,
-        stages=stages,
-    )
+    risk = 1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20)))  # the normal distribution, to 0.01
+    columns = {
+        "step_s": seconds,
+        "low_90": low,
+        "high_90": high,
+        "distance": np.sum(list(distances.values()), axis=0),
+        "mfu": peak_s(runs) / seconds,
+        "peak_gib": peak_gib,
+        "out_of_memory": risk,
+        "is_unstable": is_unstable,
+        "fits": risk < FITS_RISK,
+        "has_room": (risk < SAFE_RISK) & ~is_unstable,
+    }
+    return Predictions(runs, ground, columns, distances, parts, stages)
 
 
-def calibrate(
-    runs: Sequence[Run],
-    measured_s: Sequence[float],
-    *,
-    name: str = "calibrated",
-    base: str = "generic",
-    constants: Constants | None = None,
-) -> Constants:
+def calibrate(runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic") -> Constants:
     """Constants with the most likely profile of these steps and the spread between frameworks (maximum a posteriori).
 
-    Runs to predict have `name` as their framework. `base` is the framework that the profile starts from. ValueError for
-    fewer than three runs, or times that are not positive.
+    Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile starts from.
+    ValueError for fewer than three runs, or times that are not positive.
     """
     from scipy.optimize import least_squares  # half a second to import
 
     times = np.asarray(measured_s, dtype=np.float64)
     if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
         raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
-    constants = constants or load_constants()
-    columns = Runs([replace(run, framework=name, table="") for run in runs], constants)
+    constants, columns = load_constants(), as_calibrated(runs)
 
     def moved(shift: Numbers, unfused: float) -> Constants:
         values = zip(SPREADS, np.exp(shift), strict=True)
         changed = {quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values}
-        return constants.with_profile(name, base, changed | {"unfused_attention": unfused})
+        return constants.with_profile(CALIBRATED, base, changed | {"unfused_attention": unfused})
 
     def residuals(shift: Numbers, unfused: float) -> Numbers:
         predicted = predict_step_s(columns.with_constants(moved(shift, unfused)))
@@ -224,6 +199,11 @@ def calibrate(
     return moved(best.x, unfused)
 
 
+def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Runs:
+    """A user's runs, of no published table, under the profile that `calibrate` fits."""
+    return Runs([replace(run, framework=CALIBRATED, table="") for run in runs], constants)
+
+
 def soft_l1(errors: Numbers) -> Numbers:
     """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the others."""
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
@@ -231,12 +211,9 @@ def soft_l1(errors: Numbers) -> Numbers:
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
     """The cells of every row with `COLUMNS`; for a refused row these are empty except for the note."""
-    possible = {row.line: row.run for row in rows if row.run is not None}
-    predicted: dict[int, dict[str, str]] = {}
-    if possible:
-        predictions = predict_runs(Runs(list(possible.values())))
-        predicted = dict(zip(possible, _cells(predictions), strict=True))
-    return [_merge(row, predicted.get(row.line, {"note": f"refused: {row.refusal}"})) for row in rows]
+    possible = [row.run for row in rows if row.run is not None]
+    predicted = _cells(predict_runs(Runs(possible))) if possible else iter(())
+    return [_merge(row, next(predicted) if row.run else {"note": f"refused: {row.refusal}"}) for row in rows]
 
 
 def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:

@@ -1,6 +1,6 @@
-"""The published runs, their predictions by constants fitted without them, and the ones nearest to a run."""
+"""The published runs: their limits, their predictions by constants fitted without them, the ones nearest to a run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,9 +8,11 @@ import numpy as np
 
 from labkit.scaling import DATA, read_table
 from labkit.scaling.models import Numbers
-from labkit.scaling.runs import Flags, Run, Runs
+from labkit.scaling.runs import SHARDS, Flags, Run, Runs
 from labkit.scaling.table import read_rows
 
+GENERIC = "generic"
+"""Framework of runs that do not name a published one."""
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
 DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
@@ -71,11 +73,54 @@ def is_timed(published: Runs) -> Flags:
     return np.isfinite(published.step_s)
 
 
+@dataclass(frozen=True)
+class Ground:
+    """Measured runs, and their limits by framework; those of `GENERIC` are of all runs.
+
+    Limits are the largest value of some columns, the "smallest" model, and 1 for each of `layout_kinds` in use.
+    """
+
+    runs: Runs
+    limits: Mapping[str, Mapping[str, float]]
+
+    @property
+    def frameworks(self) -> set[str]:
+        return set(self.limits) - {GENERIC}
+
+    def find_limits(self, framework: str) -> Mapping[str, float]:
+        """A framework's limits; those of all runs for an unknown one."""
+        return self.limits.get(framework, self.limits[GENERIC])
+
+    def is_elsewhere(self, runs: Runs) -> Flags:
+        """Return whether each run is of no measured table."""
+        return ~np.isin(runs.table, self.runs.table)
+
+
+def measure_ground(published: Runs, rows: Flags) -> Ground:
+    """The ground of the timed rows in a mask."""
+    runs = published.take(rows & is_timed(published))
+    names = set(runs.framework.tolist())
+    limits = {name: _limits(runs.take(runs.framework == name)) for name in names} | {GENERIC: _limits(runs)}
+    return Ground(runs, limits)
+
+
 @cache
-def frameworks() -> frozenset[str]:
-    """Frameworks with timed published runs."""
-    published = load_published()
-    return frozenset(published.framework[is_timed(published)].tolist()) - {"generic"}
+def load_ground() -> Ground:
+    """The ground of all published runs."""
+    return measure_ground(load_published(), np.ones(len(load_published()), dtype=bool))
+
+
+def _limits(runs: Runs) -> dict[str, float]:
+    largest = {name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")}
+    kinds = {name: float(is_used.any()) for name, is_used in layout_kinds(runs).items()}
+    return largest | {"smallest": float(runs.parameters.min())} | kinds
+
+
+def layout_kinds(runs: Runs) -> dict[str, Flags]:
+    """Shardings, fp8 or 16 bits, and ways of dividing a model: whether each run has them."""
+    is_fp8 = runs.precision == "fp8"
+    degrees = {"tensor parallelism": runs.tp > 1, "pipelines": runs.pp > 1, "context parallelism": runs.cp > 1}
+    return {shard: runs.shard == shard for shard in SHARDS} | {"fp8": is_fp8, "16 bits": ~is_fp8} | degrees
 
 
 @cache
@@ -104,7 +149,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
     Their predictions know the framework only if `run` names a published one.
     """
     published = load_published()
-    predicted = held_out_s(WITHOUT_MODEL if run.framework in frameworks() else WITHOUT_FRAMEWORK)
+    predicted = held_out_s(WITHOUT_MODEL if run.framework in load_ground().frameworks else WITHOUT_FRAMEWORK)
     away = distances(Runs([run]), 0, published)
     away = np.where(is_timed(published) & np.isfinite(predicted), away, np.inf)
     order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()

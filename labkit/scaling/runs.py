@@ -1,7 +1,7 @@
 """What is predicted: a model on GPUs under a layout; and many such runs as columns, for one evaluation of a formula."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,15 +11,7 @@ from numpy.typing import NDArray
 from labkit.scaling import Count
 from labkit.scaling.constants import BY_ARCHITECTURE, Constants, load_constants
 from labkit.scaling.hardware import Hardware
-from labkit.scaling.models import (
-    Model,
-    Numbers,
-    embedding_parameters,
-    kv_width,
-    layer_parameters,
-    parameters,
-    query_width,
-)
+from labkit.scaling.models import Model, Numbers
 
 Flags = NDArray[np.bool_]
 Texts = NDArray[np.str_]
@@ -96,13 +88,12 @@ def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
 
 
 def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
-    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch"):
-        if getattr(layout, name) < 1:
-            yield f"expected {name} of 1 or more, got {getattr(layout, name)}"
+    sizes = vars(layout) | {"seq_len": seq_len}
+    for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "seq_len"):
+        if sizes[name] < 1:
+            yield f"expected {name} of 1 or more, got {sizes[name]}"
     if layout.pp > MAX_STAGES:
         yield f"expected pp of at most {MAX_STAGES}, got {layout.pp}"
-    if seq_len < 1:
-        yield f"expected seq_len of 1 or more, got {seq_len}"
     for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
         if getattr(layout, name) not in allowed:
             yield f"expected {name} among {', '.join(allowed)}, got {getattr(layout, name)!r}"
@@ -137,32 +128,12 @@ class Run:
     """Published table that it is a row of; empty for a run of another source."""
 
 
-_OWNERS = {
-    field.name: part
-    for part, owner in (("hardware", Hardware), ("model", Model), ("layout", Layout))
-    for field in fields(owner)
-}
-"""Column -> the part of a run that has it; others are fields of the run itself."""
-_DERIVED: Mapping[str, Callable[[Any], Any]] = {
-    size.__name__: size for size in (parameters, layer_parameters, embedding_parameters, query_width, kv_width)
-}
-"""Columns that are functions of a model."""
-
-
 class Runs:
     """Columns of n runs, float64 or texts of shape (n,).
 
-    Attributes are fields and sizes of their models, hardware and layouts; items are constants: `runs["launch_s"]`.
+    Attributes are those of the runs, their layouts, models (`name`, too) and hardware; items are constants:
+    `runs["launch_s"]`.
     """
-
-    shard: Texts
-    recompute: Texts
-    precision: Texts
-    architecture: Texts
-    framework: Texts
-    table: Texts
-    name: Texts
-    """Names of the models."""
 
     def __init__(self, runs: Sequence[Run], constants: Constants | None = None) -> None:
         """ValueError for no runs."""
@@ -173,14 +144,12 @@ class Runs:
         self._flags: dict[str, Flags] = {}
         self._constants: dict[str, Numbers] = {}
 
-    def __getattr__(self, name: str) -> Numbers:
+    def __getattr__(self, name: str) -> NDArray[Any]:
         """A column, on first use."""
-        if name in _DERIVED:
-            column = np.asarray(_DERIVED[name](self))
-        else:
-            owner = _OWNERS.get(name)
-            values = np.array([getattr(getattr(run, owner) if owner else run, name) for run in self.origin])
-            column = values if values.dtype.kind == "U" else values.astype(np.float64)
+        parts = (part for part in ("layout", "model", "hardware") if hasattr(getattr(self.origin[0], part), name))
+        part = next(parts, None)
+        values = np.array([getattr(getattr(run, part) if part else run, name) for run in self.origin])
+        column = values if values.dtype.kind == "U" else values.astype(np.float64)
         self.__dict__[name] = column
         return column
 
@@ -222,17 +191,9 @@ class Runs:
         return np.array([run.hardware.name for run in self.origin])
 
     @cached_property
-    def micro_batches(self) -> Numbers:
-        return self.global_batch / (self.dp * self.micro_batch)
-
-    @cached_property
     def tokens(self) -> Numbers:
         """Tokens per micro-batch and rank: b S / cp."""
         return self.micro_batch * self.seq_len / self.cp
-
-    @cached_property
-    def gpus(self) -> Numbers:
-        return self.tp * self.pp * self.cp * self.dp
 
     @cached_property
     def nodes(self) -> Numbers:

@@ -12,7 +12,7 @@ from labkit.scaling.constants import Constants, load_constants
 from labkit.scaling.hardware import Hardware
 from labkit.scaling.intervals import MAX_DISTANCE
 from labkit.scaling.models import Model, Numbers
-from labkit.scaling.prediction import Prediction, Predictions, predict, predict_runs
+from labkit.scaling.prediction import Prediction, Predictions, predict_runs
 from labkit.scaling.published import distinct
 from labkit.scaling.runs import RECOMPUTE, Layout, Run, Runs, impossible_reason
 
@@ -58,22 +58,18 @@ class Request:
     def run(self, layout: Layout) -> Run:
         return Run(self.model, self.usable, layout, self.seq_len, self.framework)
 
-    def predict(self, layout: Layout) -> Prediction:
-        return predict(self.run(layout), self.constants)
-
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
     """Every layout that was tried, as columns."""
 
-    layouts: list[Layout]
     predictions: Predictions
     order: list[int]
     """Rows of the layouts expected to fit, the best first."""
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """The best layout of each of the first `count` arrangements of the ranks."""
-        rows = distinct(self.order, lambda row: self.layouts[row].arrangement, count)
+        rows = distinct(self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count)
         return [self.predictions.prediction(row) for row in rows]
 
     def first(self) -> Prediction:
@@ -101,7 +97,7 @@ def rank(request: Request) -> Ranking:
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
     is_candidate = predictions.fits & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
-    return Ranking(layouts, predictions, order)
+    return Ranking(predictions, order)
 
 
 def preference_s(predictions: Predictions) -> Numbers:
@@ -112,37 +108,32 @@ def preference_s(predictions: Predictions) -> Numbers:
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
-    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows."""
-    fixed, batch = request.fixed, request.global_batch
+    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows.
+
+    Tensor parallelism stays inside a node, with equally many key heads on each rank.
+    """
+    model, fixed, batch = request.model, request.fixed, request.global_batch
+
+    def choices(name: str, values: Iterable[Any]) -> Iterable[Any]:
+        return (fixed[name],) if name in fixed else values
+
     same: dict[str, Any] = {"precision": request.precision, "global_batch": batch}
     same["options"] = fixed.get("options", frozenset())
-    for tp, pp, cp in _degrees(request):
-        dp = request.gpus // (tp * pp * cp)
-        if dp * tp * pp * cp != request.gpus or fixed.get("dp", dp) != dp:
-            continue
-        same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp}
-        largest = min(max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1))
-        shards = list(_shards(request.hardware, tp, pp, cp, dp))
-        if "shard" in fixed:
-            shards = [shard for shard in shards if shard == fixed["shard"]]  # nothing is sharded over one rank
-        for micro_batch, shard in product(_among(fixed, "micro_batch", _powers(largest)), shards):
-            chunks = _among(fixed, "vp", _chunks(request.model.layers, pp, shard, batch // (dp * micro_batch)))
-            for vp, recompute in product(chunks, _among(fixed, "recompute", RECOMPUTE)):
-                yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
-
-
-def _degrees(request: Request) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, cp): tensor parallelism inside a node, with equally many key heads on each rank."""
-    fixed, model = request.fixed, request.model
     inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
-    for tp in _among(fixed, "tp", [degree for degree in inside if model.kv_heads % degree == 0]):
-        stages = _among(fixed, "pp", _divisors(request.gpus // tp, model.layers))
-        contexts = _among(fixed, "cp", _powers(request.seq_len // MIN_TOKENS))
-        yield from ((tp, pp, cp) for pp, cp in product(stages, contexts))
-
-
-def _among(fixed: Mapping[str, Any], name: str, values: Iterable[Any]) -> Iterable[Any]:
-    return (fixed[name],) if name in fixed else values
+    contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
+    for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
+        for pp, cp in product(choices("pp", _divisors(request.gpus // tp, model.layers)), contexts):
+            dp, rest = divmod(request.gpus, tp * pp * cp)
+            if rest or fixed.get("dp", dp) != dp:
+                continue
+            same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp}
+            largest = min(max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1))
+            shards = _shards(request.hardware, tp, pp, cp, dp)  # nothing is sharded over one rank, fixed or not
+            allowed = [shard for shard in shards if fixed.get("shard", shard) == shard]
+            for micro_batch, shard in product(choices("micro_batch", _powers(largest)), allowed):
+                chunks = choices("vp", _chunks(model.layers, pp, shard, batch // (dp * micro_batch)))
+                for vp, recompute in product(chunks, choices("recompute", RECOMPUTE)):
+                    yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
 
 
 def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:

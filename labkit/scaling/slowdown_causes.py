@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from labkit.scaling.models import layer_parameters, parameters, step_flops
-from labkit.scaling.prediction import Prediction
+from labkit.scaling.models import step_flops
+from labkit.scaling.prediction import Prediction, predict
 from labkit.scaling.runs import Layout
 from labkit.scaling.search import Request, rank
 
@@ -94,11 +94,11 @@ def _conventions(request: Request, layout: Layout, measured: float) -> dict[str,
     """MFU from 0 to 1 by each way to count it."""
     model, seq_len = request.model, request.seq_len
     whole, causal = (step_flops(model, seq_len=seq_len, sequences=1, causal=half) / seq_len for half in (False, True))
-    again = 2 * model.layers * (layer_parameters(model) + 2 * model.hidden * seq_len)
+    again = 2 * model.layers * (model.layer_parameters + 2 * model.hidden * seq_len)
     shares = {
         "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
         "only the causal half of the scores": causal / whole,
-        "6 FLOPs per parameter, no attention": 6 * parameters(model) / whole,
+        "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
         **({"recomputation counted (hardware FLOPs)": 1 + again / whole} if layout.recompute == "full" else {}),
         "over the peak with sparsity, twice the dense one": 0.5,
     }
@@ -109,11 +109,10 @@ def _causes(request: Request, expected: Prediction, unspecified: Collection[str]
     layout, hardware, fixed = expected.layout, request.hardware, request.fixed
 
     def cause(name: str, check: str, changed: Request, layout: Layout = layout) -> Cause:
-        return Cause(name, check, changed.predict(layout).mfu)
+        return Cause(name, check, predict(changed.run(layout), changed.constants).mfu)
 
     yield Cause("data that arrives late, work between steps", "repeat one batch", 0.0)
-    options = [name for name in ("sequence",) if name in unspecified]
-    options += [name for name in ("micro_batch",) if name not in fixed]
+    options = ["sequence"] * ("sequence" in unspecified) + ["micro_batch"] * ("micro_batch" not in fixed)
     if options:
         seq_len = min(SHORT_SEQUENCE, request.seq_len) if "sequence" in options else request.seq_len
         short = replace(request, seq_len=seq_len, global_batch=request.tokens // seq_len)

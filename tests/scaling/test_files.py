@@ -9,7 +9,7 @@ import pytest
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.scaling import DATA
 from labkit.scaling.hardware import HARDWARE, find_hardware
-from labkit.scaling.models import MAX_BYTES, NAMED, find_model, parameters, read_model
+from labkit.scaling.models import MAX_BYTES, NAMED, find_model, read_model
 from labkit.scaling.prediction import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
 from tests.commands import labkit
@@ -164,11 +164,11 @@ PRINTED = {
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_parameters_are_those_that_are_printed(name):
-    assert parameters(NAMED[name]) / 1e9 == pytest.approx(PRINTED[name], rel=4e-3)
+    assert NAMED[name].parameters / 1e9 == pytest.approx(PRINTED[name], rel=4e-3)
 
 
 def test_labkits_sizes_are_the_ones_that_are_trained():
-    assert {name: parameters(find_model(name)) for name in SIZES} == {name: n_parameters(SIZES[name]) for name in SIZES}
+    assert {name: find_model(name).parameters for name in SIZES} == {name: n_parameters(SIZES[name]) for name in SIZES}
 
 
 WRITTEN = {
@@ -243,7 +243,7 @@ def _config(folder, content):
 def test_a_config_is_the_model_of_that_name(kind, encoding, tmp_path):
     content = json.dumps(LLAMA | {"model_type": kind}).encode(encoding)
     model = read_model(_config(tmp_path, content))
-    assert parameters(model) == parameters(NAMED["llama-3-8b"])
+    assert model.parameters == NAMED["llama-3-8b"].parameters
     assert read_model(tmp_path) == model
 
 

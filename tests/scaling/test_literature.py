@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from labkit.scaling import memory, read_table
-from labkit.scaling.models import Model, parameters, step_flops
+from labkit.scaling.models import Model, step_flops
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import compute_comm_ratio
 from labkit.scaling.step_time import Group, predict_step_s, schedule_s
@@ -48,7 +48,7 @@ def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
     runs = Runs([run(model, framework="mosaic", dp=64, global_batch=64, shard=shard)])
     stages = memory.stage_bytes(runs)
     held = sum(stages[name][0, 0] for name in ("parameters", "gradients", "optimizer"))
-    assert held * 7.5e9 / parameters(model) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert held * 7.5e9 / model.parameters / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_heads_of_no_multiple_of_eight_leave_the_tensor_cores():

@@ -7,7 +7,6 @@ import pytest
 from labkit.scaling.advice import bucket_bytes
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
-from labkit.scaling.models import parameters
 from labkit.scaling.prediction import predict
 from labkit.scaling.runs import Run, Runs, impossible_reason
 from labkit.scaling.scores import chosen_layouts
@@ -20,6 +19,10 @@ H100 = find_hardware("h100")
 
 def request(model=LLAMA_8B, gpus=16, seq_len=4096, global_batch=128, **fixed):
     return Request(model, H100, gpus, seq_len, global_batch, fixed=fixed)
+
+
+def tried(one):
+    return [run.layout for run in rank(one).predictions.runs.origin]
 
 
 @pytest.mark.parametrize(("model", "gpus"), [(GPT_1B, 1), (LLAMA_8B, 16), (LLAMA_70B, 64)])
@@ -39,7 +42,7 @@ def test_the_proposed_bucket_balances_calls_and_the_last_bucket():
     constants = load_constants()
     one = run(dp=64, global_batch=64)
     ranks = Group(Runs([one], constants), np.array([64.0]), 1)
-    total, best = 4 * parameters(LLAMA_8B), bucket_bytes(one, constants)
+    total, best = 4 * LLAMA_8B.parameters, bucket_bytes(one, constants)
 
     def exposed_s(bucket):
         call_s = ranks.all_reduce_s(np.zeros(1))[0]
@@ -50,7 +53,7 @@ def test_the_proposed_bucket_balances_calls_and_the_last_bucket():
 
 
 def test_every_kind_of_layout_is_tried():
-    layouts = rank(request(LLAMA_70B, 64, seq_len=32768)).layouts
+    layouts = tried(request(LLAMA_70B, 64, seq_len=32768))
     assert {layout.cp for layout in layouts} == {1, 2, 4, 8}
     assert {layout.shard for layout in layouts} == {"none", "zero1", "zero2", "zero3", "hsdp"}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
@@ -61,7 +64,7 @@ def test_every_kind_of_layout_is_tried():
 @pytest.mark.parametrize("shard", ["zero1", "zero3"])
 def test_fixed_fields_stay_and_nothing_is_sharded_over_one_rank(shard):
     fixed = {"shard": shard, "micro_batch": 1, "recompute": "full"}
-    for layout in rank(request(**fixed)).layouts:
+    for layout in tried(request(**fixed)):
         assert {name: getattr(layout, name) for name in fixed} == fixed
         assert layout.dp * layout.cp > 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.models import Model
-from labkit.scaling.prediction import calibrate, predict, predict_runs
+from labkit.scaling.prediction import as_calibrated, calibrate, predict, predict_runs
 from labkit.scaling.runs import RECOMPUTE, SHARDS, Layout, Run, Runs, impossible_reason
 from labkit.scaling.step_time import breakdown, predict_step_s
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B, faster, ideal_constants, run
@@ -190,8 +190,8 @@ def _runs(framework):
 def test_three_runs_calibrate_a_slower_site():
     theirs = load_constants().with_profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6})
     measured = predict_runs(Runs(_runs("theirs"), theirs)).step_s
-    calibrated = calibrate(_runs("generic")[:3], measured[:3].tolist(), name="mine")
-    mine = predict_runs(Runs(_runs("mine"), calibrated))
+    calibrated = calibrate(_runs("generic")[:3], measured[:3].tolist())
+    mine = predict_runs(as_calibrated(_runs("generic"), calibrated))
     before = predict_runs(Runs(_runs("generic")))
     errors, blind = (np.abs(one.step_s / measured - 1) for one in (mine, before))
     assert np.median(errors) < np.median(blind) / 3

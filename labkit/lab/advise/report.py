@@ -11,7 +11,6 @@ import numpy as np
 from labkit.lab.advise.request import AdviceRequest
 from labkit.lab.units import counted, format_bytes, format_seconds, join_words
 from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, sums_s
-from labkit.scaling.models import parameters
 from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import Neighbor
 from labkit.scaling.runs import RECOMPUTE
@@ -104,7 +103,7 @@ def describe_request(request: Request) -> str:
     hardware = request.hardware
     nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
     return (
-        f"{request.model.name} ({format_count(float(parameters(request.model)))} parameters) on {request.gpus} x "
+        f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on {request.gpus} x "
         f"{hardware.name}{nodes}; {format_count(request.tokens)} tokens per step, sequences of {request.seq_len}, "
         f"{request.precision}"
     )
@@ -139,7 +138,7 @@ def number_steps(advice: Advice) -> dict[str, Prediction]:
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
     first, memory = advice.first, advice.request.usable.memory_gib
     remedy = advice.remedies[0].name if advice.remedies else None
-    if not advice.fits:
+    if not advice.best:
         least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
         change = f" Change first: {remedy}." if remedy else ""
         return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
@@ -240,7 +239,7 @@ def _why(runner_up: RunnerUp, advice: Advice) -> str:
 
 
 def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
-    base = advice.request.tokens / advice.first.step_s if advice.fits else None
+    base = advice.request.tokens / advice.first.step_s if advice.best else None
     usual, rows = str(advice.first.layout), []
     for change in changes:
         if (one := change.prediction) is None:

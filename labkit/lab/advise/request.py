@@ -17,10 +17,10 @@ from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
 from labkit.scaling.advice import round_batch
 from labkit.scaling.hardware import Hardware, find_hardware
-from labkit.scaling.models import Model, find_model, parameters, read_model
-from labkit.scaling.prediction import calibrate, predict_runs
-from labkit.scaling.published import frameworks
-from labkit.scaling.runs import Run, Runs
+from labkit.scaling.models import Model, find_model, read_model
+from labkit.scaling.prediction import CALIBRATED, as_calibrated, calibrate, predict_runs
+from labkit.scaling.published import load_ground
+from labkit.scaling.runs import Run
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
 
@@ -137,7 +137,7 @@ def make_request(options: Options) -> AdviceRequest:
     if global_batch * seq_len != tokens:
         assumptions.append(f"{global_batch} sequences per step, so that they divide")
     framework = options.framework or "generic"
-    if framework not in (profiles := ("generic", *sorted(frameworks()))):
+    if framework not in (profiles := ("generic", *sorted(load_ground().frameworks))):
         raise ValueError(f"expected --framework among {', '.join(profiles)}; got {framework[:40]!r}")
     request = Request(
         model=model,
@@ -150,7 +150,7 @@ def make_request(options: Options) -> AdviceRequest:
         fixed=options.named(*LAYOUT),
         reserve_gib=options.memory_reserve or 0.0,
     )
-    budget = options.tokens or float(TOKENS_PER_PARAMETER * parameters(model))
+    budget = options.tokens or float(TOKENS_PER_PARAMETER * model.parameters)
     unspecified = frozenset({"sequence", "tokens_per_step"} - set(options.named()))
     advice_request = AdviceRequest(request, budget, assumptions, unspecified)
     return advice_request if options.calibrate is None else _calibrate(advice_request, Path(options.calibrate))
@@ -179,9 +179,8 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
     """Return the request with a profile of the user's runs, a CSV as `labkit predict` takes it, with `step_s`."""
     request = advice_request.request
     runs, seconds = _read_runs(path)
-    request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework="calibrated")
-    own = Runs([replace(run, framework="calibrated", table="") for run in runs], request.constants)
-    errors = np.abs(predict_runs(own).step_s / seconds - 1)
+    request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework=CALIBRATED)
+    errors = np.abs(predict_runs(as_calibrated(runs, request.constants)).step_s / seconds - 1)
     return replace(
         advice_request, request=request, calibration_runs=len(runs), calibration_error=float(np.median(errors))
     )
