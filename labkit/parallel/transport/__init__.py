@@ -7,7 +7,7 @@ torch.distributed, between any machines, or through memory that the ranks of a h
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,12 @@ AUTO = "auto"
 CHOICES = (AUTO, *TRANSPORTS)
 
 _HOST = torch.device("cpu")
-_Key = tuple[torch.device, str]
-
-
-class Selection(NamedTuple):
-    """A transport, and the reason if it is not shared memory."""
-
-    transport: Transport
-    reason: str
-
+_Selections = dict[tuple[torch.device, str], Transport]
+"""By device and preference."""
 
 # Per group, because scratch memory outlives a call; weak, because it must not outlive the group.
-_selections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Selection]] = weakref.WeakKeyDictionary()
+_selections: weakref.WeakKeyDictionary[dist.ProcessGroup, _Selections] = weakref.WeakKeyDictionary()
 _separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_NONE: dict[_Key, Selection] = {}
 
 
 def find_transport(
@@ -52,13 +44,12 @@ def find_transport(
     """
     if not isinstance(preference, str):
         return preference
-    # A fast path for all calls but the first: the full lookup costs more than a short message.
-    member = dist.group.WORLD if group is None else group
-    if isinstance(member, dist.ProcessGroup):
-        selection = _selections.get(member, _NONE).get((device, preference))
-        if selection is not None:
-            return selection.transport
-    return _select_once(group, device, preference).transport
+    members = member_group(group)
+    selections = _selections.setdefault(members, {})
+    transport = selections.get((device, preference))
+    if transport is None:
+        selections[device, preference] = transport = _select(members, device, preference, selections, TAG)
+    return transport
 
 
 def make_separate_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Transport:
@@ -68,39 +59,30 @@ def make_separate_transport(group: dist.ProcessGroup | None, device: torch.devic
     """
     group = member_group(group)
     _separate_counts[group] = number = _separate_counts.get(group, 0) + 1
-    return _select(group, device, preference, {}, TAG + number).transport
+    return _select(group, device, preference, {}, TAG + number)
 
 
 def transport_in_use(
     group: dist.ProcessGroup | None = None, device: torch.device = _HOST, preference: str = AUTO
 ) -> tuple[str, str]:
     """Return the name of the transport that serves `group`, and the reason if it is not shared memory."""
-    selection = _select_once(group, device, preference)
-    return selection.transport.name, selection.reason
+    transport = find_transport(group, device, preference)
+    return transport.name, transport.reason
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is not in it."""
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
-        group = dist.group.WORLD
+    if group is None and (group := dist.group.WORLD) is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group first")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that this rank belongs to, or None: all ranks; got {group!r}")
     return group
 
 
-def _select_once(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Selection:
-    group = member_group(group)
-    selections = _selections.setdefault(group, {})
-    if (device, preference) not in selections:
-        selections[device, preference] = _select(group, device, preference, selections, TAG)
-    return selections[device, preference]
-
-
 def _select(
-    group: dist.ProcessGroup, device: torch.device, preference: str, selections: dict[_Key, Selection], tag: int
-) -> Selection:
+    group: dist.ProcessGroup, device: torch.device, preference: str, selections: _Selections, tag: int
+) -> Transport:
+    """Make a transport, or return one of `selections` that shares memory; `tag`: of messages point to point."""
     if preference not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
     try:
@@ -110,16 +92,15 @@ def _select(
     if backend.name() == "nccl":
         if preference == SHARED:
             raise ValueError("shared memory serves CPU tensors; these are moved by NCCL")
-        return Selection(BatchTransport(group, device), "NCCL moves CUDA tensors")
-    existing = {each.transport.name: each.transport for each in selections.values() if each.transport.device == _HOST}
-    reason = "requested" if preference == POINT_TO_POINT else ""
+        return BatchTransport(group, device)
+    reason = "requested"
     if preference == AUTO and group.size() == 1:
         reason = "one rank alone sends nothing"
-    if not reason:
+    elif preference != POINT_TO_POINT:
         try:
-            return Selection(existing.get(SHARED) or SharedTransport(group), "")
+            return next((each for each in selections.values() if each.name == SHARED), None) or SharedTransport(group)
         except SharedMemoryUnavailable as error:
             if preference == SHARED:
                 raise ValueError(f"the ranks of this group cannot share memory: {error}") from error
             reason = str(error)
-    return Selection(existing.get(POINT_TO_POINT) or StreamTransport(group, tag), reason)
+    return StreamTransport(group, tag, reason)

@@ -65,6 +65,8 @@ class Transport(ABC):
     """Messages between the ranks of a group. `device`: of the memory that it moves."""
 
     name: str
+    reason: str = ""
+    """Why it is not shared memory."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device

@@ -46,9 +46,9 @@ class StreamTransport(_GroupTransport):
 
     scratch_limit_bytes = 2 << 20
 
-    def __init__(self, group: dist.ProcessGroup, tag: int = TAG) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int = TAG, reason: str = "") -> None:
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
-        self._tag = tag
+        self._tag, self.reason = tag, reason
         # The backend's own methods take group ranks and skip the dispatcher and the checks of `dist.isend`.
         backend: Any = group._get_backend(self.device)  # torch types it as the base class, which has neither
         self._send, self._receive = backend.send, backend.recv
@@ -82,6 +82,7 @@ class BatchTransport(_GroupTransport):
     Steps that may be in flight together are one batch. Waiting makes the GPU's stream wait, not the CPU.
     """
 
+    reason = "NCCL moves CUDA tensors"
     scratch_limit_bytes = 32 << 20
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

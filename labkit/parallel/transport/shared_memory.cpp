@@ -16,6 +16,8 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <poll.h>
 #include <sched.h>
 #include <semaphore.h>
@@ -28,67 +30,30 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#elif !defined(__ARM_FP16_FORMAT_IEEE)
-#error "this processor does not convert float16"
-#endif
 
 namespace {
 
-// Arithmetic. Every addition and every division is rounded to the dtype, as torch's operators round.
-
+// result = (a + b) / divisor; `result` may be `a`. Sum and quotient are rounded to the dtype, as torch's operators round.
 template <class T>
-struct Plain {
-    using Stored = T;
-    static T load(T x) { return x; }
-    static T store(T x) { return x; }
-};
-
-struct BFloat16 {
-    using Stored = uint16_t;
-    static float load(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
-    static uint16_t store(float x) {
-        auto bits = __builtin_bit_cast(uint32_t, x);
-        return uint16_t(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0);
-    }
-};
-
-struct Float16 {
-#if defined(__F16C__)
-    using Stored = uint16_t;
-    static float load(uint16_t x) { return _cvtsh_ss(x); }
-    static uint16_t store(float x) { return _cvtss_sh(x, 0); }
-#else
-    using Stored = __fp16;
-    static float load(__fp16 x) { return x; }
-    static __fp16 store(float x) { return __fp16(x); }
-#endif
-};
-
-// result = (a + b) / divisor; `result` may be `a`.
-template <class Number>
 void combine(void* result, const void* first, const void* second, long n_bytes, long divisor) {
-    using T = typename Number::Stored;
     auto out = static_cast<T*>(result);
     auto a = static_cast<const T*>(first), b = static_cast<const T*>(second);
     long n = n_bytes / long(sizeof(T));
-    auto by = decltype(Number::load(T()))(divisor);
-    auto sum = [=](long i) { return Number::store(Number::load(a[i]) + Number::load(b[i])); };
+    std::conditional_t<std::is_integral_v<T>, T, decltype(T() + 0.0f)> by = divisor;
     if (divisor == 1) {
 #pragma GCC ivdep
-        for (long i = 0; i < n; i++) out[i] = sum(i);
+        for (long i = 0; i < n; i++) out[i] = a[i] + b[i];
     } else {
 #pragma GCC ivdep
-        for (long i = 0; i < n; i++) out[i] = Number::store(Number::load(sum(i)) / by);
+        for (long i = 0; i < n; i++) out[i] = T(a[i] + b[i]) / by;
     }
 }
 
 // In the order of `_ADDED_DTYPES` in shared_memory.py.
 void (*const COMBINE[])(void*, const void*, const void*, long, long) = {
-    combine<Plain<double>>, combine<Plain<float>>, combine<Float16>, combine<BFloat16>, combine<Plain<int64_t>>};
+    combine<double>, combine<float>, combine<c10::Half>, combine<c10::BFloat16>, combine<int64_t>};
 const int N_DTYPES = 5, UNKNOWN = -1;
 
 const long CACHE_LINE = 64, NOTES = 16, SLOTS = 4, SLOT_BYTES = 512 << 10;

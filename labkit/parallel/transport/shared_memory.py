@@ -23,7 +23,7 @@ import sysconfig
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -60,43 +60,44 @@ class SharedTransport(Transport):
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
         backend: Any = group._get_backend(self.device)
         timeout_s = timeout_s or backend.options._timeout.total_seconds()
-        self._slot_bytes, descriptor, failure = 0, -1, ""
         self._rest: Callable[[], None] | None = None  # of a message that was started
-        try:
-            self._library = load_library()
-            self._slot_bytes = self._library.slot_bytes()
-            descriptor, memory = _make_mailbox(self._library.mailbox_bytes(self.world_size), self.world_size)
-        except (SharedMemoryUnavailable, OSError) as error:
-            failure = str(error)
-        try:
-            inode = os.fstat(descriptor).st_ino if descriptor >= 0 else 0
-            note = {"host": host_identity(), "pid": os.getpid(), "descriptor": descriptor, "inode": inode}
-            notes = _agree(group, note, failure)
+        with ExitStack() as stack:
+            notes = _on_all_ranks(group, partial(self._make_mailbox, stack))
             if len({note["host"] for note in notes}) > 1:
                 raise SharedMemoryUnavailable("the ranks are on several hosts")
-            try:
-                self._connect(memory, notes, timeout_s)
-            except OSError as error:
-                failure = f"another rank's memory or process cannot be opened: {error}"
-            _agree(group, {}, failure)  # nobody sends before every rank has made its semaphores
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+            # Nobody sends before every rank has made its semaphores.
+            _on_all_ranks(group, partial(self._connect, notes, timeout_s))
 
-    def _connect(self, own: mmap.mmap, notes: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
+    def _make_mailbox(self, stack: ExitStack) -> dict[str, Any]:
+        """Make this rank's mailbox, whose descriptor `stack` closes; return where the others find it."""
+        self._library = load_library()
+        self._slot_bytes = self._library.slot_bytes()
+        n_bytes, p = self._library.mailbox_bytes(self.world_size), self.world_size
+        # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
+        if n_bytes * p > (available := available_memory_bytes()):
+            raise OSError(f"{p} ranks need {n_bytes * p >> 20} MiB, {available >> 20} MiB are available")
+        descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, n_bytes)  # else a copy could end the process with SIGBUS
+        self._mailbox = _map(descriptor, n_bytes)
+        inode = os.fstat(descriptor).st_ino
+        return {"host": host_identity(), "pid": os.getpid(), "descriptor": descriptor, "inode": inode}
+
+    def _connect(self, notes: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
         """Map the other ranks' mailboxes, and open their processes, to see when one ends."""
-        p, library = self.world_size, self._library
-        self._mailboxes = [own if r == self.rank else _open_mailbox(note, own.size()) for r, note in enumerate(notes)]
-        self._processes: list[int] = []
-        weakref.finalize(self, _close, self._processes).atexit = False
-        for note in notes:
-            self._processes.append(os.pidfd_open(note["pid"]))
+        own, library, self._processes = self._mailbox, self._library, list[int]()
+        try:
+            self._mailboxes = [own if r == self.rank else _open_mailbox(each, len(own)) for r, each in enumerate(notes)]
+            for note in notes:
+                self._processes.append(process := os.pidfd_open(note["pid"]))
+                weakref.finalize(self, os.close, process).atexit = False
+        except OSError as error:
+            raise OSError(f"another rank's memory or process cannot be opened: {error}") from error
         addresses = [np.frombuffer(mailbox, dtype=np.uint8).ctypes.data for mailbox in self._mailboxes]
         has_own_core = dist.get_world_size() <= len(os.sched_getaffinity(0))  # ranks of other groups want cores, too
-        longs = ctypes.c_long * p
-        self._link = library.connect_mailboxes(
-            p, self.rank, longs(*addresses), longs(*self._processes), timeout_s, has_own_core, _ADDED_DTYPES
-        )
+        longs = ctypes.c_long * self.world_size
+        places = self.world_size, self.rank, longs(*addresses), longs(*self._processes)
+        self._link = library.connect_mailboxes(*places, timeout_s, has_own_core, _ADDED_DTYPES)
         # Not when the interpreter ends: a thread may still wait for a message.
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
@@ -133,20 +134,6 @@ class SharedTransport(Transport):
         return self._slot_bytes
 
 
-def _make_mailbox(n_bytes: int, ranks: int) -> tuple[int, mmap.mmap]:
-    """Return the descriptor of an anonymous file, all its pages reserved, and a mapping of it; raise OSError."""
-    # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
-    if n_bytes * ranks > (available := available_memory_bytes()):
-        raise OSError(f"{ranks} ranks need {n_bytes * ranks >> 20} MiB, {available >> 20} MiB are available")
-    descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, n_bytes)  # else a copy could end the process with SIGBUS
-        return descriptor, _map(descriptor, n_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
 def _open_mailbox(note: Mapping[str, Any], n_bytes: int) -> mmap.mmap:
     descriptor = os.open(f"/proc/{note['pid']}/fd/{note['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -161,18 +148,17 @@ def _map(descriptor: int, n_bytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # all page faults now
 
 
-def _agree(group: dist.ProcessGroup, note: Mapping[str, Any], failure: str) -> list[dict[str, Any]]:
-    """Return every rank's note; raise the first rank's failure on all ranks."""
-    notes = gather_json({**note, "failure": failure}, group)
+def _on_all_ranks(group: dist.ProcessGroup, action: Callable[[], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Return every rank's result of an action; raise the first rank's failure on all ranks."""
+    try:
+        note = {"failure": "", **(action() or {})}
+    except (SharedMemoryUnavailable, OSError) as error:
+        note = {"failure": str(error)}
+    notes = gather_json(note, group)
     for rank, other in enumerate(notes):
         if other["failure"]:
             raise SharedMemoryUnavailable(f"rank {rank}: {other['failure']}")
     return notes
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def unavailable_reason() -> str | None:
@@ -226,7 +212,7 @@ def _find_or_compile() -> Path:
 def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / "library.so"
-        command = [compiler, *FLAGS, f"-I{sysconfig.get_path('include')}", str(SOURCE), "-o", str(output)]
+        command = [compiler, *FLAGS, *(f"-I{folder}" for folder in _header_folders()), str(SOURCE), "-o", str(output)]
         # The compiler's temporary files go where the library goes: /tmp may be full.
         options: dict[str, Any] = {"env": os.environ | {"TMPDIR": scratch, "LC_ALL": "C"}, "timeout": COMPILE_TIMEOUT_S}
         try:
@@ -246,20 +232,25 @@ def _find_compiler() -> str:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise SharedMemoryUnavailable(f"there is no C++ compiler {compiler!r}: install one (Debian: apt install g++)")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if not (_header_folders()[0] / "Python.h").exists():
         raise SharedMemoryUnavailable(
             "there is no Python.h: install Python's headers (Debian: apt install python3-dev)"
         )
     return compiler
 
 
+def _header_folders() -> list[Path]:
+    """Return the folders of Python's and torch's headers."""
+    return [Path(sysconfig.get_path("include")), Path(torch.__file__).parent / "include"]
+
+
 def _build_key() -> str:
-    """Digest of everything a build depends on: source, flags, Python, processor."""
+    """Digest of everything a build depends on: source, flags, Python, torch, processor."""
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = [SOURCE.read_text(), *FLAGS, sys.version, platform.machine(), processor]
+    parts = [SOURCE.read_text(), *FLAGS, sys.version, torch.__version__, platform.machine(), processor]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
