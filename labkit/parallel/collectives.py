@@ -4,8 +4,8 @@ Every rank of a group calls `all_reduce` with a tensor of one shape; afterwards 
 mean, bitwise the same everywhere: each element is computed once and copied, or computed everywhere from the same
 operands in the same order. All functions work in place, for any number of ranks and any length, contiguous or not.
 
-An algorithm opens a `Reduction` (the tensor as a vector, a transport, the divisor of a mean), cuts the vector into
-pieces, and lists steps for `transport.run(steps, depth)`, which does this with `depth` steps in flight:
+An algorithm gets the tensor as a vector, a transport, and the divisor of a mean (`prepare.run_collective`). It cuts the
+vector into pieces, and lists steps for `transport.run(steps, depth)`, which does this with `depth` steps in flight:
 
     for step in steps:
         send step.outgoing to step.target
@@ -35,16 +35,17 @@ Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import chain
+from collections.abc import Sequence
+from functools import cache, partial, wraps
+from inspect import signature
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import InPlace, Reduction, check_into, collective, cut, shard_sizes
+from labkit.parallel.prepare import Algorithm, check_into, cut, run_collective, shard_sizes
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, Step, Transport, find_transport
 
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
@@ -52,6 +53,16 @@ __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]
 Group = dist.ProcessGroup | None
 Via = str | Transport
 Pieces = Sequence[Sequence[Tensor]]  # [rank][piece]
+
+
+class AllReduce(Protocol):
+    """Sum or mean over the ranks of a group, in place."""
+
+    def __call__(self, tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None: ...
+
+
+ALGORITHMS: dict[str, AllReduce] = {}
+"""The algorithms that the all-reduce lab checks, times, predicts and plots."""
 
 # Above these lengths another algorithm overtakes: time over gloo's `dist.all_reduce`, point to point, by
 # benchmarks/against_torch.py (RD recursive doubling, D direct exchange, R ring; medians, 2 cores, SCHED_BATCH).
@@ -86,32 +97,42 @@ def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
     return "butterfly" if transport == SHARED or n_bytes <= MIDDLE_BYTES else "ring"
 
 
-@collective
-def ring_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+def all_reduce_algorithm(function: Algorithm) -> AllReduce:
+    """Make an all-reduce of an algorithm on vectors, and add it to `ALGORITHMS`."""
+    name = function.__name__.removesuffix("_all_reduce")
+
+    def call(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+        run_collective(("all_reduce", name), function, tensor, group, op, transport)
+
+    vars(call)["__signature__"] = signature(call)  # for help(), in place of the algorithm's
+    return ALGORITHMS.setdefault(name, disable_compile(wraps(function)(call)))
+
+
+@all_reduce_algorithm
+def ring_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
     """Ranks stand in a ring; each sends to its right neighbor only. Best for long tensors (Patarasuk & Yuan 2009).
 
     The shards travel around the ring twice: once to be added up, after which shard r is complete on rank r, and once to
     be copied to every rank. 2 (p-1) messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards are cut into
     pieces, of which two are in flight: one is being added while the other arrives.
     """
-    with Reduction(tensor, group, op, transport, "ring") as (vector, transport, divisor):
-        p, r = transport.world_size, transport.rank
-        right, left = (r + 1) % p, (r - 1) % p
-        pieces = cut(vector.split_with_sizes(shard_sizes(len(vector), p)), transport, depth=2)
-        adds, copies = [], []
-        for s in range(p - 1):  # rank r sends shard r-1 first, so that it ends with shard r
-            round_divisor = divisor if s == p - 2 else 1  # the last round completes this rank's shard
-            for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
-                adds.append(Step(sent, right, received, left, add=True, divisor=round_divisor))
-            for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
-                copies.append(Step(sent, right, received, left))
-        depth = min(2, len(pieces[r]))
-        transport.run(adds, depth)
-        transport.run(copies, depth)
+    p, r = transport.world_size, transport.rank
+    right, left = (r + 1) % p, (r - 1) % p
+    pieces = cut(vector.split_with_sizes(shard_sizes(len(vector), p)), transport, depth=2)
+    adds, copies = [], []
+    for s in range(p - 1):  # rank r sends shard r-1 first, so that it ends with shard r
+        round_divisor = divisor if s == p - 2 else 1  # the last round completes this rank's shard
+        for sent, received in zip(pieces[(r - s - 1) % p], pieces[(r - s - 2) % p], strict=True):
+            adds.append(Step(sent, right, received, left, add=True, divisor=round_divisor))
+        for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
+            copies.append(Step(sent, right, received, left))
+    depth = min(2, len(pieces[r]))
+    transport.run(adds, depth)
+    transport.run(copies, depth)
 
 
-@collective
-def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+@all_reduce_algorithm
+def butterfly_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
     """Direct exchange, published as "butterfly": rank i adds up shard i and sends it to all. Best in the middle.
 
     Not the butterfly of textbooks: that is `recursive_doubling_all_reduce`.
@@ -122,50 +143,46 @@ def butterfly_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", 
     The p-1 messages of a phase are in flight at once: 2 messages in a row, 2 n (p-1)/p bytes sent per rank. Long shards
     are cut into pieces. A complete piece is sent right after the next one is added up, while it is still in the cache.
     """
-    with Reduction(tensor, group, op, transport, "butterfly") as (vector, transport, divisor):
-        shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
-        depth = max(1, transport.world_size - 1)
-        pieces = cut(shards, transport, depth)
-        adds = add_steps(pieces, pieces[transport.rank], transport, divisor)
-        copies = copy_steps(pieces, transport)
-        transport.run(adds[0], depth)
-        transport.run([step for add, copy in zip(adds[1:], copies, strict=False) for step in add + copy], depth)
-        transport.run(copies[-1], depth)
+    shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
+    depth = max(1, transport.world_size - 1)
+    pieces = cut(shards, transport, depth)
+    adds = add_steps(pieces, pieces[transport.rank], transport, divisor)
+    copies = copy_steps(pieces, transport)
+    in_turns = [(adds[i + depth : i + 2 * depth], copies[i : i + depth]) for i in range(0, len(adds) - depth, depth)]
+    transport.run(adds[:depth], depth)
+    transport.run([step for add, copy in in_turns for step in add + copy], depth)
+    transport.run(copies[-depth:], depth)
 
 
-def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[list[Step]]:
-    """Return steps by piece: send it to the rank whose shard it is, add what arrives for this rank's into `results`."""
-    p, r = transport.world_size, transport.rank
-    by_piece: list[list[Step]] = [[] for _ in results]
-    for i, (total, result) in enumerate(zip(pieces[r], results, strict=True)):
-        for s in range(1, p):
-            round_divisor = divisor if s == p - 1 else 1
-            sent, incoming = pieces[(r + s) % p][i], total if s == 1 else result
-            by_piece[i].append(
-                Step(sent, (r + s) % p, incoming, (r - s) % p, add=True, divisor=round_divisor, into=result)
-            )
-    return by_piece
-
-
-def copy_steps(pieces: Pieces, transport: Transport) -> list[list[Step]]:
-    """Return steps by piece: send this rank's to every other rank, receive theirs."""
+def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[Step]:
+    """Return p-1 steps per piece: send it to the rank whose shard it is, add what arrives into `results`."""
     p, r = transport.world_size, transport.rank
     return [
-        [Step(own, (r + s) % p, pieces[(r - s) % p][i], (r - s) % p) for s in range(1, p)]
-        for i, own in enumerate(pieces[r])
+        Step(sent[i], (r + s) % p, total if s == 1 else result, (r - s) % p, True, divisor if s == p - 1 else 1, result)
+        for i, (total, result) in enumerate(zip(pieces[r], results, strict=True))
+        for s, sent in enumerate([*pieces[r + 1 :], *pieces[:r]], 1)
     ]
 
 
-@collective
-def one_shot_all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
+def copy_steps(pieces: Pieces, transport: Transport) -> list[Step]:
+    """Return p-1 steps per piece: send this rank's to every other rank, receive theirs."""
+    p, r = transport.world_size, transport.rank
+    return [
+        Step(own, (r + s) % p, pieces[(r - s) % p][i], (r - s) % p)
+        for i, own in enumerate(pieces[r])
+        for s in range(1, p)
+    ]
+
+
+@all_reduce_algorithm
+def one_shot_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
     """Every rank sends all others its whole vector, and adds up all p vectors itself. Few waits, many bytes.
 
     1 message in a row (p-1 at a time), n (p-1) bytes sent per rank; through shared memory n bytes are written once.
     """
-    with Reduction(tensor, group, op, transport, "one_shot") as (vector, transport, divisor):
-        if transport.world_size > 1 and len(vector):
-            for piece in cut([vector], transport, depth=transport.world_size)[0]:
-                _sum_all_parts(piece, transport, divisor)
+    if transport.world_size > 1 and len(vector):
+        for piece in cut([vector], transport, depth=transport.world_size)[0]:
+            _sum_all_parts(piece, transport, divisor)
 
 
 def _sum_all_parts(part: Tensor, transport: Transport, divisor: int) -> None:
@@ -182,10 +199,8 @@ def _sum_all_parts(part: Tensor, transport: Transport, divisor: int) -> None:
         part.div_(divisor)
 
 
-@collective
-def recursive_doubling_all_reduce(
-    tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
-) -> None:
+@all_reduce_algorithm
+def recursive_doubling_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
     """The butterfly of textbooks: whole vectors between partners 1, 2, 4, ... apart. Best for short tensors.
 
     Fold in: of the first 2 (p-q) ranks, every second sends its vector to the one before it, which adds it. That leaves
@@ -194,23 +209,20 @@ def recursive_doubling_all_reduce(
 
     log2 q messages in a row, n log2 q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    with Reduction(tensor, group, op, transport, "recursive_doubling") as (vector, transport, divisor):
-        ranks, distance = power_of_two_ranks(transport.world_size), 1
-        _fold(vector, ranks, transport, inward=True)
-        pieces, steps = cut([vector], transport, depth=2)[0], []
-        while transport.rank in ranks and distance < len(ranks):
-            partner = ranks[ranks.index(transport.rank) ^ distance]
-            round_divisor = divisor if 2 * distance == len(ranks) else 1
-            steps += [Step(piece, partner, piece, partner, add=True, divisor=round_divisor) for piece in pieces]
-            distance *= 2
-        transport.run(steps, depth=min(2, len(pieces)))
-        _fold(vector, ranks, transport, inward=False)
+    ranks, distance = power_of_two_ranks(transport.world_size), 1
+    _fold(vector, ranks, transport, inward=True)
+    pieces, steps = cut([vector], transport, depth=2)[0], []
+    while transport.rank in ranks and distance < len(ranks):
+        partner = ranks[ranks.index(transport.rank) ^ distance]
+        round_divisor = divisor if 2 * distance == len(ranks) else 1
+        steps += [Step(piece, partner, piece, partner, add=True, divisor=round_divisor) for piece in pieces]
+        distance *= 2
+    transport.run(steps, depth=min(2, len(pieces)))
+    _fold(vector, ranks, transport, inward=False)
 
 
-@collective
-def halving_doubling_all_reduce(
-    tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO
-) -> None:
+@all_reduce_algorithm
+def halving_doubling_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
     """Rabenseifner's algorithm: the few messages of doubling and the few bytes of the ring.
 
     Ranks fold in and out as in `recursive_doubling_all_reduce`. In between, the q ranks halve for d = q/2, ..., 2, 1:
@@ -219,18 +231,17 @@ def halving_doubling_all_reduce(
 
     2 log2 q messages in a row, 2 n (q-1)/q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    with Reduction(tensor, group, op, transport, "halving_doubling") as (vector, transport, divisor):
-        ranks = power_of_two_ranks(transport.world_size)
-        distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
-        k = ranks.index(transport.rank) if distances else 0
-        _fold(vector, ranks, transport, inward=True)
-        for d in reversed(distances):
-            own, other = _two_ranges(vector, k, d, len(ranks))
-            _swap(other, own, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
-        for d in distances:
-            complete, missing = _two_ranges(vector, k, d, len(ranks))
-            _swap(complete, missing, ranks[k ^ d], transport, add=False)
-        _fold(vector, ranks, transport, inward=False)
+    ranks = power_of_two_ranks(transport.world_size)
+    distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
+    k = ranks.index(transport.rank) if distances else 0
+    _fold(vector, ranks, transport, inward=True)
+    for d in reversed(distances):
+        own, other = _two_ranges(vector, k, d, len(ranks))
+        _swap(other, own, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
+    for d in distances:
+        complete, missing = _two_ranges(vector, k, d, len(ranks))
+        _swap(complete, missing, ranks[k ^ d], transport, add=False)
+    _fold(vector, ranks, transport, inward=False)
 
 
 def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
@@ -261,24 +272,9 @@ def _swap(sent: Tensor, received: Tensor, to: int, transport: Transport, *, add:
     transport.run([Step(outgoing, to, incoming, to, add, divisor) for outgoing, incoming in pieces], depth=2)
 
 
-ALGORITHMS: dict[str, Callable[..., None]] = {
-    "ring": ring_all_reduce,
-    "butterfly": butterfly_all_reduce,
-    "one_shot": one_shot_all_reduce,
-    "recursive_doubling": recursive_doubling_all_reduce,
-    "halving_doubling": halving_doubling_all_reduce,
-}
-"""The algorithms that the all-reduce lab checks, times, predicts and plots."""
-
-
-@collective
+@disable_compile
 def reduce_scatter(
-    tensor: Tensor,
-    group: Group = None,
-    op: str = "mean",
-    *,
-    into: Tensor | None = None,
-    transport: Via = AUTO,
+    tensor: Tensor, group: Group = None, op: str = "mean", *, into: Tensor | None = None, transport: Via = AUTO
 ) -> None:
     """Sum or mean of shard r over the ranks of `group` on rank r, in place. The rest of the tensor is overwritten.
 
@@ -286,24 +282,24 @@ def reduce_scatter(
     `into`, a vector of the shard's length, gets the shard instead. Raises ValueError as `all_reduce`, and for an `into`
     that does not fit.
     """
-    transport = find_transport(group, tensor.device, transport)
-    sizes, r = shard_sizes(tensor.numel(), transport.world_size), transport.rank
+    into = None if into is None else into.detach()
+    check = partial(check_into, into, tensor)
+    run_collective(("reduce_scatter", "butterfly"), partial(_reduce_scatter, into), tensor, group, op, transport, check)
+
+
+def _reduce_scatter(into: Tensor | None, vector: Tensor, transport: Transport, divisor: int) -> None:
+    shards = vector.split_with_sizes(shard_sizes(len(vector), transport.world_size))
+    is_direct = into is not None and into.device == vector.device and transport.world_size > 1
+    result = into if into is not None and is_direct else shards[transport.rank]
+    depth = max(1, transport.world_size - 1)
+    *pieces, results = cut([*shards, result], transport, depth)
+    transport.run(add_steps(pieces, results, transport, divisor), depth)
     if into is not None:
-        into = into.detach()
-        check_into(into, tensor, sizes[r])
-    with Reduction(tensor, group, op, transport, "butterfly", "reduce_scatter") as (vector, transport, divisor):
-        shards = vector.split_with_sizes(sizes)
-        is_direct = into is not None and into.device == vector.device and transport.world_size > 1
-        result = into if into is not None and is_direct else shards[r]
-        depth = max(1, transport.world_size - 1)
-        *pieces, results = cut([*shards, result], transport, depth)
-        transport.run(list(chain.from_iterable(add_steps(pieces, results, transport, divisor))), depth)
-        if into is not None:
-            into.copy_(result)
-            torch.autograd.graph.increment_version(into)
+        into.copy_(result)
+        torch.autograd.graph.increment_version(into)
 
 
-@collective
+@disable_compile
 def all_gather(
     tensor: Tensor, group: Group = None, *, sizes: Sequence[int] | None = None, transport: Via = AUTO
 ) -> None:
@@ -312,8 +308,10 @@ def all_gather(
     `sizes`: elements of each rank's shard, if they are not equal. Raises ValueError as `all_reduce`, and for `sizes`
     that do not fit.
     """
-    transport = find_transport(group, tensor.device, transport)
-    sizes, depth = shard_sizes(tensor.numel(), transport.world_size, sizes), max(1, transport.world_size - 1)
-    with InPlace(tensor, group, transport, "all_gather", "butterfly", op="") as (vector, via):
-        shards = vector.view(torch.uint8).split_with_sizes([size * vector.itemsize for size in sizes])
-        via.run(list(chain.from_iterable(copy_steps(cut(shards, via, depth), via))), depth)
+    run_collective(("all_gather", "butterfly"), partial(_all_gather, sizes), tensor, group, None, transport)
+
+
+def _all_gather(sizes: Sequence[int] | None, vector: Tensor, transport: Transport, _divisor: int) -> None:
+    lengths = [size * vector.itemsize for size in shard_sizes(len(vector), transport.world_size, sizes)]
+    shards, depth = vector.view(torch.uint8).split_with_sizes(lengths), max(1, transport.world_size - 1)
+    transport.run(copy_steps(cut(shards, transport, depth), transport), depth)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import InPlace
+from labkit.parallel.prepare import as_vector
+from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,15 +61,17 @@ def start_exchange(
             raise ValueError(f"expected a rank from 0 to {transport.world_size - 1}, got {rank}")
     nothing = tensor.new_empty(0)
     outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
-    place = InPlace(nothing if receive is None else receive, group, transport, "exchange", "direct")
-    incoming, via = place.__enter__()
-    return partial(_complete, via.start(Step(outgoing, to or 0, incoming, source or 0)), place)
+    incoming, original = as_vector(nothing if receive is None else receive, transport.device)
+    via = count_traffic(transport, "exchange", "direct", (incoming,))
+    return partial(_complete, via.start(Step(outgoing, to or 0, incoming, source or 0)), incoming, original)
 
 
 @disable_compile
-def _complete(finish: Callable[[], None], place: InPlace) -> None:
+def _complete(finish: Callable[[], None], incoming: torch.Tensor, original: torch.Tensor | None) -> None:
     finish()
-    place.__exit__(None, None, None)
+    torch.autograd.graph.increment_version(incoming)
+    if original is not None:
+        original.copy_(incoming.view(original.shape))
 
 
 def agree(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def recorded_traffic() -> Iterator[list[Collective]]:
         _records.remove(record)
 
 
-def count_traffic(transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]) -> Transport:
+def count_traffic(transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]) -> Any:
     """Return the transport for one collective of tensors of one dtype; it counts bytes inside `recorded_traffic`."""
     if not _records:
         return transport
@@ -69,12 +69,14 @@ def count_traffic(transport: Transport, collective: str, algorithm: str, tensors
     return _Counting(transport, call)
 
 
-class _Counting(Transport):
+class _Counting:
     """A transport that counts the bytes it sends."""
 
     def __init__(self, transport: Transport, call: Collective) -> None:
-        super().__init__(transport.rank, transport.world_size, transport.device)
-        self.name, self._transport, self._call = transport.name, transport, call
+        self._transport, self._call = transport, call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
         self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
@@ -83,12 +85,6 @@ class _Counting(Transport):
     def start(self, step: Step) -> Callable[[], None]:
         self._call.sent_bytes += 0 if step.outgoing is None else step.outgoing.nbytes
         return self._transport.start(step)
-
-    def piece_bytes(self, depth: int) -> int:
-        return self._transport.piece_bytes(depth)
-
-    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        return self._transport.scratch(count, numel, dtype)
 
 
 class Message(NamedTuple):
@@ -144,43 +140,32 @@ class _RecordingTransport(Transport):
         self.round = 0
         self.received: list[Message] = []
         self._queues = queues
-        self._snapshots: dict[int, Tensor] = {}
+        self._history: dict[int, Tensor] = {}  # as they are after a round
 
     def piece_bytes(self, depth: int) -> int:
         return 1 << 20
 
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        self._snapshot(self.round)
-        ends: list[int] = []
-        for number, step in enumerate(steps):
-            start = end = self.round if number < depth else max(self.round, ends[number - depth])
+        self._history[self.round] = self.vector.clone()
+        ends = [self.round] * depth
+        for step, start in zip(steps, ends, strict=False):  # step i starts when step i - depth has ended
+            end = start
             if step.outgoing is not None and len(step.outgoing):
                 part = step.outgoing
                 self._queues[self.rank][step.target].put((start, int(part.storage_offset()), part.clone()))
                 end = start + 1
             if step.incoming is not None and len(step.incoming):
-                end = max(end, self._receive(step, start))
+                sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
+                end = max(start, sent) + 1
+                self.received.append(Message(end, step.source, self.rank, at, at + len(part)))
+                result = step.incoming if step.into is None else step.into
+                result.copy_((step.incoming + part if step.add else part) / step.divisor)
             ends.append(end)
-            self._snapshot(end)
-        self.round = max([self.round, *ends])
+            self._history[end] = self.vector.clone()
+        self.round = max(ends)
 
     def shares_after(self, number: int) -> list[int]:
         """Return whose shares each element holds after a round. Called once the all-reduce has returned."""
-        self._snapshot(self.round)
-        last = max((end for end in self._snapshots if end <= number), default=0)
-        return [int(value) for value in self._snapshots[last]]
-
-    def _snapshot(self, end: int) -> None:
-        """Keep the vector after a round; a step that changes it later in that round replaces it."""
-        self._snapshots[end] = self.vector.clone()
-
-    def _receive(self, step: Step, start: int) -> int:
-        """Store or add a step's message; return the round in which it arrived."""
-        incoming = step.incoming
-        assert incoming is not None
-        sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
-        end = max(start, sent) + 1
-        self.received.append(Message(end, step.source, self.rank, at, at + len(part)))
-        result = incoming if step.into is None else step.into
-        result.copy_((incoming + part if step.add else part) / step.divisor)
-        return end
+        self._history[self.round] = self.vector
+        last = max((end for end in self._history if end <= number), default=0)
+        return [int(value) for value in self._history[last]]

@@ -56,7 +56,7 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     copies = [(tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each]
     blocks, packed = _pack([[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense])
     pieces = [cut(block, transport, depth) for block in blocks]
-    steps = list(chain.from_iterable(chain.from_iterable(copy_steps(each, transport) for each in pieces)))
+    steps = [step for each in pieces for step in copy_steps(each, transport)]
 
     storages = [each.untyped_storage() for each in chain((x for _, x in copies), (vector for vector, _ in packed))]
     sizes = [storage.nbytes() for storage in storages]
@@ -103,7 +103,7 @@ def average_rows(
     steps: list[Step] = []
     for block in blocks:
         *pieces, totals = cut(block, via, depth)
-        steps += chain.from_iterable(add_steps(pieces, totals, via, 1 if is_divided_first else p))
+        steps += add_steps(pieces, totals, via, 1 if is_divided_first else p)
         if p == 1:
             block[-1].copy_(block[0])
     via.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
