@@ -128,26 +128,18 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replace every BatchNorm in `module`, torch's of any dimension or synchronized, by a `SyncBatchNorm`.
+    """Make every BatchNorm in `module`, torch's of any dimension or synchronized, a `SyncBatchNorm`; return `module`.
 
-    Parameters and buffers stay the same tensors, so their optimizer keeps working; mode and options stay. A layer used
-    in several places stays one layer (torch's conversion misses all but the first). Hooks of replaced layers are lost,
-    as with torch's. Changes `module` and returns it, or the new layer if it is a BatchNorm. Raises ValueError, with
-    nothing changed, for a lazy BatchNorm, and for subclasses, pruned and parametrized layers.
+    Layers change their class in place, and keep parameters, buffers, options, mode and hooks: optimizers keep working,
+    and a layer that is used in several places stays one (torch's conversion misses all but the first). Raises
+    ValueError, with nothing changed, for a lazy BatchNorm, and for subclasses, pruned and parametrized layers.
     """
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            _check_convertible(layer)
-    return _converted(module, group, {})
-
-
-def _converted(module: nn.Module, group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module not in done:
-        done[module] = _synchronized(module, group) if isinstance(module, _BatchNorm) else module
-        for name, child in module._modules.items():
-            if child is not None:
-                done[module]._modules[name] = _converted(child, group, done)
-    return done[module]
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for layer in layers:
+        _check_convertible(layer)
+    for layer in layers:
+        layer.__class__, layer.process_group = SyncBatchNorm, group
+    return module
 
 
 def _check_convertible(layer: _BatchNorm) -> None:
@@ -159,15 +151,6 @@ def _check_convertible(layer: _BatchNorm) -> None:
         raise ValueError(f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by hand")
     if "weight" not in layer._parameters:
         raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
-
-
-def _synchronized(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
-    tensors = {**layer._parameters, **layer._buffers}
-    options = (layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, group)
-    converted = SyncBatchNorm(*options, device="meta")
-    for name, tensor in tensors.items():
-        setattr(converted, name, tensor)
-    return converted.train(layer.training)
 
 
 @disable_compile

@@ -215,10 +215,13 @@ def test_conversion_keeps_tensors_options_and_names():
 
 
 def test_conversion_of_a_layer_of_an_own_one_and_of_a_lazy_one():
-    layer = nn.BatchNorm2d(3)
+    layer, calls = nn.BatchNorm2d(3), list[int]()
+    layer.register_forward_hook(lambda *_: calls.append(1))
     converted = convert_sync_batchnorm(layer)
+    assert converted is layer
     assert type(converted) is SyncBatchNorm
-    assert converted.weight is layer.weight
+    converted(torch.randn(4, 3, 2, 2))
+    assert calls == [1], "hooks stay"
     assert copy.deepcopy(convert_sync_batchnorm(converted)).num_features == 3
 
 
