@@ -53,14 +53,13 @@ def launch(
     world_size: int,
     backend: str | None = "gloo",
     scheduling: str = "batch",
-    threads: int | None = None,
     timeout_s: float = 120.0,
     on_output: Callable[[str], None] | None = None,
 ) -> Items:
     """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per point.
 
     Arguments are checked at once; nothing starts before the first item is requested. To stop early, close the result
-    (`contextlib.closing`), which ends the ranks.
+    (`contextlib.closing`), which ends the ranks. torch has available cores // ranks threads on each rank, at least one.
 
     Args:
         worker: called on every rank with each point; yields mappings from names to JSON-able values.
@@ -69,7 +68,6 @@ def launch(
         world_size: ranks, at most as many as this machine can start, by cores and memory.
         backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
         scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
-        threads: of torch on each rank; available cores // ranks, at least 1, if None.
         timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
         on_output: gets the ranks' output, as "[rank r] line"; stderr if None.
 
@@ -78,9 +76,6 @@ def launch(
     """
     plan = GroupPlan(world_size, backend, scheduling, timeout_s)
     _check(plan, worker)
-    if threads is not None and threads < 1:
-        raise ValueError(f"expected at least 1 thread, got {threads}")
-    plan = replace(plan, threads=threads or max(1, available_cores() // torchrun.ranks_here(world_size)))
     points = list(points)
     payload = _serialize((plan, worker, points))
     if torchrun.is_job_rank():
@@ -106,10 +101,10 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
                 results[item.rank] = item.values["result"]
             elif isinstance(item, Retry):
                 results.clear()
+            elif item.status == "skipped":
+                raise ValueError(f"world_size: {item.reason}; {torchrun.describe_job()}")
             elif item.failure is not None:
                 raise RankError(item.failure)
-            elif item.status != "ok":
-                raise ValueError(f"world_size: {item.reason}; {torchrun.describe_job()}")
     return [results[rank] for rank in sorted(results)]
 
 
@@ -117,9 +112,9 @@ def _run_in_job(plan: GroupPlan, worker: Worker, points: list[Any]) -> Items:
     """Run the points in the ranks of this job. Rank 0's process yields the items, the others none."""
     size, is_first = torchrun.job_world_size(), torchrun.job_rank() == 0
     if size != plan.world_size:
-        reason = f"needs {plan.world_size} ranks, but this job has {size}"
+        failure = RankFailure(None, "skipped", f"needs {plan.world_size} ranks, but this job has {size}")
         facts = {"world_size": size, "backend": plan.backend, "start_method": "torchrun"}
-        yield from (PointEnd(i, "skipped", reason, None, 0.0, facts) for i in range(len(points) * is_first))
+        yield from (PointEnd(i, failure, 0.0, facts) for i in range(len(points) * is_first))
         return
     torchrun.job_store()  # ValueError now, not once more at the end
     items = _run_points(lambda: JobGroup(plan, worker, points), len(points))
@@ -148,7 +143,7 @@ def _run_points(make_group: Callable[[], RankGroup | JobGroup], n_points: int) -
                     group = make_group()  # once more: the machine may have been busy
                     if (failure := group.start()) is not None:
                         failure = replace(failure, message=f"the ranks did not start, twice: {failure.message}")
-                        yield from (PointEnd.from_failure(i, failure, 0.0, group.facts) for i in range(index, n_points))
+                        yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
                         return
             end = yield from group.run(index, excluded)
             if end.status != "ok":

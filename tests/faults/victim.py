@@ -67,8 +67,8 @@ def pause():
 def pause_at(moment):
     """Make this process pause once at a moment."""
     if moment == BEFORE:
-        request = rank_group.RankGroup._request_ranks
-        rank_group.RankGroup._request_ranks = lambda group: (request(group), pause())[0]
+        start = rank_group.fork_server.open_group
+        rank_group.fork_server.open_group = lambda *args: (start(*args), pause())[0]
     if moment == BETWEEN:
         end = RunWriter.end_point
         RunWriter.end_point = lambda writer, *args, **options: (end(writer, *args, **options), pause())[0]

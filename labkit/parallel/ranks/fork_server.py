@@ -1,13 +1,13 @@
 """Fork server: a process that has imported torch. Its forks are ready at once.
 
-The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader forks the ranks
-(`fork_rank`, each a `torch.multiprocessing` worker) that the caller requests (`request_rank`). If one of these
+The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader takes over what the
+caller's process has set, and forks the ranks (`_fork_rank`), each a `torch.multiprocessing` worker. If one of these
 processes ends, the others clean up after it:
 
 * If the caller ends, or closes a group's connection, the leader kills the ranks with all that they have started, and
   removes the group's directory. The server ends with its last caller.
 * If a leader ends, the kernel kills its ranks, even if they are stopped or hold the GIL (PR_SET_PDEATHSIG). The server
-  kills the rest of the leader's session and removes the group's directory.
+  kills the rest of the leader's session and removes the group's directory; the caller does so if the server ended, too.
 * If the server ends, its groups go on, and the caller starts another for the next group.
 """
 
@@ -24,18 +24,23 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any, NoReturn
+from typing import Any
+
+import psutil
 
 PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 REQUEST_BYTES, REPORT_BYTES = 4096, 256  # of a message: JSON padded to a fixed length, since sockets are streams
 # BLAS and OpenMP read these when the server loads torch: a process that forks must have one thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -61,49 +66,68 @@ def start_server() -> int:
         return _server[0][1].pid
 
 
-def open_group(directory: Path) -> socket.socket:
-    """Open a group of ranks with a private directory, which its leader makes. Closing the connection ends the group."""
-    ours, theirs = socket.socketpair()
-    passed = [theirs.detach()]
-    with contextlib.suppress(OSError, AttributeError):  # the system has no pidfd_open
-        passed.append(os.pidfd_open(os.getpid()))
-    try:
-        while True:
-            start_server()
-            try:
-                _send(_server[0][0], {"directory": str(directory)}, *passed)
-                return ours
-            except OSError:  # the server was killed
-                _server.clear()
-    finally:
-        for descriptor in passed:
-            os.close(descriptor)
+def open_group(directory: Path, ranks: int, environment: Mapping[str, str], payload: bytes) -> socket.socket:
+    """Start a group of ranks with a private directory, which its leader makes. Closing the connection ends the group.
 
-
-def request_rank(group: socket.socket, rank: int, environment: Mapping[str, str]) -> connection.Connection[Any, Any]:
-    """Have the leader fork a rank with these variables, and this process's `sys.path` and working directory."""
-    ours, theirs = multiprocessing.Pipe()
+    Each rank gets these variables, this process's `sys.path` and working directory, and the payload.
+    """
     state = {"environment": dict(environment), "path": list(map(str, sys.path)), "argv": list(map(str, sys.argv))}
     state |= {"cwd": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
-    with theirs, contextlib.suppress(OSError):  # the leader has ended, and reported why
-        _send(group, {"rank": rank}, theirs.fileno())
-        ours.send_bytes(json.dumps(state).encode())
-    return ours
+    request = json.dumps({"directory": str(directory), "ranks": ranks}).encode()
+    ours, theirs = socket.socketpair()
+    with theirs, os.fdopen(_open_unnamed_file(), "w+b") as content:
+        content.write(json.dumps(state).encode() + b"\n" + payload)
+        content.seek(0)
+        passed = [theirs.fileno(), content.fileno()]
+        with contextlib.suppress(OSError, AttributeError):  # the system has no pidfd_open
+            passed.append(os.pidfd_open(os.getpid()))
+        try:
+            while True:
+                start_server()
+                try:
+                    # One system call: an interrupt leaves nothing halfway.
+                    socket.send_fds(_server[0][0], [request.ljust(REQUEST_BYTES)], passed)
+                    return ours
+                except OSError:  # the server was killed
+                    _server.clear()
+        finally:
+            for descriptor in passed[2:]:
+                os.close(descriptor)
 
 
-def read_reports(group: socket.socket) -> list[tuple[int | None, int | str]]:
-    """Return (rank, exit code) of each rank that has ended; (None, reason) if the whole group has."""
-    content = b""
-    with contextlib.suppress(OSError):  # the leader was killed before it read all requests
-        content = group.recv(64 * REPORT_BYTES)
+def _open_unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("labkit-state")
+    with tempfile.TemporaryFile() as file:  # it may have a name for a moment
+        return os.dup(file.fileno())
+
+
+def read_report(group: socket.socket) -> dict[str, Any]:
+    """Return a rank's start ("rank", "pipe", "leader"), its end ("rank", "code"), or why the group ended ("reason")."""
+    content, descriptors = b"", list[int]()
+    with contextlib.suppress(OSError):
+        content, descriptors, *_ = socket.recv_fds(group, REPORT_BYTES, 1)
     if not content:
-        return [(None, "the fork server of the ranks was killed")]
-    return [json.loads(content[at : at + REPORT_BYTES]) for at in range(0, len(content), REPORT_BYTES)]
+        return {"reason": "the fork server of the ranks was killed"}
+    report = json.loads(content)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+        report["pipe"] = connection.Connection(descriptor)
+    return report
 
 
-def _send(peer: socket.socket, request: Mapping[str, Any], *descriptors: int) -> None:
-    """Send in one system call, so that an interrupt leaves nothing halfway."""
-    socket.send_fds(peer, [json.dumps(request).encode().ljust(REQUEST_BYTES)], descriptors)
+def end_session(leader: int, directory: Path) -> None:
+    """Kill all other processes of a leader's session, and those that they start meanwhile; remove the directory."""
+    is_empty, deadline = False, time.monotonic() + 5.0
+    while not is_empty and time.monotonic() < deadline:
+        is_empty = True
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):  # it has ended
+                if os.getsid(pid) == leader and pid != os.getpid() and psutil.Process(pid).status() not in ENDED:
+                    os.kill(pid, signal.SIGKILL)
+                    is_empty = False
+        time.sleep(0 if is_empty else 0.001)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 # The server
@@ -111,7 +135,7 @@ def _send(peer: socket.socket, request: Mapping[str, Any], *descriptors: int) ->
 
 def _serve(control: socket.socket) -> None:
     """Fork a leader per group, and clean up after leaders, until the last process that holds `control` ends."""
-    leaders: dict[int, str] = {}  # process id -> the group's directory
+    leaders: dict[int, Path] = {}  # process id -> the group's directory
     ended, _waking = _watch_children()
     while True:
         ready = connection.wait([control, ended])
@@ -120,69 +144,82 @@ def _serve(control: socket.socket) -> None:
             for leader in list(leaders):
                 _clean_up(leader, leaders, os.WNOHANG)
         if control in ready:
-            content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 2)
+            content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 3)
             if not content:
                 break
-            directory = json.loads(content)["directory"]
-            if (leader := os.fork()) == 0:  # a leader; ranks: `fork_rank`
+            request = json.loads(content)
+            if (leader := os.fork()) == 0:  # a leader; ranks: `_fork_rank`
                 control.close()
-                _lead_group(directory, *descriptors)
-            leaders[leader] = directory
+                _lead_group(Path(request["directory"]), request["ranks"], *descriptors)
+            leaders[leader] = Path(request["directory"])
             for descriptor in descriptors:
                 os.close(descriptor)
     for leader in list(leaders):
         _clean_up(leader, leaders, 0)
 
 
-def _clean_up(leader: int, leaders: dict[int, str], flags: int) -> None:
-    """Reap a leader; if it was killed, kill what is left of its session, and remove the group's directory."""
+def _clean_up(leader: int, leaders: dict[int, Path], flags: int) -> None:
+    """Reap a leader; clean up after it if it was killed."""
     ended, status = os.waitpid(leader, flags)
     if ended:
         directory = leaders.pop(leader)
         if status != 0:
-            _kill_session(leader)
-            shutil.rmtree(directory, ignore_errors=True)
+            end_session(leader, directory)
 
 
-def _lead_group(directory: str, group: int, caller: int = -1) -> NoReturn:
-    """Fork ranks as the caller requests them and report their ends, until the caller ends or closes the group.
+def _lead_group(directory: Path, n_ranks: int, group: int, content: int, *callers: int) -> None:
+    """Fork the ranks and report their starts and ends, until the caller ends or closes the group.
 
-    `caller`: a descriptor that becomes ready when the caller ends, even if its children hold the group's connection.
+    Whatever the caller sends makes the ranks write their stacks. `callers`: a descriptor that becomes ready when the
+    caller ends, even if its children hold the group's connection; none if the system has no such thing.
     """
     os.setsid()
-    requests, (ended, waking) = socket.socket(fileno=group), _watch_children()
-    watched: list[Any] = [requests, ended] if caller == -1 else [requests, ended, caller]
+    reports, (ended, waking) = socket.socket(fileno=group), _watch_children()
     ranks: dict[int, BaseProcess] = {}
     try:
-        Path(directory).mkdir(mode=0o700)
-        while caller not in (ready := connection.wait(watched)):  # no rank is forked for a caller that has ended
-            if requests in ready:
-                content, descriptors, *_ = socket.recv_fds(requests, REQUEST_BYTES, 1)
-                if not content:
-                    break
-                rank = json.loads(content)["rank"]
-                ranks[rank] = fork_rank(directory, rank, descriptors[0], [requests, ended, waking])
-                os.close(descriptors[0])
+        directory.mkdir(mode=0o700)
+        serve = _adopt_state(content)
+        for rank in range(n_ranks):
+            if connection.wait([reports, *callers], 0.0):
+                return
+            ranks[rank] = _fork_rank(rank, directory, serve, reports, ended, waking)
+        while not {*callers} & {*(ready := connection.wait([reports, ended, *callers]))}:
+            if reports in ready and not reports.recv(1):
+                return
+            if reports in ready:
+                for process in ranks.values():
+                    os.kill(process.pid, STACKS_SIGNAL)  # type: ignore[arg-type]  # it was started
             if ended in ready:
                 ended.recv(4096)
-            for rank, process in list(ranks.items()):
-                if process.exitcode is not None:
-                    _kill(process)  # and its children; ids are assigned in turn: this one is not in use again yet
-                    _report(requests, rank, ranks.pop(rank).exitcode)
-    except OSError as error:
-        _report(requests, None, f"the ranks were not started: {error.strerror}")
+            for rank in [rank for rank, process in ranks.items() if process.exitcode is not None]:
+                _report(reports, {"rank": rank, "code": ranks.pop(rank).exitcode})
+    except Exception as error:
+        _report(reports, {"reason": f"the ranks were not started: {type(error).__name__}: {error}"[:100]})
     finally:
+        end_session(os.getpid(), directory)
         for process in ranks.values():
-            _kill(process)
-        for process in ranks.values():
-            process.join(1.0)
-        shutil.rmtree(directory, ignore_errors=True)
+            process.join(1.0)  # else it may stay a zombie
         os._exit(0)
 
 
-def _report(group: socket.socket, rank: int | None, how: int | str | None) -> None:
+def _adopt_state(content: int) -> Callable[..., None]:
+    """Take over the caller's variables, paths and working directory; return `serve_points` with the payload."""
+    with open(content, "rb") as file:
+        state, payload = json.loads(file.readline()), file.read()
+    os.environ.clear()
+    os.environ.update(state["environment"])
+    sys.path[:], sys.argv[:] = state["path"], state["argv"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
+    multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
+    os.chdir(state["cwd"])
+    worker = importlib.import_module("labkit.parallel.ranks.worker")  # not preloaded: edits take effect
+    return partial(worker.serve_points, payload)
+
+
+def _report(group: socket.socket, report: Mapping[str, Any], *descriptors: int) -> None:
     with contextlib.suppress(OSError):  # the caller has ended, or does not listen
-        group.send(json.dumps([rank, how]).encode().ljust(REPORT_BYTES), socket.MSG_DONTWAIT)
+        content = json.dumps(report).encode().ljust(REPORT_BYTES)
+        socket.send_fds(group, [content], descriptors, socket.MSG_DONTWAIT)
 
 
 def _watch_children() -> tuple[socket.socket, socket.socket]:
@@ -194,65 +231,33 @@ def _watch_children() -> tuple[socket.socket, socket.socket]:
     return ended, waking
 
 
-def fork_rank(directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> BaseProcess:
-    """Fork a rank, with a POSIX process group (setpgid) of its own. The rank closes the `inherited` sockets."""
+def _fork_rank(rank: int, directory: Path, serve: Callable[..., None], *inherited: socket.socket) -> BaseProcess:
+    """Fork a rank, which closes the `inherited` sockets, and report it to the caller through the first of them."""
     import torch.multiprocessing
 
-    context = torch.multiprocessing.get_context("fork")
-    arguments = (os.getpid(), directory, rank, pipe, inherited)
-    process = context.Process(target=_run_rank, args=arguments, name=f"labkit-rank-{rank}")
-    process.start()
-    with contextlib.suppress(OSError):  # the rank was faster
-        os.setpgid(process.pid or 0, process.pid or 0)
+    leader, (ours, theirs) = os.getpid(), multiprocessing.Pipe()
+
+    def run() -> None:
+        os.setpgid(0, 0)  # a signal to its process group spares the others
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != leader:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ours.close()
+        for each in inherited:
+            each.close()  # else the other end would see no end of file while this rank lives
+        log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        serve(theirs, rank, directory)
+
+    process = torch.multiprocessing.get_context("fork").Process(target=run, name=f"labkit-rank-{rank}")
+    with ours, theirs:
+        process.start()
+        _report(inherited[0], {"rank": rank, "leader": leader}, ours.fileno())
     return process
-
-
-def _kill(process: BaseProcess) -> None:
-    """Kill the rank and all that it has started."""
-    with contextlib.suppress(OSError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]  # it was started
-
-
-def _run_rank(leader: int, directory: str, rank: int, pipe: int, inherited: Sequence[socket.socket]) -> None:
-    """Run in the new rank: tie it to the leader, adopt the caller's environment, measure points until told to end."""
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != leader:
-        os._exit(1)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for each in inherited:
-        each.close()  # else the other end would see no end of file while this rank lives
-    log = os.open(f"{directory}/rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    with connection.Connection(pipe) as caller:
-        caller.send_bytes(json.dumps({"kind": "started", "pid": os.getpid()}).encode())
-        state = json.loads(caller.recv_bytes())
-        os.environ.clear()
-        os.environ.update(state["environment"])
-        sys.path[:], sys.argv[:] = state["path"], state["argv"]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # the caller's script is not run again
-        multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
-        os.chdir(state["cwd"])
-        worker = importlib.import_module("labkit.parallel.ranks.worker")  # not preloaded: edits take effect
-        worker.serve_points(caller, rank, Path(directory))
-
-
-def _kill_session(session: int) -> None:
-    """Kill the processes of a session, and those that they start meanwhile."""
-    import psutil
-
-    is_empty, deadline = False, time.monotonic() + 5.0
-    while not is_empty and time.monotonic() < deadline:
-        is_empty = True
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):  # it has ended
-                if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                    process.kill()
-                    is_empty = False
-        time.sleep(0.01)
 
 
 def _main(control: int, modules: Sequence[str]) -> None:

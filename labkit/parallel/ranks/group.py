@@ -10,18 +10,14 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
-import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from labkit.machine.cgroups import oom_kills
 from labkit.parallel.ranks import fork_server
@@ -30,7 +26,6 @@ from labkit.parallel.ranks.results import (
     RankFailure,
     Row,
     death_failure,
-    failure_from_json,
     first_failure,
     read_turn,
     slowest_alternative,
@@ -49,12 +44,11 @@ _Outcome = tuple[list[dict[str, Any]], RankFailure | None]
 
 @dataclass
 class _Rank:
-    """One rank: its pipe, its process once it has started, and the files that it writes."""
+    """One rank: its pipe, and the files that it writes."""
 
     number: int
     pipe: connection.Connection[Any, Any]
     directory: Path
-    process: psutil.Process | None = None
     is_open: bool = True
     n_forwarded: int = 0  # bytes of its output that were shown
 
@@ -72,11 +66,6 @@ class _Rank:
 
     def turn(self) -> tuple[int, str]:
         return read_turn(self.directory / f"rank-{self.number}.turn")
-
-    def request_stacks(self) -> None:
-        """Make the rank write its stacks, even inside C++."""
-        with contextlib.suppress(psutil.Error, AttributeError):  # it has ended, or never started
-            self.process.send_signal(fork_server.STACKS_SIGNAL)  # type: ignore[union-attr]
 
     def stacks(self) -> str:
         """Return the stacks written so far."""
@@ -102,12 +91,6 @@ class _Rank:
     def output_tail(self) -> str:
         return "\n".join(filter(None, self.output()[0]))
 
-    def kill(self) -> None:
-        """Kill the rank and its children if its leader has not. While one of them lives, the id is not reused."""
-        if self.process and (self.process.is_running() or not psutil.pid_exists(self.process.pid)):
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
 
 class RankGroup:
     """Ranks with a process group among them, which serve one point after another until one fails."""
@@ -120,6 +103,7 @@ class RankGroup:
         self._connection: socket.socket | None = None
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
         self._ranks: list[_Rank] = []
+        self._leader = -1
         self._kills_before = oom_kills() or 0
 
     def start(self) -> RankFailure | None:
@@ -131,12 +115,14 @@ class RankGroup:
         begun, messages = time.monotonic(), list[dict[str, Any]]()
         failure: RankFailure | None
         try:
-            self._request_ranks()
+            self._connection = fork_server.open_group(
+                self._directory, self._plan.world_size, self._environment, self._payload
+            )
             next(self._listen("ready", START_TIMEOUT_S, -1))
         except StopIteration as end:  # as always: a rank that is not ready sends no rows
             messages, failure = end.value
         except OSError as error:
-            failure = RankFailure(None, "exception", f"a rank was not started: {type(error).__name__}: {error}")
+            failure = RankFailure(None, "failed", f"the ranks were not started: {type(error).__name__}: {error}")
         except BaseException:
             self.close()
             raise
@@ -163,7 +149,7 @@ class RankGroup:
         else:
             ended = max(message["at"] for message in messages)
             self._forward_output()
-        return PointEnd.from_failure(index, failure, ended - begun, self.facts)
+        return PointEnd(index, failure, ended - begun, self.facts)
 
     def has_lost_ranks(self) -> bool:
         """Return whether a rank has died since the last point."""
@@ -179,73 +165,67 @@ class RankGroup:
                 while self._connection.recv(4096):  # until the leader has removed the group
                     pass
             self._connection.close()
+        if self._directory.exists():  # the leader was killed, and perhaps the server
+            fork_server.end_session(self._leader, self._directory)
         for rank in self._ranks:
-            rank.kill()
             rank.pipe.close()
-        shutil.rmtree(self._directory, ignore_errors=True)  # not there, unless the leader was killed
         self._connection, self._ranks = None, []
-
-    def _request_ranks(self) -> None:
-        self._connection = fork_server.open_group(self._directory)
-        for number in range(self._plan.world_size):
-            pipe = fork_server.request_rank(self._connection, number, self._environment)
-            self._ranks.append(_Rank(number, pipe, self._directory))
-        for rank in self._ranks:
-            rank.send(self._payload)
 
     def _listen(self, kind: str, timeout_s: float, index: int) -> Generator[Row, None, _Outcome]:
         """Wait for a message of this kind from every rank; yield rows. Returns the messages and the failure, if any."""
-        missing, deadline = set(range(len(self._ranks))), time.monotonic() + timeout_s
+        missing, deadline = set(range(self._plan.world_size)), time.monotonic() + timeout_s
         messages: list[dict[str, Any]] = []
         failures: list[RankFailure] = []
         while missing:
             is_late = time.monotonic() >= deadline
-            for rank, message in self._receive(max(0.0, deadline - time.monotonic())):
-                if message["kind"] == "started":
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.process = psutil.Process(message["pid"])
-                elif message["kind"] == "row":
+            for number, message in self._receive(max(0.0, deadline - time.monotonic())):
+                if message["kind"] == "row":
                     handed_over = time.monotonic()
-                    yield Row(index, rank.number, message["values"])
+                    yield Row(index, number, message["values"])
                     deadline += time.monotonic() - handed_over  # the caller's time is not the point's
-                elif message["kind"] == kind:
+                    continue
+                missing.discard(number)
+                if message["kind"] == kind:
                     messages.append(message)
-                    missing.discard(rank.number)
-                else:
-                    failures.append(self._describe_failure(rank, message))
-                    missing.discard(rank.number)
-                    grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
-                    deadline = min(deadline, time.monotonic() + grace_s)
+                    continue
+                failures.append(self._describe_failure(number, message))
+                grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
             if is_late and time.monotonic() >= deadline:
                 break
         if failures:
             return messages, first_failure(failures)
         return messages, self._describe_lateness(kind, timeout_s, missing) if missing else None
 
-    def _receive(self, timeout_s: float) -> list[tuple[_Rank, dict[str, Any]]]:
-        """Wait until ranks send something or die; return what they sent, in each rank's order."""
+    def _receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """Wait until ranks start, send something or end; return (rank, message), in each rank's order."""
         assert self._connection is not None, "the group was started"
         watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks if rank.is_open}
-        received: list[tuple[_Rank, dict[str, Any]]] = []
         ready = connection.wait([self._connection, *watched], timeout_s)
-        for pipe in ready:
-            if pipe is not self._connection and (message := watched[pipe].receive()):
-                received.append((watched[pipe], message))
-        if self._connection in ready:
-            for number, how in fork_server.read_reports(self._connection):
-                for rank in self._ranks if number is None else [self._ranks[number]]:
-                    received += [(rank, message) for message in iter(rank.receive, None)]
-                    received.append((rank, {"kind": "died", "how": how, "at": time.monotonic()}))
+        messages = ((rank.number, rank.receive()) for pipe, rank in watched.items() if pipe in ready)
+        received = [(number, message) for number, message in messages if message]
+        if self._connection not in ready:
+            return received
+        report = fork_server.read_report(self._connection) | {"at": time.monotonic()}
+        if "pipe" in report:
+            self._ranks.append(_Rank(report["rank"], report["pipe"], self._directory))
+            self._leader = report["leader"]
+            return received
+        for number in [report["rank"]] if "rank" in report else range(self._plan.world_size):
+            if number < len(self._ranks):
+                received += [(number, message) for message in iter(self._ranks[number].receive, None)]
+            received.append((number, {"kind": "died", **report}))
         return received
 
-    def _describe_failure(self, rank: _Rank, message: Mapping[str, Any]) -> RankFailure:
+    def _describe_failure(self, number: int, message: Mapping[str, Any]) -> RankFailure:
+        if "reason" in message:
+            return RankFailure(None, "failed", message["reason"], at=message["at"])
+        rank = self._ranks[number]
         if message["kind"] == "failed":
-            return failure_from_json(message["failure"], output_tail=rank.output_tail())
-        if isinstance(message["how"], str):
-            return RankFailure(None, "killed", message["how"], at=message["at"])
+            return replace(RankFailure(**message["failure"]), output_tail=rank.output_tail())
         return death_failure(
-            rank.number,
-            message["how"],
+            number,
+            message["code"],
             message["at"],
             output_tail=rank.output_tail(),
             stacks=rank.stacks(),
@@ -254,20 +234,21 @@ class RankGroup:
         )
 
     def _describe_lateness(self, kind: str, timeout_s: float, missing: set[int]) -> RankFailure:
-        late = [self._ranks[number] for number in sorted(missing)]
-        names = f"rank{'s' if len(late) > 1 else ''} {', '.join(str(rank.number) for rank in late)}"
+        late = [rank for rank in self._ranks if rank.number in missing]
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
         lateness = f"not ready after {timeout_s:g} s"
         if kind == "done":
             lateness = f"still running after {timeout_s:g} s (timeout_s)"
         slowest = slowest_alternative(rank.turn() for rank in late)
         message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
-        return RankFailure(late[0].number if len(late) == 1 else None, "timeout", message, self._dump_stacks(), tails)
+        return RankFailure(min(missing) if len(missing) == 1 else None, "timeout", message, self._dump_stacks(), tails)
 
     def _dump_stacks(self) -> str:
         """Return the stacks of every rank, as of now."""
-        for rank in self._ranks:
-            rank.request_stacks()
+        assert self._connection is not None, "the group was started"
+        with contextlib.suppress(OSError):
+            self._connection.send(b"s")
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows

@@ -11,13 +11,12 @@ import mmap
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
-FailureKind = Literal["exception", "killed", "exited", "timeout", "oom"]
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 
 TURN_BYTES = 1024
@@ -59,18 +58,13 @@ class RankFailure:
     """The first thing that went wrong in a group of ranks, without its consequences."""
 
     rank: int | None  # None if no single rank is to blame, as when all of them hang
-    kind: FailureKind
+    status: Status  # of the point
     message: str  # one line: "rank 1 was killed by SIGKILL", "rank 0: ValueError: ..."
     traceback: str = ""  # full Python traceback; for a timeout or an abort the stacks of the ranks
     output_tail: str = ""  # the last lines the rank wrote to stdout and stderr
-    blamed: tuple[str, str] | None = None  # the alternative that failed, and the text for its row
+    blamed: Sequence[str] | None = None  # the alternative that failed, and the text for its row
     at: float = 0.0  # seconds, on a clock that the ranks of the group share
     is_consequence: bool = False  # it reads like the loss of another rank, whose failure is the cause
-
-    @property
-    def status(self) -> Status:
-        """Status of the point."""
-        return self.kind if self.kind == "oom" or self.kind == "timeout" else "failed"
 
 
 @dataclass(frozen=True)
@@ -78,20 +72,19 @@ class PointEnd:
     """The end of one point; nothing more comes for its index."""
 
     index: int
-    status: Status
-    reason: str | None  # None when ok; otherwise one line that names rank and cause
     failure: RankFailure | None
     elapsed_s: float  # until the last rank was done, or until the failure was clear
-    facts: dict[str, Any]  # world_size, backend, threads, scheduling, start_method, start_s
+    facts: Mapping[str, Any]  # world_size, backend, threads, scheduling, start_method, start_s
 
-    @classmethod
-    def from_failure(
-        cls, index: int, failure: RankFailure | None, elapsed_s: float, facts: Mapping[str, Any]
-    ) -> PointEnd:
-        """Describe the end of a point that ran: ok without a failure."""
-        if failure is None:
-            return cls(index, "ok", None, None, elapsed_s, dict(facts))
-        return cls(index, failure.status, failure.message, failure, elapsed_s, dict(facts))
+    @property
+    def status(self) -> Status:
+        """Return how the point ended."""
+        return self.failure.status if self.failure else "ok"
+
+    @property
+    def reason(self) -> str | None:
+        """Return one line that names rank and cause; None if all went well."""
+        return self.failure.message if self.failure else None
 
 
 class RankError(RuntimeError):
@@ -108,15 +101,15 @@ class RankError(RuntimeError):
 
 
 class CurrentAlternative:
-    """The alternative that this rank works on, and those that its point is measured without.
+    """The alternative that this rank works on, by `name`, and those that its point is measured without.
 
     A rank that dies or hangs cannot answer, so number and name of its turn are in a file that its caller reads.
     """
 
     def __init__(self) -> None:
+        self.name: str | None = None
         self._memory: bytearray | mmap.mmap = bytearray(TURN_BYTES)
         self._point = self._turn = 0
-        self._name: str | None = None
         self._reason: str | None = None
         self._excluded: Mapping[str, str] = {}
 
@@ -153,16 +146,12 @@ class CurrentAlternative:
         """Set the text for the alternative's row, in case this turn is the end of the rank's work on the point."""
         self._reason = reason
 
-    def name(self) -> str | None:
-        """Return the current alternative."""
-        return self._name
-
     def blamed(self) -> tuple[str, str] | None:
         """Return the current alternative and the text for its row; None without an explanation."""
-        return (self._name, self._reason) if self._name and self._reason else None
+        return (self.name, self._reason) if self.name and self._reason else None
 
     def _set(self, name: str | None) -> None:
-        self._name, self._reason = name, None
+        self.name, self._reason = name, None
         self._memory[:] = f"{self._turn} {name or ''}".encode()[:TURN_BYTES].ljust(TURN_BYTES, b"\0")
 
 
@@ -180,8 +169,8 @@ def read_turn(path: Path) -> tuple[int, str]:
 def slowest_alternative(turns: Iterable[tuple[int, str]]) -> str:
     """Return the alternative of the earliest turn of hanging ranks: the others may wait for it. "" if there is none."""
     turns = list(turns)
-    first = min(number for number, _ in turns)
-    return max(name for number, name in turns if number == first)
+    first = min((number for number, _ in turns), default=0)
+    return max((name for number, name in turns if number == first), default="")
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +203,7 @@ def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure
     first_line = str(error).strip().partition("\n")[0]
     return RankFailure(
         rank=rank,
-        kind="oom" if is_oom else "exception",
+        status="oom" if is_oom else "failed",
         message=f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": "),
         traceback="".join(traceback.format_exception(error)),
         blamed=None if is_oom or is_consequence else current_alternative.blamed(),
@@ -240,7 +229,7 @@ def death_failure(
     is_blamed = alternative and not (is_oom or is_consequence or -code in _FROM_OUTSIDE)
     return RankFailure(
         rank=rank,
-        kind="oom" if is_oom else "killed" if code < 0 else "exited",
+        status="oom" if is_oom else "failed",
         message=message,
         traceback=stacks,
         output_tail=output_tail,
@@ -248,11 +237,6 @@ def death_failure(
         at=at,
         is_consequence=is_consequence,
     )
-
-
-def failure_from_json(values: Mapping[str, Any], **changes: Any) -> RankFailure:
-    """Read a failure that another process sent as JSON."""
-    return RankFailure(**{**values, "blamed": values["blamed"] and tuple(values["blamed"]), **changes})
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
 from labkit.parallel.ranks.results import (
@@ -39,7 +40,6 @@ from labkit.parallel.ranks.results import (
     Worker,
     current_alternative,
     exception_failure,
-    failure_from_json,
     first_failure,
     plain_row,
 )
@@ -63,10 +63,9 @@ class GroupPlan:
     backend: str | None
     scheduling: str
     timeout_s: float
-    threads: int = 1
 
 
-def serve_points(caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
+def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
     """Join the group, then run each point that the caller requests; returns when the caller has ended."""
     _write_files(directory, rank)
     _prefer_for_oom_kill()
@@ -76,7 +75,7 @@ def serve_points(caller: connection.Connection[Any, Any], rank: int, directory: 
         caller.send_bytes(json.dumps({"kind": kind, "at": time.monotonic(), **body}).encode())
 
     try:
-        plan, worker, points = pickle.loads(caller.recv_bytes())
+        plan, worker, points = pickle.loads(payload)
         store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
         send("ready", facts=_join_group(plan, rank, store))
         while True:
@@ -142,7 +141,7 @@ class JobGroup:
         for rank in range(self._plan.world_size if self._rank == 0 else 0):
             for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
                 yield Row(index, rank, values)
-        return PointEnd.from_failure(index, failure, time.monotonic() - begun, self.facts)
+        return PointEnd(index, failure, time.monotonic() - begun, self.facts)
 
     def close(self) -> None:
         """Destroy the process group, and restore what it changed in this process. Safe to repeat."""
@@ -160,13 +159,13 @@ class JobGroup:
     def _agree(self, failure: RankFailure | None) -> RankFailure | None:
         """Exchange how a step ended on each rank; return the failure to show."""
         ends = torchrun.gather_from_ranks(failure and asdict(failure))
-        if failures := [failure_from_json(end) for end in ends if end]:
+        if failures := [RankFailure(**end) for end in ends if end]:
             self.close()
             return first_failure(failures)
         return None
 
     def _lateness(self) -> str:
-        place = f", in {current_alternative.name()}" if current_alternative.name() else ""
+        place = f", in {current_alternative.name}" if current_alternative.name else ""
         return f"rank {self._rank} still running after {self._plan.timeout_s:g} s (timeout_s){place}"
 
     def _end_job(self) -> None:
@@ -218,7 +217,7 @@ def use_scheduling(scheduling: str) -> str:
 def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
     scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(max(1, available_cores() // torchrun.ranks_here(plan.world_size)))
     # glibc gives freed memory back to the system, and new pages cost more than the work on them, until a process has
     # freed a block as large as this one: in a training that happens early
     torch.empty(31 << 20, dtype=torch.uint8)

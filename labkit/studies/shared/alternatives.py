@@ -94,7 +94,7 @@ def time_guarded(
             samples = time_parts_interleaved(running, device=device, prepare=begin, **options)
             break
         except Exception as error:
-            if (blamed := current_alternative.name()) is None:
+            if (blamed := current_alternative.name) is None:
                 raise
             _explain(error, device, turn)
             if _is_one_of_several():
