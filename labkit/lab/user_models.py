@@ -116,8 +116,8 @@ def errors_with_line(name: str | None) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {text}".removesuffix(": ")
         code = getattr(_models[name], "__code__", None)
-        made = f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}" if code else ""
-        raise ModelError(f"{reason}{user_line(error) or made}") from error
+        where = f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}" if code else ""
+        raise ModelError(f"{reason}{user_line(error) or where}") from error
 
 
 def user_line(error: Exception) -> str:
