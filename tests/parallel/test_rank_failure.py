@@ -17,26 +17,26 @@ from labkit.parallel.launch import RankError, run_ranks
 from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.ranks.results import death_failure, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
-from labkit.parallel.tensor import TensorParallel
+from labkit.parallel.tensor import tensor_parallel
 from tests.parallel.waiting import is_gone, wait_until
 
 SCORE = Path("/proc/self/oom_score_adj")
 
 
 @pytest.mark.parametrize(
-    ("number", "is_memory_full", "status", "message"),
+    ("number", "is_memory_full", "kind", "message"),
     [
-        (signal.SIGKILL, False, "failed", "rank 1 was killed by SIGKILL"),
-        (signal.SIGTERM, True, "failed", "rank 1 was killed by SIGTERM"),
+        (signal.SIGKILL, False, "killed", "rank 1 was killed by SIGKILL"),
+        (signal.SIGTERM, True, "killed", "rank 1 was killed by SIGTERM"),
         (signal.SIGKILL, True, "oom", "rank 1 was killed by SIGKILL: out of memory, by the kernel"),
     ],
 )
 def test_a_kill_is_for_memory_if_the_kernel_counted_one(
-    number: signal.Signals, is_memory_full: bool, status: str, message: str
+    number: signal.Signals, is_memory_full: bool, kind: str, message: str
 ) -> None:
     options = {"output_tail": "", "stacks": "", "alternative": "one", "is_memory_full": is_memory_full}
     failure = death_failure(1, -number, 0.0, **options)
-    assert (failure.status, failure.message, failure.is_consequence, failure.blamed) == (status, message, False, None)
+    assert (failure.kind, failure.message, failure.is_consequence, failure.blamed) == (kind, message, False, None)
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:
@@ -67,7 +67,7 @@ def _fail_in(part: str, how: str, folder: Path) -> None:
 
     if part == "tensor":
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        model = TensorParallel(Transformer(SIZES["nano"], context_length=64))
+        model = tensor_parallel(Transformer(SIZES["nano"], context_length=64))
         model.module.layers[1].register_forward_hook(fail)
         model(tokens, tokens).backward()
     elif part == "pipeline":

@@ -18,7 +18,7 @@ from labkit.parallel.background_comm import BackgroundAllReduce
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, rows
-from labkit.parallel.tensor import TensorParallel
+from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -70,7 +70,7 @@ def check_parity() -> list[str]:
         for is_cut in (False, True):
             for transport, segment, from_parts in (("auto", 0, True), ("torch", 1, True), ("point_to_point", 0, False)):
                 whole = build(dtype, seed=dist.get_rank(), checkpoint_segment=segment)
-                model = TensorParallel(whole, sequence_parallel=is_cut, transport=transport)
+                model = tensor_parallel(whole, sequence_parallel=is_cut, transport=transport)
                 result, state = compute(model, from_parts=from_parts), model.gather_state_dict()
                 error = max(furthest(result, expected), furthest(state, build(dtype).state_dict()))
                 if result.keys() != expected.keys() or not error <= tolerance:
@@ -92,7 +92,7 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
         return x.reshape(dist.get_world_size(), x.shape[0], -1, x.shape[2])[dist.get_rank()].clone()
 
     def step() -> dict[str, Tensor]:
-        model = TensorParallel(build(), sequence_parallel=sequence_parallel)
+        model = tensor_parallel(build(), sequence_parallel=sequence_parallel)
         loss = model(TOKENS, TARGETS)
         loss.backward()
         return {"loss": loss.detach(), **gradients(model)}
@@ -111,7 +111,7 @@ def test_every_message_is_needed(sequence_parallel: bool, calls: int) -> None:
 def count_bytes(sequence_parallel: bool) -> float:
     """Bytes that this rank sends in a step, but for the notes that it agrees by, less those of the formula."""
     p, algorithm = dist.get_world_size(), communication.recursive_doubling  # these tensors are short
-    model = TensorParallel(build(), sequence_parallel=sequence_parallel)
+    model = tensor_parallel(build(), sequence_parallel=sequence_parallel)
     with recorded_traffic() as traffic:
         model(TOKENS, TARGETS).backward()
     calls = communication.tensor_parallel_calls(SHAPE, 2, 12, p, itemsize=8, sequence_parallel=sequence_parallel)
@@ -129,17 +129,17 @@ def models_that_cannot_be_cut() -> list[tuple[str, Callable[[], object]]]:
     rank = dist.get_rank()
     narrow, fitting = (TransformerShape(24, d_ff, n_layers=1, n_heads=3, vocabulary=14) for d_ff in (2, 30))
     return [
-        ("heads that 3 ranks divide, got 4", lambda: TensorParallel(build())),
-        ("d_ff of 3", lambda: TensorParallel(build(shape=narrow))),
-        ("not cut, got Linear", lambda: TensorParallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
-        ("a transport among auto", lambda: TensorParallel(build(shape=fitting), transport="carrier pigeon")),
-        ("on every rank", lambda: TensorParallel(build(shape=fitting), sequence_parallel=rank == 1)),
-        ("on every rank", lambda: TensorParallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
+        ("heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
+        ("d_ff of 3", lambda: tensor_parallel(build(shape=narrow))),
+        ("not cut, got Linear", lambda: tensor_parallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
+        ("a transport among auto", lambda: tensor_parallel(build(shape=fitting), transport="carrier pigeon")),
+        ("on every rank", lambda: tensor_parallel(build(shape=fitting), sequence_parallel=rank == 1)),
+        ("on every rank", lambda: tensor_parallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
     ]
 
 
 def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
-    rank, model = dist.get_rank(), TensorParallel(build(), sequence_parallel=True)
+    rank, model = dist.get_rank(), tensor_parallel(build(), sequence_parallel=True)
     return [
         ("same tokens", lambda: model(TOKENS.roll(rank))),
         ("same tokens", lambda: model(TOKENS[:, : 12 - rank])),
@@ -148,7 +148,7 @@ def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
         ("tokens from 0 to 13", lambda: model(TOKENS + 3)),
         ("tokens from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
         ("int64 tokens", lambda: model(TOKENS.float())),
-        ("that is not cut", lambda: TensorParallel(model.module)),
+        ("that is not cut", lambda: tensor_parallel(model.module)),
     ]
 
 
@@ -170,7 +170,7 @@ def combine_axes() -> list[str]:
     part, targets, wrong = mesh.get_local_rank("data"), TOKENS.roll(3), []
     for is_cut, wrap, (lost, replaced) in product((False, True), (BucketedDDP, FSDP), LOST.items()):
         whole = build(seed=dist.get_rank())
-        cut = TensorParallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
+        cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
         model: Any = wrap(cut, group=mesh.get_group("data"))
         with left_out(0, replaced):
             model(TOKENS[part : part + 1], targets[part : part + 1]).backward()
