@@ -10,7 +10,7 @@ does not bend the constants; each published table counts with the square root of
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,24 +18,13 @@ import pandas as pd
 from folds import Fold, make_folds, model_parts
 from scipy.optimize import least_squares
 
-from labkit.scaling import DATA, memory
+from labkit.scaling import DATA, intervals, memory
 from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.intervals import (
-    OTHERS,
-    SLOPES,
-    SLOWER,
-    Widths,
-    find_ends,
-    has_open_engine,
-    measure_distances,
-    measure_slopes,
-    sum_widths,
-)
+from labkit.scaling.intervals import OTHERS, SLOPES, SLOWER, Widths
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
 from labkit.scaling.published import (
     WITHOUT_FRAMEWORK,
     WITHOUT_MODEL,
-    distinct,
     held_out_s,
     is_timed,
     load_published,
@@ -79,8 +68,10 @@ COLUMNS = ["fold", "key", "table", "gpus", "measured_s", "predicted_s", "low_s",
 """Columns of cross_validated.csv."""
 LARGE = 1000
 """GPUs from which on runs are scored apart."""
+FAMILY = ["table", "name", "gpus", "global_batch", "seq_len", "precision"]
+"""Columns of one training on one number of GPUs, whose published runs differ in their layouts."""
 MIN_LAYOUTS = 4
-"""Measured layouts of a model on a number of GPUs, to judge which one is proposed."""
+"""Measured layouts of a family, to judge which one is proposed."""
 MEMORY = {"activation_scale", "held_gathers"}
 """Fitted quantities that memory depends on, and time does not."""
 FITTED = [constant for constant in read_constants() if constant.is_fitted]
@@ -145,20 +136,17 @@ def fit_memory(published: Runs) -> dict[str, float]:
 
 def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
     """Every timed run that the fold judges, predicted by constants fitted without it, and its slopes."""
-    parts = []
-    for is_judged, is_hidden in fold.split():
-        judged = is_judged & is_timed(published)
-        if judged.any():
-            runs, ground = fold.as_predicted(published.take(judged)), measure_ground(published, ~is_hidden)
-            distances = measure_distances(runs, ground)
-            columns = {
-                "row": np.flatnonzero(judged),
-                "predicted_s": seconds(runs, fit_time(published, ~is_hidden)),
-                "is_elsewhere": ground.is_elsewhere(runs),
-                "distance": np.sum(list(distances.values()), axis=0),
-            }
-            parts.append(pd.DataFrame(columns | measure_slopes(distances, is_unstable[judged])))
-    return pd.concat(parts).assign(fold=fold.name)
+    runs, rows = fold.judged_runs(published), np.flatnonzero(fold.is_judged & is_timed(published))
+    ground = measure_ground(published, ~fold.is_hidden)
+    distances = intervals.measure_distances(runs, ground)
+    columns = {
+        "fold": fold.name,
+        "row": rows,
+        "predicted_s": seconds(runs, fit_time(published, ~fold.is_hidden)),
+        "is_elsewhere": ground.is_elsewhere(runs),
+        "distance": np.sum(list(distances.values()), axis=0),
+    }
+    return pd.DataFrame(columns | intervals.measure_slopes(distances, is_unstable[rows]))
 
 
 def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
@@ -170,15 +158,12 @@ def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.Dat
     `weight`: each table counts with the square root of its rows in a fold.
     """
     peak_gib = memory.peak_gib(memory.stage_bytes(with_values(published, values)))
-    is_unstable = peak_gib > UNSTABLE_SHARE * published.memory_gib
-    folds = list(make_folds(published))
-    judged = [cross_validate(published, fold, is_unstable) for fold in folds]
-    taken = [published.take(some["row"].to_numpy()) for some in judged]
-    runs = Runs([run for fold, some in zip(folds, taken, strict=True) for run in fold.as_predicted(some).origin])
-    errors = pd.concat(judged, ignore_index=True)
-    runs, row = with_values(runs, values), errors["row"].to_numpy()
-    measured, predicted, table = published.step_s[row], errors["predicted_s"].to_numpy(), published.table[row]
-    slower, is_open = slow_engine_s(runs), has_open_engine(runs)
+    is_unstable, folds = peak_gib > UNSTABLE_SHARE * published.memory_gib, list(make_folds(published))
+    errors = pd.concat([cross_validate(published, fold, is_unstable) for fold in folds], ignore_index=True)
+    runs = with_values(Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values)
+    row, predicted = errors["row"].to_numpy(), errors["predicted_s"].to_numpy()
+    measured, table = published.step_s[row], published.table[row]
+    slower, is_open = slow_engine_s(runs), intervals.has_open_engine(runs)
     is_slow = is_open & (measured - predicted > 0.5 * slower)
     faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
     errors = errors.assign(
@@ -202,27 +187,22 @@ def home_tables(published: Runs) -> list[str]:
     return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
 
-def fit_widths(errors: pd.DataFrame, levels: Mapping[str, float]) -> Widths:
-    """Widths of what has a level, one by one: each holds what those before leave out."""
-    widths = dict.fromkeys((OTHERS, *SLOPES), (0.0, 0.0))
-    for name, level in levels.items():
-        rows = errors[is_judged(errors, name)]
-        if name == TABLES:
-            for table, some in rows.groupby("home"):
-                widths[table] = tuple(some[["low", "high"]].quantile((1 + level) / 2))
-        elif len(rows):
-            widths[name] = fit_slope(rows, widths, name, level)
-    return widths
+def fit_width(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> Widths:
+    """The least width per unit of a slope that holds this share of what other widths leave out, or those of tables.
 
-
-def fit_slope(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> tuple[float, float]:
-    """The least width per unit of a slope that holds this share of the rows; a quantile regression through zero."""
-    low, high = sum_widths(rows["home"].to_numpy(), rows, widths)
+    A quantile regression through zero.
+    """
+    if name == TABLES:
+        quantile = (1 + level) / 2
+        return {table: tuple(some[["low", "high"]].quantile(quantile)) for table, some in rows.groupby("home")}
+    if not len(rows):
+        return {}
+    low, high = intervals.sum_widths(rows["home"].to_numpy(), rows, widths)
     excess = rows["high"] - high if name == SLOWER else np.fmax(rows["low"] - low, rows["high"] - high)
     excess = (excess / rows[name]).dropna().sort_values()
     weight = (rows["weight"] * rows[name])[excess.index].cumsum()
     width = max(float(excess[weight >= level * weight.iloc[-1]].iloc[0]), 0.0)
-    return (0.0 if name == SLOWER else width, width)
+    return {name: (0.0 if name == SLOWER else width, width)}
 
 
 def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
@@ -232,39 +212,38 @@ def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
     return rows if name == TABLES else rows & (errors[name] > 0)
 
 
-def fit_without(errors: pd.DataFrame, levels: Mapping[str, float]) -> tuple[np.ndarray, Widths]:
+def fit_intervals(errors: pd.DataFrame) -> tuple[np.ndarray, Widths]:
     """Both ends' exponents of every row by widths that saw none of its part; and the largest of all these widths.
 
     A part is a sixth of the models, or a table in folds that leave tables out. Answers have the largest widths, so that
-    they are no narrower than the scored ones.
+    they are no narrower than the scored ones. Tables and slopes have, in turn, the least level at which widths hold
+    `COVERED` of the unseen rows of each fold, and `LEAST` of each fold, table and number of GPUs; of those folds and
+    cells that have `MIN_ROWS`.
     """
-    exponents, largest = np.empty((2, len(errors))), dict[str, tuple[float, ...]]()
-    for kind, some in errors.groupby("kind"):
-        for part, rows in some.groupby(kind):
-            widths = fit_widths(errors[errors[kind] != part], levels)
-            exponents[:, rows.index] = sum_widths(rows["home"].to_numpy(), rows, widths)
-            for name, ends in widths.items():
-                largest[name] = tuple(map(max, ends, largest.get(name, ends)))
-    return exponents, largest
-
-
-def find_levels(errors: pd.DataFrame) -> dict[str, float]:
-    """For tables and each slope the least level at which widths hold `COVERED` of the unseen rows of each fold.
-
-    Of each fold, table and number of GPUs they also hold `LEAST`. Those folds and cells count that have `MIN_ROWS`.
-    """
-    levels: dict[str, float] = {}
+    parts = [(kind, part) for kind, some in errors.groupby("kind") for part in some[kind].unique()]
+    widths: list[Widths] = [dict.fromkeys((OTHERS, *SLOPES), (0.0, 0.0)) for _ in parts]
+    exponents = np.empty((2, len(errors)))
     for name in JUDGES:
-        rows, least = errors[is_judged(errors, name)], {TABLES: 0.0, "framework": LEAST_OF_FRAMEWORK}.get(name, LEAST)
+        rows, least = is_judged(errors, name), {TABLES: 0.0, "framework": LEAST_OF_FRAMEWORK}.get(name, LEAST)
+        before = widths
         for level in LEVELS:
-            low, high = fit_without(errors, levels | {name: level})[0][:, rows.index]
-            is_inside = ~((rows["low"] > low) | (rows["high"] > high))
-            by_fold, by_cell = (find_least(is_inside, rows[by]) for by in (["fold"], ["fold", "table", "gpus"]))
+            widths = []
+            for (kind, part), width in zip(parts, before, strict=True):
+                is_part, is_seen = errors[kind] == part, rows & (errors[kind] != part)
+                widths.append({**width, **fit_width(errors[is_seen], width, name, level)})
+                some = errors[is_part & (errors["kind"] == kind)]
+                exponents[:, some.index] = intervals.sum_widths(some["home"].to_numpy(), some, widths[-1])
+            is_inside = (~((errors["low"] > exponents[0]) | (errors["high"] > exponents[1])))[rows]
+            groups = (["fold"], ["fold", "table", "gpus"])
+            by_fold, by_cell = (find_least(is_inside, errors.loc[rows, by]) for by in groups)
             if by_fold >= COVERED and by_cell >= least:
                 break
-        levels[name] = level
         print(f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the least cell")
-    return levels
+    names = dict.fromkeys(name for width in widths for name in width)
+    ends = {name: [width[name] for width in widths if name in width] for name in names}
+    return exponents, {
+        name: (max(low for low, _ in both), max(high for _, high in both)) for name, both in ends.items()
+    }
 
 
 def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
@@ -281,56 +260,48 @@ def print_scores(rows: pd.DataFrame) -> None:
         print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(by) > 2 else 1)].round(1).to_string()}")
 
 
-def judge_families(published: Runs) -> Iterator[dict[str, object]]:
-    """Every model on a number of GPUs: percent behind its best measured layout; infinite for one out of memory.
+def score_layouts(published: Runs) -> pd.DataFrame:
+    """Percent that proposed layouts are behind the best measured one: means over families by table.
 
-    Times are predicted by constants fitted without the model.
+    Times are predicted by constants fitted without the model. Those that ran out of memory are counted apart.
     """
-    runs, predictions, without_model = published, predict_runs(published), held_out_s(WITHOUT_MODEL)
-    times = np.where(np.isfinite(without_model), without_model, predictions.step_s)
-    preference = preference_s(replace(predictions, columns={**predictions.columns, "step_s": times}))
-    measured = np.where((published.status == "ok"), published.step_s, np.inf)
-    keys = (published.table, runs.name, runs.gpus, runs.global_batch, runs.seq_len, runs.precision)
-    for _, rows in pd.DataFrame(dict(enumerate(keys))).groupby(list(range(len(keys)))):
-        members = rows.index.to_numpy()
-        order = [int(row) for row in members[np.argsort(preference[members], kind="stable")] if predictions.fits[row]]
-        if np.isfinite(measured[members]).sum() < MIN_LAYOUTS or not order:
-            continue
-        chosen = distinct(order, lambda row: runs.origin[row].layout.arrangement, PROPOSED)
-        sizes = runs.tp[members] * runs.pp[members]
-        smallest = members[np.lexsort((-runs.micro_batch[members], sizes, ~predictions.fits[members]))[0]]
-        behind = [100 * (measured[row] / np.nanmin(measured[members]) - 1) for row in (*chosen, smallest)]
-        yield {
-            "table": published.table[members[0]],
-            "first": behind[0],
-            "best_of_three": min(behind[:-1]),
-            "smallest_that_fits": behind[-1],
-        }
-
-
-def summarize_families(published: Runs) -> pd.DataFrame:
-    """Percent behind the best measured layout, a mean over families by table."""
-    families = pd.DataFrame(judge_families(published)).groupby("table")
-    means = families.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
-    out_of_memory = families["best_of_three"].agg(lambda behind: int(np.isinf(behind).sum()))
-    return means.assign(families=families.size(), ran_out_of_memory=out_of_memory)
+    predictions, without_model = predict_runs(published), held_out_s(WITHOUT_MODEL)
+    step_s = np.where(np.isfinite(without_model), without_model, predictions.step_s)
+    columns = {
+        "arrangement": [run.layout.arrangement for run in published.origin],
+        "measured": np.where(published.status == "ok", published.step_s, np.inf),
+        "preference": preference_s(replace(predictions, columns={**predictions.columns, "step_s": step_s})),
+        "is_too_large": ~predictions.fits,
+        "model_ranks": published.tp * published.pp,
+        "batches": -published.micro_batch,
+    }
+    families = []
+    for (table, *_), rows in pd.DataFrame(columns | {name: getattr(published, name) for name in FAMILY}).groupby(
+        FAMILY
+    ):
+        order = rows[~rows["is_too_large"]].sort_values("preference", kind="stable").drop_duplicates("arrangement")
+        if np.isfinite(rows["measured"]).sum() >= MIN_LAYOUTS and len(order):
+            smallest = rows.sort_values(["is_too_large", "model_ranks", "batches"])["measured"].iloc[0]
+            behind = 100 * (np.array([*order["measured"].head(PROPOSED), smallest]) / rows["measured"].min() - 1)
+            families.append((table, behind[0], min(behind[:-1]), behind[-1]))
+    names = ["table", "first", "best_of_three", "smallest_that_fits"]
+    by_table = pd.DataFrame(families, columns=names).groupby("table")
+    means = by_table.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
+    out_of_memory = by_table["best_of_three"].agg(lambda behind: int(np.isinf(behind).sum()))
+    return means.assign(families=by_table.size(), ran_out_of_memory=out_of_memory)
 
 
 def write(published: Runs, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame) -> None:
     """Write constants.csv, intervals.csv, cross_validated.csv and chosen_layouts.csv."""
     constants = pd.read_csv(DATA / "constants.csv", dtype=str, keep_default_na=False)
+    new = {name: f"{value:.5g}" for name, value in values.items()}
     names = constants["quantity"] + "." + constants["key"]
-    new = [
-        f"{values[name]:.5g}" if name in values else value
-        for name, value in zip(names, constants["value"], strict=True)
-    ]
-    constants.assign(value=new).to_csv(DATA / "constants.csv", index=False)
-    rows = [(name, *ends) for name, ends in widths.items()]
-    intervals = pd.DataFrame(rows, columns=["width", "low", "high"])
-    intervals.to_csv(DATA / "intervals.csv", index=False, float_format="%.4f")
+    constants.assign(value=names.map(new).fillna(constants["value"])).to_csv(DATA / "constants.csv", index=False)
+    table = pd.DataFrame.from_dict(widths, orient="index", columns=["low", "high"])
+    table.to_csv(DATA / "intervals.csv", index_label="width", float_format="%.4f")
     scores.to_csv(DATA / "cross_validated.csv", index=False, float_format="%.5g")
     held_out_s.cache_clear()
-    summarize_families(published).to_csv(DATA / "chosen_layouts.csv")
+    score_layouts(published).to_csv(DATA / "chosen_layouts.csv")
 
 
 def main() -> None:
@@ -343,13 +314,13 @@ def main() -> None:
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
     errors, runs = collect_errors(published, values)
-    exponents, widths = fit_without(errors, find_levels(errors))
-    _, low, high = find_ends(runs, errors["predicted_s"].to_numpy(), exponents)
+    exponents, widths = fit_intervals(errors)
+    _, low, high = intervals.find_ends(runs, errors["predicted_s"].to_numpy(), exponents)
     scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))
     if is_writing:
         write(published, values, widths, scores)
-    print(f"\npercent behind the best measured layout\n{summarize_families(published).to_string()}")
+    print(f"\npercent behind the best measured layout\n{score_layouts(published).to_string()}")
     print(f"{time.perf_counter() - begun:.0f} s")
 
 

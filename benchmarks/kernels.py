@@ -12,8 +12,6 @@ Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, whic
 kernels stay in Triton's cache.  Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess
@@ -26,11 +24,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import networkx
 import torch
 import triton
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -171,41 +167,27 @@ def _instructions(listing: str) -> list[tuple[str, int | None]]:
 
 
 def _loops(code: list[tuple[str, int | None]], *, is_specialized: bool = False) -> list[set[int]]:
-    """Loops that compute: strongly connected parts of the flow of control that use tensor cores or exponentials.
+    """Loops that compute, in the flow of control.
 
-    Specialized warps wait for work in a loop around their programs, which is left out.
+    Specialized warps wait for work in a loop around their programs, which is left out: cycles inside a loop are those
+    that do not pass its entry.
     """
-    edges = []
+    flow = networkx.DiGraph()
     for index, (text, target) in enumerate(code):
-        if target is not None and target < len(code):
-            edges.append((index, target))
         always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
-        if not always and index + 1 < len(code):
-            edges.append((index, index + 1))
-
-    def computing(loops: list[set[int]]) -> list[set[int]]:
-        return [loop for loop in loops if any(_kind(code[i][0]) in ("tensor", "special") for i in loop)]
-
-    loops = computing(_cycles(edges))
-    return [inner for loop in loops for inner in computing(_inside(loop, edges)) or [loop]] if is_specialized else loops
+        flow.add_edges_from((index, end) for end in (target, None if always else index + 1) if end in range(len(code)))
+    loops = _cycles(flow, code)
+    if not is_specialized:
+        return loops
+    entries = {end for loop in loops for start, end in flow.in_edges(loop) if start not in loop}
+    return [inner for loop in loops for inner in _cycles(flow.subgraph(loop - entries), code) or [loop]]
 
 
-def _cycles(edges: list[tuple[int, int]]) -> list[set[int]]:
-    """Strongly connected parts of more than one instruction."""
-    if not edges:
-        return []
-    sources, ends = np.array(edges).T
-    size = max(sources.max(), ends.max()) + 1
-    graph = coo_array((np.ones(len(edges)), (sources, ends)), shape=(size, size))
-    _, parts = connected_components(graph.tocsr(), connection="strong")
-    members = (set(np.flatnonzero(parts == part).tolist()) for part in np.flatnonzero(np.bincount(parts) > 1))
-    return list(members)
-
-
-def _inside(loop: set[int], edges: list[tuple[int, int]]) -> list[set[int]]:
-    """Loops inside a loop: the cycles that do not pass its entry."""
-    entries = {end for start, end in edges if end in loop and start not in loop}
-    return _cycles([(start, end) for start, end in edges if {start, end} <= loop - entries])
+def _cycles(flow: networkx.DiGraph, code: list[tuple[str, int | None]]) -> list[set[int]]:
+    """Strongly connected parts of several instructions that use tensor cores or exponentials."""
+    parts = networkx.strongly_connected_components(flow)
+    kinds = ("tensor", "special")
+    return [set(part) for part in parts if len(part) > 1 and any(_kind(code[i][0]) in kinds for i in part)]
 
 
 def _name(text: str) -> str:

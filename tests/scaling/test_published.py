@@ -141,10 +141,9 @@ def fit_scaling(monkeypatch):
 
 def test_every_fold_judges_some_runs_and_is_fitted_to_others(published, fit_scaling):
     for fold in fit_scaling.make_folds(published):
-        for is_judged, is_hidden in fold.split():
-            assert is_judged.any()
-            assert not is_hidden.all()
-            assert not (is_judged & ~is_hidden).any()
+        assert fold.is_judged.any()
+        assert not fold.is_hidden.all()
+        assert not (fold.is_judged & ~fold.is_hidden).any()
 
 
 def test_a_fold_that_is_fitted_again_predicts_what_is_committed(published, fit_scaling):
