@@ -86,6 +86,7 @@ SPREADSHEETS = {
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
     "floats": _text([GOOD | {"hidden": "4096.0"}]).encode(),
+    "powers of ten": _text([GOOD | {"vocab": "5.0368E+04"}]).encode(),
 }
 
 
@@ -205,6 +206,7 @@ GPUS = {
     **{"rtx 4090": "RTX-4090-24GB", "NVIDIA GeForce RTX 4090": "RTX-4090-24GB", "NVIDIA GH200 480GB": "GH200-96GB"},
     **{"NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Blackwell-96GB", "H100 NVL": "H100-NVL-94GB"},
     **{"AMD Instinct MI355X": "MI355X-288GB", "b300": "B300-SXM-270GB", "mi325x": "MI325X-256GB"},
+    **{"a100-40gb": "A100-SXM-40GB", "a100": "A100-SXM-80GB", "v100": "V100-SXM-32GB", "h100-94gb": "H100-NVL-94GB"},
 }
 
 
