@@ -105,15 +105,16 @@ def compile_tile(
         file.write(compiled.asm["cubin"])
         file.flush()
         registers = int(re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1])
-        code = _instructions(_run("nvdisasm", "-c", file.name))
+        flow = _read_code(_run("nvdisasm", "-c", file.name))
     warps = int(getattr(compiled.metadata, "ws_num_warps", warps) or warps)
-    loops = _loops(code, is_specialized=tile.specialize > 0)
-    spills = {index for index, (text, _) in enumerate(code) if _name(text).split(".")[0] in ("LDL", "STL")}
+    loops = _loops(flow, is_specialized=tile.specialize > 0)
+    spills = {index for index, name in flow.nodes(data="name") if name.split(".")[0] in ("LDL", "STL")}
     inside = spills & set().union(*loops)
-    main = max(loops, key=lambda loop: (sum(_kind(code[i][0]) == "tensor" for i in loop), -len(loop)), default=set())
+    nodes = [[flow.nodes[index] for index in loop] for loop in loops]
+    main = max(nodes, key=lambda loop: (sum(one["unit"] == "tensor" for one in loop), -len(loop)), default=[])
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
     computing = 2 * tile.warps if tile.specialize == 2 else tile.warps  # two groups, of half the queries each
-    bound, share = _bound([code[i][0] for i in main], computing, flop, dtype, capability)
+    bound, share = _bound(main, computing, flop, dtype, capability)
     return Resources(
         registers=registers,
         spills_in_loops=len(inside),
@@ -153,8 +154,8 @@ def _run(program: str, *arguments: str) -> str:
 # ------------------------------------------------------------------------------------ machine code
 
 
-def _instructions(listing: str) -> list[tuple[str, int | None]]:
-    """Each instruction's text, and the index that it may jump to."""
+def _read_code(listing: str) -> networkx.DiGraph:
+    """The flow of control: a node per instruction, with its text, its name without predicate, and its unit."""
     texts: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -162,42 +163,35 @@ def _instructions(listing: str) -> list[tuple[str, int | None]]:
             labels[match[1]] = len(texts)
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             texts.append(match[1])
-    targets = (re.search(r"`\((\.L_x_\d+)\)", text) if _name(text).startswith("BRA") else None for text in texts)
-    return [(text, labels.get(target[1]) if target else None) for text, target in zip(texts, targets, strict=True)]
+    flow = networkx.DiGraph()
+    for index, text in enumerate(texts):
+        name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
+        unit = next((unit for unit, pattern in UNITS.items() if re.match(pattern, name)), "other")
+        flow.add_node(index, text=text, name=name, unit=unit)
+        jump = re.search(r"`\((\.L_x_\d+)\)", text) if name.startswith("BRA") else None
+        always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
+        ends = (labels.get(jump[1]) if jump else None, None if always else index + 1)
+        flow.add_edges_from((index, end) for end in ends if end in range(len(texts)))
+    return flow
 
 
-def _loops(code: list[tuple[str, int | None]], *, is_specialized: bool = False) -> list[set[int]]:
-    """Loops that compute, in the flow of control.
+def _loops(flow: networkx.DiGraph, *, is_specialized: bool = False) -> list[set[int]]:
+    """Loops that compute.
 
     Specialized warps wait for work in a loop around their programs, which is left out: cycles inside a loop are those
     that do not pass its entry.
     """
-    flow = networkx.DiGraph()
-    for index, (text, target) in enumerate(code):
-        always = re.match(r"(BRA(\.\S+)? `|EXIT|RET|BRX)", text)
-        flow.add_edges_from((index, end) for end in (target, None if always else index + 1) if end in range(len(code)))
-    loops = _cycles(flow, code)
+    loops = _cycles(flow)
     if not is_specialized:
         return loops
     entries = {end for loop in loops for start, end in flow.in_edges(loop) if start not in loop}
-    return [inner for loop in loops for inner in _cycles(flow.subgraph(loop - entries), code) or [loop]]
+    return [inner for loop in loops for inner in _cycles(flow.subgraph(loop - entries)) or [loop]]
 
 
-def _cycles(flow: networkx.DiGraph, code: list[tuple[str, int | None]]) -> list[set[int]]:
+def _cycles(flow: networkx.DiGraph) -> list[set[int]]:
     """Strongly connected parts of several instructions that use tensor cores or exponentials."""
-    parts = networkx.strongly_connected_components(flow)
-    kinds = ("tensor", "special")
-    return [set(part) for part in parts if len(part) > 1 and any(_kind(code[i][0]) in kinds for i in part)]
-
-
-def _name(text: str) -> str:
-    """The instruction without its predicate: "HMMA.16816.F32"."""
-    return re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
-
-
-def _kind(text: str) -> str:
-    """The unit that executes an instruction."""
-    return next((kind for kind, pattern in UNITS.items() if re.match(pattern, _name(text))), "other")
+    parts, units = networkx.strongly_connected_components(flow), ("tensor", "special")
+    return [set(part) for part in parts if len(part) > 1 and any(flow.nodes[i]["unit"] in units for i in part)]
 
 
 UNITS = {
@@ -209,16 +203,16 @@ UNITS = {
 }
 
 
-def _bound(loop: list[str], warps: int, flop: int, dtype: torch.dtype, capability: int) -> tuple[str, float]:
+def _bound(loop: list[Any], warps: int, flop: int, dtype: torch.dtype, capability: int) -> tuple[str, float]:
     """The unit that one trip of the loop keeps busy longest, and the tensor cores' clocks over its clocks."""
     if not loop or not flop:
         return "memory", 0.0
-    chip, kinds = CHIPS[capability], Counter(map(_kind, loop))
+    chip, kinds = CHIPS[capability], Counter(one["unit"] for one in loop)
     slow = 2 * 3 if dtype == torch.float32 else 1  # TF32 at half the rate, three products for one
     quarter = warps / 4
     clocks = {
         "tensor": flop * slow / chip.flop_per_clock,
-        "shared": sum(map(_shared_bytes, loop)) * warps / 128,
+        "shared": sum(_shared_bytes(one["name"], one["text"]) for one in loop) * warps / 128,
         "issue": len(loop) * quarter,
         "special": 8 * kinds["special"] * quarter,
         "fp32": chip.fp32_clocks * kinds["fp32"] * quarter,
@@ -228,9 +222,8 @@ def _bound(loop: list[str], warps: int, flop: int, dtype: torch.dtype, capabilit
     return bound, clocks["tensor"] / clocks[bound]
 
 
-def _shared_bytes(text: str) -> float:
+def _shared_bytes(name: str, text: str) -> float:
     """Bytes of shared memory that a warp moves by one instruction."""
-    name = _name(text)
     if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):  # of four warps
         rows, columns, depth = map(int, match.groups())
         from_registers = re.search(r"HGMMA\S* R\d+, R\d+", text) is not None

@@ -72,7 +72,7 @@ def test_spills_and_loops_are_read_from_machine_code() -> None:
 .L_x_4:
         /*00a0*/                   BRA `(.L_x_4) ;
 """
-    (loop,) = kernels._loops(kernels._instructions(listing))
+    (loop,) = kernels._loops(kernels._read_code(listing))
     assert loop == {2, 3, 4, 5, 8, 9}, "with the part that stands after the end, and without what only waits"
 
 
