@@ -113,9 +113,9 @@ def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
     return predict_step_s(with_values(runs, values))
 
 
-def fit_memory(published: Runs) -> dict[str, float]:
+def fit_memory(runs: Runs) -> dict[str, float]:
     """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out must not."""
-    runs, is_ok, reserved = published, published.status == "ok", published.reserved_gib
+    is_ok, reserved = runs.status == "ok", runs.reserved_gib
     is_measured = is_ok & np.isfinite(reserved)
     memory.stage_bytes(runs)  # its columns are shared by every evaluation
 
@@ -240,10 +240,8 @@ def fit_intervals(errors: pd.DataFrame) -> tuple[np.ndarray, Widths]:
                 break
         print(f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the least cell")
     names = dict.fromkeys(name for width in widths for name in width)
-    ends = {name: [width[name] for width in widths if name in width] for name in names}
-    return exponents, {
-        name: (max(low for low, _ in both), max(high for _, high in both)) for name, both in ends.items()
-    }
+    ends = {name: np.max([width[name] for width in widths if name in width], axis=0) for name in names}
+    return exponents, {name: (float(low), float(high)) for name, (low, high) in ends.items()}
 
 
 def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
@@ -276,9 +274,8 @@ def score_layouts(published: Runs) -> pd.DataFrame:
         "batches": -published.micro_batch,
     }
     families = []
-    for (table, *_), rows in pd.DataFrame(columns | {name: getattr(published, name) for name in FAMILY}).groupby(
-        FAMILY
-    ):
+    runs = pd.DataFrame(columns | {name: getattr(published, name) for name in FAMILY})
+    for (table, *_), rows in runs.groupby(FAMILY):
         order = rows[~rows["is_too_large"]].sort_values("preference", kind="stable").drop_duplicates("arrangement")
         if np.isfinite(rows["measured"]).sum() >= MIN_LAYOUTS and len(order):
             smallest = rows.sort_values(["is_too_large", "model_ranks", "batches"])["measured"].iloc[0]
