@@ -4,7 +4,6 @@ import json
 import math
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,10 +132,7 @@ def _values(run: Run) -> dict[str, str]:
 
 def _usual_values(runs: Iterable[Run]) -> dict[str, str]:
     """Return the most frequent value of the profile and of each parameter."""
-    counts: dict[str, Counter[str]] = {}
-    for name, value in (item for run in runs for item in _values(run).items()):
-        counts.setdefault(name, Counter())[value] += 1
-    return {name: each.most_common(1)[0][0] for name, each in counts.items()}
+    return pd.DataFrame([_values(run) for run in runs]).mode().iloc[0].to_dict()
 
 
 def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
 from labkit.nn.attention_implementations import attention_named, has_triton
 from labkit.nn.attention_problem import AttentionProblem, Passes
-from labkit.nn.training import TrainingStep, build_workload
+from labkit.nn.training import Trainer, TrainingStep, build_workload
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.ranks.worker import use_device
@@ -160,12 +160,6 @@ def _all_ranks(device: str) -> Iterator[tuple[str, Quantity]]:
             tensor = torch.zeros(n_bytes // 4, device=device)
             yield f"all-reduce {kind}, {name}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
     workload = build_workload(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
-    model = BucketedDDP(workload.build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        workload.loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    yield "training step, all ranks", Quantity(step)
+    model = BucketedDDP(workload.build(), finish_in_backward=False)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), workload.loss, device)
+    yield "training step, all ranks", Quantity(trainer.run)

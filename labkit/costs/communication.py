@@ -5,7 +5,7 @@ algorithm costs a number of successive messages and the bytes that a rank sends 
 
 An all-reduce is a reduce-scatter and an all-gather of shards of n/p bytes (Thakur, Rabenseifner & Gropp 2005,
 "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2; each phase sends at least
-n (p-1)/p bytes per rank). ZeRO's communication volumes count the same (arXiv:1910.02054, section 7).
+n (p-1)/p bytes per rank).
 
 Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
 """
@@ -27,6 +27,8 @@ class MessageCost(NamedTuple):
 
 CostOf = Callable[[int, float], MessageCost]
 """(world size, bytes) -> cost of an algorithm."""
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+"""What is sharded: nothing, optimizer state, also gradients, also parameters."""
 AT_ONCE = frozenset({"butterfly", "one_shot"})
 """Algorithms whose ranks send to all others at once."""
 
@@ -129,6 +131,15 @@ def context_parallel_calls(
         return [Calls("exchange", block_bytes, 2 * (world_size - 1)), Calls("exchange", gradient_bytes, world_size - 1)]
     gathered = Calls("all_gather", world_size * block_bytes, 2)
     return [gathered, Calls("reduce_scatter", world_size * gradient_bytes, 1)]
+
+
+def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
+    """List the collectives of one step for parameters of `n_bytes`. ValueError for an unknown stage.
+
+    Source: arXiv:1910.02054, section 7.
+    """
+    averaged = Calls("all_reduce" if STAGES.index(stage) < 2 else "reduce_scatter", n_bytes, 1)
+    return [averaged, Calls("all_gather", n_bytes, {"ddp": 0, "zero3": 2}.get(stage, 1))]
 
 
 def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:

@@ -10,6 +10,7 @@ Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layer
 import math
 from collections.abc import Mapping
 
+from labkit.costs.communication import STAGES
 from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters, parameters_by_part
 
 FLOAT32 = 4
@@ -17,12 +18,17 @@ LOW_PRECISION = 2
 STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
 """Bytes of a parameter, its gradient, and AdamW's running means."""
 PHASES = ("inference", "forward", "full_step")
+PARTS = ("parameters", "gradients", "optimizer")
 
 
-def state_bytes(shape: TransformerShape) -> Mapping[str, int]:
-    """Bytes of the parameters, their gradients, and AdamW's two running means."""
-    n = n_parameters(shape)
-    return {"parameters": FLOAT32 * n, "gradients": FLOAT32 * n, "optimizer": ADAMW_STATES * FLOAT32 * n}
+def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> Mapping[str, float]:
+    """Bytes that a rank holds from step to step, by part, in float32 with AdamW. ValueError for an unknown stage.
+
+    Source: Rajbhandari, Rasley, Ruwase & He 2020, ZeRO (arXiv:1910.02054), section 3.1 and figure 1.
+    """
+    whole = {"parameters": n_parameters, "gradients": n_parameters, "optimizer": ADAMW_STATES * n_parameters}
+    sharded = ("optimizer", "gradients", "parameters")[: STAGES.index(stage)]
+    return {part: FLOAT32 * n / (world_size if part in sharded else 1) for part, n in whole.items()}
 
 
 def saved_by_layer(
@@ -97,7 +103,7 @@ def peak_bytes(
     and on CUDA one of every parameter. Gradients that are allocated while activations are freed are left out, so the
     measured peak is a few percent higher (tested). ValueError for an unknown phase.
     """
-    states = state_bytes(shape)
+    states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary
     # the loss reads float32 logits: under autocast a copy of the ones in low precision
     read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import MODEL_FIELDS
-from labkit.nn.training import Trained
+from labkit.nn.training import ModelAndBatch
 from labkit.parallel.ranks.results import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def find_shape(name: str) -> TransformerShape | None:
     return model if isinstance(model, TransformerShape) else None
 
 
-def model_source(name: str) -> TransformerShape | Callable[[], Trained]:
+def model_source(name: str) -> TransformerShape | Callable[[], ModelAndBatch]:
     """Return the shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
@@ -137,7 +137,7 @@ def _place(filename: str) -> str:
     return Path(filename).name if Path(filename).is_file() else "the cell"
 
 
-def _call(make: Any) -> Trained:
+def _call(make: Any) -> ModelAndBatch:
     """Call a user's function; its result is on the default device and shares nothing with earlier results."""
     result = make()
     if not isinstance(result, tuple) or len(result) != 4:
@@ -165,7 +165,7 @@ def _call(make: Any) -> Trained:
     # deepcopy cannot copy tensors on a fake device, so these are copied first
     tensors: dict[int, Any] = {id(one): nn.Parameter(moved(one), one.requires_grad) for one in model.parameters()}
     tensors |= {id(one): moved(one) for one in model.buffers()}
-    return Trained(copy.deepcopy(model, tensors), tree_map(moved, inputs), tree_map(moved, targets), one_number)
+    return ModelAndBatch(copy.deepcopy(model, tensors), tree_map(moved, inputs), tree_map(moved, targets), one_number)
 
 
 def _kind(value: Any) -> str:

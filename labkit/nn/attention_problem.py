@@ -10,7 +10,6 @@ all of it.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -25,25 +24,6 @@ FACTOR = 4.0
 # Per row: the worst of thousands is further out than all together are. A missing row is off by 0.3 and more.
 ROW_FACTOR, ROW_UNITS = 8.0, 8.0
 ROWS_AT_ONCE = 512
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Largest relative error (root mean square) of the output and the gradients of q, k, v, and its limit.
-
-    `row_error` is that of the worst row, relative to its size. Both are infinite for NaN. `where` is the worst element:
-    "output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
-    """
-
-    error: float
-    limit: float
-    row_error: float
-    row_limit: float
-    where: str = ""
-
-    @property
-    def is_right(self) -> bool:
-        return self.error <= self.limit and self.row_error <= self.row_limit
 
 
 class AttentionProblem:
@@ -133,12 +113,18 @@ class Reference:
         return error, row_error, where
 
 
-def check(problem: AttentionProblem, results: list[Tensor]) -> Checked:
-    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's reference."""
+def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]:
+    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's reference.
+
+    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or the worst element:
+    "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
+    """
     if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
-        return Checked(math.inf, 0, math.inf, 0, f"expected the shape {tuple(problem.q.shape)}, got {unlike[0]}")
-    error, row_error, where = problem.reference.compare(results)
-    return Checked(error, problem.reference.limit, row_error, problem.reference.row_limit, where)
+        return math.inf, f"wrong: expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"
+    reference = problem.reference
+    error, row_error, where = reference.compare(results)
+    is_right = error <= reference.limit and row_error <= reference.row_limit
+    return error, "ok" if is_right else f"wrong: {where}"
 
 
 def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:

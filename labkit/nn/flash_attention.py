@@ -20,7 +20,6 @@ import csv
 import functools
 import math
 import warnings
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,27 +190,21 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
 
     constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
     arguments = (*tensors, queries, keys, softmax_scale(q, scale))
+    # sizes share a tuning up to the next power of two: the best tile varies slowly
+    sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
+    tuning = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        if tile is None and not INTERPRETED:
+        if tile is not None:
+            tiles: tuple[Tile, ...] = (tile,)
+        elif INTERPRETED:
+            tiles = (INTERPRETER_TILES[name],)
+        else:
             tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
             if any(x.data_ptr() % DESCRIPTOR_ALIGNMENT for x in tensors):
                 tiles = tuple(tile for tile in tiles if tile.specialize < 2)
-            _provide_descriptors(tiles, q.device)
-            sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
-            # sizes share a tuning up to the next power of two: the best tile varies slowly
-            tuning = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
-            _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
-        else:
-            tile = tile or INTERPRETER_TILES[name]
-            _provide_descriptors([tile], q.device)
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            KERNELS[name][grid](*arguments, **constants, **tile.constants(), **options)
-
-
-def _provide_descriptors(tiles: Sequence[Tile], device: torch.device) -> None:
-    """Let Triton have memory for tensor descriptors, for which it asks at a launch, if one of the tiles uses them."""
-    if not INTERPRETED and any(tile.specialize == 2 for tile in tiles):
-        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+        if not INTERPRETED and any(tile.specialize == 2 for tile in tiles):  # Triton asks for memory at a launch
+            triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device))
+        _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
 
 
 def kernel_constants(

@@ -1,10 +1,7 @@
 """Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
 
-    step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
-    step.forward(); step.backward(); step.optimizer_step()       or  step.run()
-
-The three phases are named ranges ("forward", "backward", "optimizer") for `torch.profiler` and, inside
-`torch.autograd.profiler.emit_nvtx()`, for Nsight Systems.
+step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
+step.forward(); step.backward(); step.optimizer_step()       or  step.run()
 """
 
 import copy
@@ -16,10 +13,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from labkit.bench.clock import Stopwatch
 from labkit.costs.transformer import TransformerShape
-from labkit.nn.attention import Attention, naive_attention
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 
@@ -31,10 +29,13 @@ AUTOCAST_DTYPES: Mapping[str, torch.dtype | None] = {
 RESNET50 = "resnet50"
 RESNET50_PARAMETERS = 25_557_032
 CLASSES = 1000
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FINISH = "finish"
+"""Range of the profiler around what a wrapper does after its backward pass."""
 
 
-class Trained(NamedTuple):
-    """A model with its batch and loss: `loss(model(inputs), targets)` is a scalar."""
+class ModelAndBatch(NamedTuple):
+    """A model with a batch and a loss: `loss(model(inputs), targets)` is a scalar."""
 
     model: nn.Module
     inputs: Any
@@ -42,94 +43,113 @@ class Trained(NamedTuple):
     loss: Callable[[Any, Any], Tensor]
 
 
-class TrainingStep:
-    """A Transformer with parameters in float32, AdamW and one random batch of tokens (B, S).
+class Trainer:
+    """One training step of a model, in phases that can be timed; `compute_loss(model)` is a forward pass, a scalar.
 
-    `source` may also be a function that builds a model and its batch on the default device; `batch`, `context_length`,
-    `attention` and `checkpoint_segment` are then ignored. A `precision` other than "float32" is autocast to that dtype,
-    forward and loss; float16 has no loss scaling. `compiled` wraps the model in `torch.compile`. ValueError for an
-    unknown precision or sizes that are not positive.
+    The phases are named ranges ("forward", "backward", "optimizer") for `torch.profiler` and, inside
+    `torch.autograd.profiler.emit_nvtx()`, for Nsight Systems.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, compute_loss: Callable[[Any], Tensor], device: str = "cpu"
+    ):
+        self.model: Any = model
+        self.call: Any = model
+        """The model, or a wrapper of it, that `compute_loss` gets."""
+        self.optimizer = optimizer
+        self.autocast_dtype: torch.dtype | None = None
+        """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss scaling."""
+        self.waiting = Stopwatch(device)
+        """Laps from the end of a backward pass until gradients are averaged, for wrappers that finish separately."""
+        self._finish = getattr(model, "finish_gradient_synchronization", None)
+        self._compute_loss = compute_loss
+        self._device_type = torch.device(device).type
+        self._loss: Tensor | None = None
+
+    def infer(self) -> Tensor:
+        """Run a forward pass without a graph; return the loss, a scalar."""
+        with torch.no_grad():
+            return self._run_forward()
+
+    def forward(self) -> Tensor:
+        """Run a forward pass; keep the loss with its graph until `backward`."""
+        self._loss = self._run_forward()
+        return self._loss
+
+    def backward(self) -> None:
+        """Accumulate the gradients of the last forward pass, until they are averaged over ranks."""
+        assert self._loss is not None, "forward comes first"
+        with record_function(BACKWARD):
+            self._loss.backward()
+        self._loss = None
+        if self._finish is not None:
+            with record_function(FINISH):
+                self.waiting.start()
+                self._finish()
+                self.waiting.stop()
+
+    def optimizer_step(self) -> None:
+        """Update the parameters, then drop the gradients."""
+        with record_function(OPTIMIZER):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def run(self) -> None:
+        """Run one full step."""
+        for phase in self.phases.values():
+            phase()
+
+    @property
+    def phases(self) -> dict[str, Callable[[], Any]]:
+        """The phases of a full step by name, in order."""
+        return {FORWARD: self.forward, BACKWARD: self.backward, OPTIMIZER: self.optimizer_step}
+
+    def drop_gradients(self) -> None:
+        """Drop gradients and a graph that has not had its backward pass."""
+        self._loss = None
+        self.optimizer.zero_grad()
+
+    def _run_forward(self) -> Tensor:
+        dtype = self.autocast_dtype
+        with record_function(FORWARD), torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
+            return self._compute_loss(self.call)
+
+
+class TrainingStep(Trainer):
+    """A workload with parameters in float32 and AdamW; `options` are those of `build_workload`.
+
+    A `precision` other than "float32" is autocast to that dtype. `compiled` wraps the model in `torch.compile`.
+    ValueError for an unknown precision or sizes that are not positive.
     """
 
     def __init__(
         self,
-        source: TransformerShape | Callable[[], Trained],
+        source: "Source",
         *,
-        batch: int,
-        context_length: int,
         device: str = "cpu",
         precision: str = "float32",
-        attention: Attention = naive_attention,
-        checkpoint_segment: int = 0,
         compiled: bool = False,
-        seed: int = 0,
+        **options: Any,
     ):
         if precision not in AUTOCAST_DTYPES:
             raise ValueError(f"expected a precision among {', '.join(AUTOCAST_DTYPES)}, got {precision!r}")
-        torch.manual_seed(seed)
-        self.device = torch.device(device)
+        workload = build_workload(source, device=device, **options)
+        model = workload.build()
+        super().__init__(model, adamw(model.parameters(), torch.device(device)), workload.loss, device)
         self.autocast_dtype = AUTOCAST_DTYPES[precision]
-        with self.device:
-            if isinstance(source, TransformerShape):
-                if batch < 1:
-                    raise ValueError(f"expected batch >= 1, got {batch}")
-                options: dict[str, Any] = {"attention": attention, "checkpoint_segment": checkpoint_segment}
-                model = Transformer(source, context_length=context_length, **options)
-                training = Trained(model, *random_tokens(source, batch, context_length), language_model_loss)
-            else:
-                training = source()
-        self.model: Any = training.model
-        self.inputs, self.targets, self._loss_of = training[1:]
-        self.call: Callable[[Any], Any] = self.model
         if compiled:
-            self.call = torch.compile(self.model, dynamic=False)
-        self.optimizer = adamw(self.model.parameters(), self.device)
-        self.loss: Tensor | None = None
-
-    def infer(self) -> Tensor:
-        """Run a forward pass without a graph; return the loss, a scalar."""
-        with torch.no_grad(), record_function("forward"):
-            return self._compute_loss()
-
-    def forward(self) -> Tensor:
-        """Run a forward pass; keep the loss with its graph until `backward`."""
-        with record_function("forward"):
-            self.loss = self._compute_loss()
-        return self.loss
-
-    def backward(self) -> None:
-        """Accumulate the gradients of the last forward pass."""
-        assert self.loss is not None, "forward comes first"
-        with record_function("backward"):
-            self.loss.backward()
-        self.loss = None
-
-    def optimizer_step(self) -> None:
-        """Update by AdamW, then drop the gradients."""
-        with record_function("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def run(self) -> None:
-        """Run one full step."""
-        self.forward()
-        self.backward()
-        self.optimizer_step()
-
-    def drop_gradients(self) -> None:
-        """Drop gradients and a graph that has not had its backward pass."""
-        self.loss = None
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _compute_loss(self) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            return self._loss_of(self.call(self.inputs), self.targets)
+            self.call = torch.compile(model, dynamic=False)
 
 
 def random_tokens(
     shape: TransformerShape, batch: int, context_length: int, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows."""
+    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows.
+
+    ValueError for a batch that is not positive.
+    """
+    if batch < 1:
+        raise ValueError(f"expected batch >= 1, got {batch}")
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -159,37 +179,42 @@ class Workload:
         return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
+Source = TransformerShape | type[ResNet50] | Callable[[], ModelAndBatch]
+
+
 def build_workload(
-    source: TransformerShape | Callable[[], Trained] | type[ResNet50],
+    source: Source,
     *,
     batch: int,
     context_length: int = 128,
     image_size: int = 224,
     device: str = "cpu",
     seed: int = 0,
+    **options: Any,
 ) -> Workload:
     """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size, image_size), or the
     model and batch that a function builds on the default device; it is called for every copy of the model.
 
-    `seed` decides the batch, and random numbers in the loss of a function's model; parameters are always the same.
+    `options` are those of the Transformer. `seed` decides the batch, and random numbers in the loss of a function's
+    model; parameters are always the same. ValueError for sizes that are not positive.
     """
     generator = torch.Generator().manual_seed(seed)
     build: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     if isinstance(source, TransformerShape):
         inputs, targets = random_tokens(source, batch, context_length, generator)
-        build, loss = partial(Transformer, source, context_length=context_length), language_model_loss
+        build, loss = partial(Transformer, source, context_length=context_length, **options), language_model_loss
     elif source is ResNet50:
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         targets = torch.randint(CLASSES, (batch,), generator=generator)
         build, loss = ResNet50, cross_entropy
     else:
-        return _user_workload(cast(Callable[[], Trained], source), device, seed)
+        return _user_workload(cast(Callable[[], ModelAndBatch], source), device, seed)
     inputs, targets = inputs.to(device), targets.to(device)
     return Workload(partial(_build, build, device), lambda model: loss(model(inputs), targets))
 
 
-def _user_workload(source: Callable[[], Trained], device: str, seed: int) -> Workload:
+def _user_workload(source: Callable[[], ModelAndBatch], device: str, seed: int) -> Workload:
     torch.manual_seed(seed)
     with torch.device(device):
         _, inputs, targets, loss = source()

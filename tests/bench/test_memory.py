@@ -133,7 +133,7 @@ def test_the_peak_of_a_fake_step_is_that_of_pytorchs_own_tracker():
     with FakeTensorMode():
         step = build()
         tracker = MemTracker()
-        tracker.track_external(step.model, step.optimizer, step.inputs, step.targets)
+        tracker.track_external(step.model, step.optimizer)
         with tracker:
             step.run()
         (theirs,) = tracker.get_tracker_snapshot("peak").values()

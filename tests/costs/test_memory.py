@@ -40,7 +40,7 @@ def _activations(counted):
 
 
 def test_sixteen_bytes_a_parameter():
-    assert sum(state_bytes(SHAPE).values()) == 16 * n_parameters(SHAPE)
+    assert sum(state_bytes(n_parameters(SHAPE)).values()) == 16 * n_parameters(SHAPE)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

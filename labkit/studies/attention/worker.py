@@ -121,8 +121,7 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
     _warm_up(point, passes, name)
     with record_allocations(point.device) as record, record.window(BOTH):
         results, pass_s = time_once(passes.run_checked, point.device)
-    checked = check(problem, results)
-    row: dict[str, Any] = {"error": checked.error, "check": "ok" if checked.is_right else f"wrong: {checked.where}"}
+    row: dict[str, Any] = dict(zip(("error", "check"), check(problem, results), strict=True))
     if row["check"] == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
         del results
         pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])  # the first may have met a stall

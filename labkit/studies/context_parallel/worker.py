@@ -91,11 +91,10 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
 
     def examine(way: str) -> dict[str, Any]:
         passes = Passes(problem, way)
-        checked = check(problem, passes.joined())
-        if checked.is_right:
+        error, verdict = check(problem, passes.joined())
+        if verdict == "ok":
             right[way] = passes
-        row = {"error": checked.error, "check": "ok" if checked.is_right else f"wrong: {checked.where}"}
-        return row | (_count_traffic(point, passes) if passes.layout else {})
+        return {"error": error, "check": verdict} | (_count_traffic(point, passes) if passes.layout else {})
 
     rows = {way: {"way": way} | row_of(way, partial(examine, way), device=device) for way in point.ways}
     turns = {way: passes.run for way, passes in right.items()}

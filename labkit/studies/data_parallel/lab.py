@@ -17,12 +17,11 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
-from labkit.nn.training import RESNET50
+from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER, RESNET50
 from labkit.nn.transformer import SIZES
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
-from labkit.studies.shared.trainer import BACKWARD, FORWARD, OPTIMIZER
 
 WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]

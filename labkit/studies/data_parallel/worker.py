@@ -4,7 +4,7 @@ A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare 
 communication. Alternatives take turns, each with its model and optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from labkit.bench.memory import measure_second_peak
 from labkit.bench.trace import TraceEvent, profile_call
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
-from labkit.nn.training import RESNET50, RESNET50_PARAMETERS, Workload, build_workload
+from labkit.nn.training import (
+    BACKWARD,
+    FINISH,
+    FORWARD,
+    OPTIMIZER,
+    RESNET50,
+    RESNET50_PARAMETERS,
+    Trainer,
+    Workload,
+    build_workload,
+)
 from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.torchrun import ranks_here
@@ -27,7 +36,6 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
-from labkit.studies.shared.trainer import BACKWARD, FINISH, FORWARD, OPTIMIZER, Trainer
 
 if TYPE_CHECKING:
     from labkit.machine.description import Machine
@@ -124,7 +132,7 @@ def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = Fa
             trainer.forward()
             trainer.backward()
     if then_update:
-        trainer.update()
+        trainer.optimizer_step()
 
 
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
@@ -145,7 +153,7 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
         trainer = trainers[name] = make_trainer(name, workload, device)
         if name == LOCAL:
-            trainer.step()  # a warm-up; the other alternatives have theirs in their check
+            trainer.run()  # a warm-up; the other alternatives have theirs in their check
             return {"check": "ok"}, trainer.phases
         return _check(trainer, partial(accumulate, trainer), expected), trainer.phases
 
@@ -194,25 +202,19 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
     if verdict != "ok":
         return {"check": verdict}
     if sweep == "timeline":
-        return {"rows": profile_step(trainer.phases, device)}
+        return {"rows": profile_step(trainer.run, device)}
     del trainer
-    return measure_second_peak(make, Trainer.step, device=device)
+    return measure_second_peak(make, Trainer.run, device=device)
 
 
-def profile_step(phases: Mapping[str, Callable[[], None]], device: str) -> list[dict[str, Any]]:
+def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
     """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
 
-    `phases` are forward, backward and optimizer, by name. Backward ends with the last gradient; `during_s` is the part
-    of a collective before that.
+    The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part of a collective
+    before that.
     """
-
-    def run() -> None:
-        for phase, action in phases.items():
-            with record_function(phase):
-                action()
-
-    run()
-    boxes = _find_boxes(profile_call(run, device=device, before=dist.barrier))
+    step()
+    boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
         return [{"not_measured": "the profiler saw none of the collectives"}]
     start, end_of_backward = boxes[FORWARD][0][0], boxes[BACKWARD][-1][1]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
 from labkit.costs.transformer import TransformerShape
@@ -33,7 +32,6 @@ class CountedStep:
         self.spans: dict[str, tuple[int, int]] = {}
         """First and last moment by phase, and of the parts "backward" and "optimizer" of a full step."""
         ledger.label("parameters", step.model.parameters())
-        ledger.label("inputs", [*tree_leaves([step.inputs, step.targets]), *step.model.buffers()])
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from labkit.bench.check import largest_difference, verdict
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
-from labkit.costs.transformer import SIZES
+from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
@@ -59,7 +59,7 @@ class MemoryPoint(TimedPoint):
         if (shape := find_shape(self.size)) is None:
             return STATES_BYTES * (count_parameters(self.size) or 0)
         phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
-        extra = 2 * state_bytes(shape)["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
+        extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.costs.memory import peak_bytes, state_bytes
-from labkit.costs.transformer import SIZES
+from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.shared.alternatives import row_of, timed_rows
@@ -56,7 +56,7 @@ class PrecisionPoint(TimedPoint):
             return 0
         sizes = SIZES[self.model], self.batch, self.context_length
         peaks = [peak_bytes(*sizes, phase="forward", precision=one, device=self.device) for one in self.precisions]
-        return HEADROOM * (max(peaks) + 2 * state_bytes(SIZES[self.model])["gradients"])
+        return HEADROOM * (max(peaks) + 2 * state_bytes(n_parameters(SIZES[self.model]))["gradients"])
 
 
 def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.memory import activation_bytes
-from labkit.costs.sharding import PARTS, STAGES, state_bytes
+from labkit.costs.communication import STAGES
+from labkit.costs.memory import PARTS, activation_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of

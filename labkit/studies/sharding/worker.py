@@ -16,17 +16,16 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import process_peak, return_memory_when_freed
-from labkit.costs.communication import sent_bytes
-from labkit.costs.sharding import PARTS, STAGES, sharding_calls, state_bytes
+from labkit.costs.communication import STAGES, sent_bytes, sharding_calls
+from labkit.costs.memory import PARTS, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
-from labkit.nn.training import Workload, build_workload
+from labkit.nn.training import Trainer, Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
-from labkit.studies.shared.trainer import Trainer
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
@@ -101,7 +100,7 @@ def _check(
     trainer = make_trainer(name, point, workload)
     for _ in range(STEPS):
         with recorded_traffic() as calls:
-            trainer.step()
+            trainer.run()
     error, verdict = reference.check(whole_parameters(trainer.model))
     return {"error": error, "check": verdict}, trainer, calls
 
@@ -157,7 +156,7 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
 def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: str) -> dict[str, Any]:
     with process_peak(device) as resting:
         trainer = make_trainer(name, point, workload)
-        trainer.step()  # allocates optimizer state and buffers
+        trainer.run()  # allocates optimizer state and buffers
     with process_peak(device) as step:
         trainer.forward()
         trainer.backward()

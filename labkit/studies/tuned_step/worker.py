@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
@@ -13,7 +12,7 @@ from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import TimedPoint
 from labkit.nn.attention_implementations import attention_named
-from labkit.nn.training import TrainingStep, gradients, random_tokens
+from labkit.nn.training import TrainingStep, gradients
 from labkit.nn.transformer import shape_named
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
@@ -52,20 +51,16 @@ class TunedStepPoint(TimedPoint):
 
 def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper, each with a batch."""
-    is_joined, shape = name == JOINED, shape_named(point.model)
+    is_joined, rank = name == JOINED, dist.get_rank() if dist.is_initialized() else 0
     step = TrainingStep(
-        shape,
+        shape_named(point.model),
         batch=point.batch,
         context_length=point.context_length,
         device=device,
         precision=point.precision if is_joined else "float32",
         attention=attention_named(point.attention if is_joined else "explicit").attend,
-        seed=point.seed,
+        seed=point.batch_seed(rank),
     )
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(point.batch_seed(rank))
-    tokens = random_tokens(shape, point.batch, point.context_length, generator)
-    step.inputs, step.targets = (part.to(device) for part in tokens)
     if is_joined and point.compiled:
         step.model.compile(dynamic=False)
         if point.world_size > 1 and point.wrapper != TORCH:  # torch's DDP cuts graphs at its buckets
