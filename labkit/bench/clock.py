@@ -15,7 +15,8 @@ effect small: tests/bench/test_stopping.py.
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -174,19 +175,18 @@ def _time_cuda(action: Action, calls: int) -> float:
 
 
 class Stopwatch:
-    """Times a part inside a timed action, between `start()` and `stop()`, on the device's clock."""
+    """Times a part inside a timed action, on the device's clock: `with watch.lap(): ...`."""
 
     def __init__(self, device: Device = "cpu"):
         self._is_cuda = _is_cuda(device)
         self._laps: list[tuple[Any, Any]] = []
-        self._started: Any = None
 
-    def start(self) -> None:
-        self._started = self._read()
-
-    def stop(self) -> None:
-        self._laps.append((self._started, self._read()))
-        self._started = None
+    @contextmanager
+    def lap(self) -> Iterator[None]:
+        """Time the block."""
+        start = self._read()
+        yield
+        self._laps.append((start, self._read()))
 
     @property
     def seconds(self) -> list[float]:

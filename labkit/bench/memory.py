@@ -13,9 +13,11 @@ record misses what other threads free, so trainings whose gradients are freed in
 
 import ctypes
 import gc
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,16 +83,12 @@ def _read_peaks(record: AllocationRecord, profiler: profile) -> None:
     results: Any = profiler.profiler
     events = results.kineto_results.events()
     spans = {event.name(): (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events}
-    changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
-    record.left_bytes = max(0, sum(n_bytes for _, n_bytes in changes))
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    times, totals = [event.start_ns() for event in changes], [0, *accumulate(event.nbytes() for event in changes)]
+    record.left_bytes = max(0, totals[-1])
     for name in record.peaks:
         start, end = spans[_mark(name)]
-        total = peak = sum(n_bytes for at, n_bytes in changes if at < start)
-        for at, n_bytes in changes:
-            if start <= at <= end:
-                total += n_bytes
-                peak = max(peak, total)
-        record.peaks[name] = peak
+        record.peaks[name] = max(totals[bisect_left(times, start) : bisect_right(times, end) + 1])
 
 
 def _mark(name: str) -> str:

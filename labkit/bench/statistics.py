@@ -55,15 +55,6 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     return Estimate(ratio, low, high, estimate.p)
 
 
-def _verdict(ratio: float, p: float) -> Verdict:
-    """The verdict on a p-value that is adjusted for the other comparisons."""
-    if p <= FALSE_DISCOVERY_RATE and ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE):
-        return "faster"
-    if p <= FALSE_DISCOVERY_RATE and ratio >= 1 + MIN_RELEVANT_DIFFERENCE:
-        return "slower"
-    return "no difference shown"
-
-
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together.
 
@@ -73,8 +64,11 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     p = ratios["p"].to_numpy(dtype=float, copy=True)
     if (has_p := ~np.isnan(p)).any():
         p[has_p] = false_discovery_control(p[has_p])
-    verdicts = [_verdict(*row) for row in zip(ratios["ratio"], p, strict=True)]
-    return ratios.assign(verdict=pd.Series(verdicts, index=ratios.index, dtype=object))
+    ratio, is_significant = ratios["ratio"].to_numpy(dtype=float), p <= FALSE_DISCOVERY_RATE
+    is_faster = is_significant & (ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE))
+    is_slower = is_significant & (ratio >= 1 + MIN_RELEVANT_DIFFERENCE)
+    verdicts = np.select([is_faster, is_slower], ["faster", "slower"], "no difference shown")
+    return ratios.assign(verdict=verdicts.astype(object))
 
 
 def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:

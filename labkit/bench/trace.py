@@ -108,19 +108,19 @@ def read_events(trace: Trace) -> list[TraceEvent]:
     calls = [event for event in _complete(trace, LAUNCH) if "correlation" in event.get("args", {})]
     launches: dict[Any, float] = {event["args"]["correlation"]: event["ts"] for event in calls}
     starts: list[Any] = [launches.get(event.get("args", {}).get("correlation"), event["ts"]) for event in events]
-    ranges = _open_ranges(starts, [event for event in host if event["cat"] == RANGE])
+    ranges = sorted((one for one in host if one["cat"] == RANGE), key=lambda one: (one["ts"], -one["dur"]))
     self_us = [event["dur"] for event in device] if device else _self_times(host)
     first = min(event["ts"] for event in events)
     result = [
         TraceEvent(
             name=short_name(event["name"]),
             family="dispatch" if event["cat"] == RANGE else family_of(event["name"]),
-            ranges=around,
+            ranges=tuple(one["name"] for one in ranges if one["ts"] <= start < _end(one)),
             start_s=(event["ts"] - first) / 1e6,
             duration_s=event["dur"] / 1e6,
             self_s=own / 1e6,
         )
-        for event, around, own in zip(events, ranges, self_us, strict=True)
+        for event, start, own in zip(events, starts, self_us, strict=True)
     ]
     return sorted(result, key=lambda event: event.start_s)
 
@@ -146,16 +146,3 @@ def _self_times(events: list[Event]) -> list[float]:
             own[stack[-1]] -= events[i]["dur"]
         stack.append(i)
     return [max(0.0, value) for value in own]
-
-
-def _open_ranges(times: list[float], ranges: list[Event]) -> list[tuple[str, ...]]:
-    """Names of the ranges that are open at each time, the outermost first, in the same order."""
-    result: list[tuple[str, ...]] = [()] * len(times)
-    coming = sorted(ranges, key=lambda event: (event["ts"], -event["dur"]))
-    current: list[Event] = []
-    for index in sorted(range(len(times)), key=times.__getitem__):
-        while coming and coming[0]["ts"] <= times[index]:
-            current.append(coming.pop(0))
-        current = [event for event in current if _end(event) > times[index]]
-        result[index] = tuple(event["name"] for event in current)
-    return result

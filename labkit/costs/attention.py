@@ -17,11 +17,6 @@ def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
     return full / 2 if causal else full
 
 
-def matrix_bytes(b: int, s: int, e: int) -> int:
-    """One (b, s, s) matrix: scores, probabilities, or the gradient of either."""
-    return b * s * s * e
-
-
 def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
     """Bytes that naive attention holds between forward and backward, by tensor.
 
@@ -29,7 +24,7 @@ def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str,
     sequences.
     """
     vector = b * s * d * e
-    saved = {"q": vector, "k": vector, "v": vector, "probabilities": matrix_bytes(b, s, e)}
+    saved = {"q": vector, "k": vector, "v": vector, "probabilities": b * s * s * e}
     return saved | ({"mask": s * s} if causal else {})
 
 
@@ -44,7 +39,7 @@ def explicit_peak(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, 
 
     The peak is in the backward pass of softmax, which has the probabilities, their gradient and the scores' gradient.
     """
-    vector, matrix = b * s * d * e, matrix_bytes(b, s, e)
+    vector, matrix = b * s * d * e, b * s * s * e
     alive = explicit_saved(b, s, d, e, causal=causal)
     alive |= {"output": vector, "gradient of output": vector, "gradient of v": vector}
     return alive | {"gradient of probabilities": matrix, "gradient of scores": matrix}

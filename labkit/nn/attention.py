@@ -75,13 +75,6 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, sc
     All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to 1 / sqrt(D).
     """
     check_attention_inputs(q, k, v, scale=scale)
-    return naive_attention_unchecked(q, k, v, causal, scale)
-
-
-def naive_attention_unchecked(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    """The arithmetic alone, for callers that have checked their inputs: `torch.compile` makes a graph of it."""
     return torch.softmax(masked_scores(q, k, causal, scale), dim=-1) @ repeat_heads(v, q)
 
 

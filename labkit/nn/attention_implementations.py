@@ -23,7 +23,6 @@ from labkit.nn.attention import (
     Attention,
     check_attention_inputs,
     naive_attention,
-    naive_attention_unchecked,
     query_group,
 )
 from labkit.nn.tiled_attention import TiledAttention
@@ -63,7 +62,7 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 @cache
 def _compiled_naive() -> Attention:
-    return torch.compile(naive_attention_unchecked, fullgraph=True, dynamic=False)
+    return torch.compile(naive_attention, fullgraph=True, dynamic=False)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -83,10 +83,8 @@ class Trainer:
             self._loss.backward()
         self._loss = None
         if self._finish is not None:
-            with record_function(FINISH):
-                self.waiting.start()
+            with record_function(FINISH), self.waiting.lap():
                 self._finish()
-                self.waiting.stop()
 
     def optimizer_step(self) -> None:
         """Update the parameters, then drop the gradients."""

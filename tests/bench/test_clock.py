@@ -112,9 +112,8 @@ def test_impossible_counts_and_limits_are_refused_before_anything_runs(wrong):
 def test_a_stopwatch_keeps_its_laps():
     watch = Stopwatch()
     for _ in range(3):
-        watch.start()
-        time.sleep(0.002)
-        watch.stop()
+        with watch.lap():
+            time.sleep(0.002)
     assert [lap >= 0.002 for lap in watch.seconds] == [True] * 3
 
 

@@ -15,7 +15,7 @@ from labkit.costs.transformer import (
     parameters_by_part,
 )
 from labkit.nn import attention_implementations
-from labkit.nn.attention import naive_attention, naive_attention_unchecked
+from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
 from labkit.nn.transformer import SIZES, RMSNorm, Transformer, language_model_loss, shape_named
@@ -143,7 +143,7 @@ def test_a_step_with_any_attention_equals_a_step_with_naive_attention(name, floa
 
 def test_a_step_with_captured_attention_equals_a_step_with_naive_attention(float64_default, monkeypatch):
     """The graphs of `torch.compile`, without its C++ compiler, which takes half a minute."""
-    captured = torch.compile(naive_attention_unchecked, fullgraph=True, dynamic=False, backend="aot_eager")
+    captured = torch.compile(naive_attention, fullgraph=True, dynamic=False, backend="aot_eager")
     monkeypatch.setattr(attention_implementations, "_compiled_naive", lambda: captured)
     _check_against_naive(IMPLEMENTATIONS["compiled"].attend)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.bench.check import verdict
-from labkit.bench.clock import Stopwatch, turn_order
+from labkit.bench.clock import time_once, turn_order
 from labkit.bench.memory import measure_second_peak
 from labkit.lab.point import Point
 from labkit.nn.datasets import RECORD_BYTES
@@ -125,16 +125,14 @@ def _resume(
 
 def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict[str, Any]:
     """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are equal on all ranks."""
-    watch = Stopwatch(trainer.recipe.device)
     with guarded_turn(trainer.implementation, trainer.recipe.device):
         dist.barrier()
-        watch.start()
-        total, n_images = trainer.epoch(*data.training, seed, epoch)
-        watch.stop()
+        train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
+        (total, n_images), epoch_s = time_once(train_epoch, trainer.recipe.device)
         sums = torch.stack([total, torch.tensor(n_images).to(total)])
         dist.all_reduce(sums)
         loss, accuracy = trainer.validate(*data.validation, data.validated)
-    row = describe(trainer.implementation) | {"phase": EPOCH, "epoch": epoch, "epoch_s": watch.seconds[-1]}
+    row = describe(trainer.implementation) | {"phase": EPOCH, "epoch": epoch, "epoch_s": epoch_s}
     if dist.get_rank() > 0:
         return row
     return row | {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy_percent": 100 * accuracy}
