@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from gzip import GzipFile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,12 +65,16 @@ def read_cifar100(path: Path | str) -> Images:
 
     DatasetError for a file that cannot be read, is cut short or altered, or holds anything but records.
     """
-    path = Path(path)
+    parts: dict[str, tuple[Tensor, Tensor]] = {}
     try:
-        with GzipFile(path) as file:
-            parts = _read_members(file)
+        with GzipFile(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
+            for member in archive:
+                if (name := member.name.removeprefix("./")) in MAX_RECORDS and member.isreg():
+                    parts[name] = _read_records(name, member.size, archive.extractfile(member))
             while file.read(2**20):  # to the end, where gzip keeps its checksum
                 pass
+        if missing := [name for name in MAX_RECORDS if name not in parts]:
+            raise DatasetError(f"expected {' and '.join(MAX_RECORDS)} inside, got no {' and no '.join(missing)}")
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
@@ -106,27 +111,12 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
         raise ConnectionError(f"{url} cannot be downloaded: {error}") from None
 
 
-def _read_members(file: GzipFile) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images and labels of the two members by name."""
-    parts: dict[str, tuple[Tensor, Tensor]] = {}
-    with tarfile.open(fileobj=file, mode="r|") as archive:
-        for member in archive:
-            if (name := member.name.removeprefix("./")) not in MAX_RECORDS or not member.isreg():
-                continue
-            if member.size % RECORD_BYTES or not 1 <= member.size // RECORD_BYTES <= MAX_RECORDS[name]:
-                expected = f"expected 1 to {MAX_RECORDS[name]:,} records of {RECORD_BYTES} bytes"
-                raise DatasetError(f"{name}: {expected}, got {member.size:,} bytes")
-            content = archive.extractfile(member)
-            assert content is not None, "a regular file has contents"
-            parts[name] = _parse_records(name, content.read())
-    if missing := [name for name in MAX_RECORDS if name not in parts]:
-        raise DatasetError(f"expected {' and '.join(MAX_RECORDS)} inside, got no {' and no '.join(missing)}")
-    return parts
-
-
-def _parse_records(name: str, content: bytes) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) and fine labels (N,)."""
-    table = np.frombuffer(content, np.uint8).reshape(-1, RECORD_BYTES)
+def _read_records(name: str, size: int, file: Any) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes."""
+    if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= MAX_RECORDS[name]:
+        expected = f"expected 1 to {MAX_RECORDS[name]:,} records of {RECORD_BYTES} bytes"
+        raise DatasetError(f"{name}: {expected}, got {size:,} bytes")
+    table = np.frombuffer(file.read(), np.uint8).reshape(-1, RECORD_BYTES)
     if (largest := table[:, 1].max()) >= CLASSES:
         raise DatasetError(f"{name}: expected fine labels below {CLASSES}, got {largest}")
     pixels = torch.from_numpy(table[:, 2:].copy()).view(-1, 3, SIDE, SIDE)
