@@ -120,7 +120,7 @@ def write_code(chosen: Configuration, model: str, context_length: int) -> str:
         "from labkit.nn.transformer import Transformer, language_model_loss, shape_named",
         "from labkit.parallel.data_parallel import wrap",
         "",
-        f'attend = attention_named("{chosen.attention}").attend',
+        f'attend = attention_named("{chosen.attention}")',
         f'model = Transformer(shape_named("{model}"), context_length={context_length}, attention=attend)',
         *(["model.compile(dynamic=False)"] if chosen.compiled else []),
         f'wrapped = wrap("{chosen.wrapper}", model) if dist.is_initialized() else model',

@@ -8,9 +8,7 @@ import importlib.util
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -32,17 +30,7 @@ GRAPH_LIMIT = 256
 NO_TRITON = "Triton is not installed"
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """A row of `IMPLEMENTATIONS`."""
-
-    attend: Attention
-    """(q, k, v, causal) -> output; differentiable."""
-    unavailable_reason: Callable[[torch.device, torch.dtype, int], str | None] = lambda *_: None
-    """(device, dtype, head_dim) -> why it cannot run there, or None."""
-
-
-def attention_named(name: str) -> Implementation:
+def attention_named(name: str) -> Attention:
     """Look an implementation up by name; a ValueError lists the names."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"no attention named {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
@@ -115,33 +103,33 @@ def no_launch_reason() -> str | None:
     return None
 
 
-def _no_compiled_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    return no_compiler_reason(device.type)
-
-
-def _no_flash_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unavailable_reason(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why an implementation cannot run there, or None. SDPA is tried, and a user's may fail when it runs."""
+    if name == "compiled":
+        return no_compiler_reason(device.type)
+    if name in SDPA_BACKENDS:
+        return _try_reason(IMPLEMENTATIONS[name], device, dtype, head_dim)
+    if name != "flash":
+        return None
     if not has_triton():
         return NO_TRITON
-    from labkit.nn.flash_attention import INTERPRETED, unavailable_reason
+    from labkit.nn import flash_attention
 
-    return unavailable_reason(device, dtype, head_dim) or (None if INTERPRETED else no_launch_reason())
+    reason = flash_attention.unavailable_reason(device, dtype, head_dim)
+    return reason or (None if flash_attention.INTERPRETED else no_launch_reason())
 
 
-def _no_sdpa_reason(attend: Attention) -> Callable[[torch.device, torch.dtype, int], str | None]:
+def _try_reason(attend: Attention, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Try forward and backward of a small problem; PyTorch's error and warnings are the reason."""
-
-    def reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
-            warnings.simplefilter("always")
-            try:
-                q, k, v = torch.zeros(3, 1, 2, 64, head_dim, device=device, dtype=dtype).requires_grad_()
-                attend(q, k, v, False).sum().backward()
-            except Exception as error:  # of any type: backends call several libraries
-                message = str(error).partition("\n")[0] or type(error).__name__
-                return " ".join([message, *(str(warning.message) for warning in caught)])
-        return None
-
-    return reason
+    with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
+        warnings.simplefilter("always")
+        try:
+            q, k, v = torch.zeros(3, 1, 2, 64, head_dim, device=device, dtype=dtype).requires_grad_()
+            attend(q, k, v, False).sum().backward()
+        except Exception as error:  # of any type: backends call several libraries
+            message = str(error).partition("\n")[0] or type(error).__name__
+            return " ".join([message, *(str(warning.message) for warning in caught)])
+    return None
 
 
 SDPA_BACKENDS = {
@@ -151,24 +139,23 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa": None,  # torch's choice
 }
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "explicit": Implementation(naive_attention),
-    "compiled": Implementation(_compiled, _no_compiled_reason),
-    "tiled": Implementation(TiledAttention.apply),
-    "flash": Implementation(_flash, _no_flash_reason),
+IMPLEMENTATIONS: dict[str, Attention] = {
+    "explicit": naive_attention,
+    "compiled": _compiled,
+    "tiled": TiledAttention.apply,
+    "flash": _flash,
+    **{name: partial(_sdpa, backend=backend) for name, backend in SDPA_BACKENDS.items()},
 }
-"""All implementations by name, with SDPA's backends below; `register` adds a user-defined one."""
-for name, backend in SDPA_BACKENDS.items():
-    IMPLEMENTATIONS[name] = Implementation(attend := partial(_sdpa, backend=backend), _no_sdpa_reason(attend))
+"""(q, k, v, causal) -> output, differentiable, by name; `register` adds a user-defined one."""
 RESERVED = frozenset(IMPLEMENTATIONS)
 
 
-def register(name: str, attend: Attention) -> dict[str, Implementation]:
+def register(name: str, attend: Attention) -> dict[str, Attention]:
     """Add a user-defined attention: (q, k, v, causal) -> output, each (batch, sequence, head_dim).
 
     Its scale is 1/sqrt(head_dim), and it must be differentiable. ValueError for a name that is taken.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
-    IMPLEMENTATIONS[name] = Implementation(attend)
+    IMPLEMENTATIONS[name] = attend
     return IMPLEMENTATIONS

@@ -12,7 +12,7 @@ import torch
 
 from labkit.nn import attention_implementations
 from labkit.nn.attention import check_attention_inputs, masked_scores, naive_attention
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named, no_compiler_reason
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named, no_compiler_reason, unavailable_reason
 from labkit.nn.tiled_attention import TiledAttention
 from tests.nn.against_oracle import REFUSED
 
@@ -55,7 +55,7 @@ def test_shapes_and_options_that_do_not_fit_are_refused(name: str, case: str) ->
     if name == "flash":
         attend: Any = pytest.importorskip("labkit.nn.flash_attention").flash_attention
     else:
-        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(attention_named(name).attend)
+        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(attention_named(name))
     with pytest.raises(ValueError, match=message):
         attend(*map(torch.zeros, shapes), False, **options)
 
@@ -82,11 +82,10 @@ def test_a_wrong_name_lists_the_names() -> None:
 @pytest.mark.parametrize("name", RUNS_ON_CPU)
 @pytest.mark.parametrize("shape", [(20, 32), (3, 20, 32), (2, 4, 20, 32), (2, 1, 4, 20, 32)], ids=str)
 def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(name: str, shape: Any) -> None:
-    row = IMPLEMENTATIONS[name]
-    assert row.unavailable_reason(CPU, torch.float32, 32) is None
+    assert unavailable_reason(name, CPU, torch.float32, 32) is None
     fewer = (*shape[:-3], shape[-3] // 2, *shape[-2:]) if len(shape) > 3 else shape
     q, k, v = (torch.randn(size, requires_grad=True) for size in (shape, fewer, fewer))
-    output = row.attend(q, k, v, True)
+    output = IMPLEMENTATIONS[name](q, k, v, True)
     torch.testing.assert_close(output, naive_attention(q, k, v, True))
     output.sum().backward()
     assert k.grad is not None
@@ -94,22 +93,22 @@ def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(n
 
 @pytest.mark.slow  # the C++ compiler is a few seconds
 def test_compiled_makes_more_graphs_than_a_function_gets_by_default() -> None:
-    row = IMPLEMENTATIONS["compiled"]
-    reason = row.unavailable_reason(CPU, torch.float32, 16)
+    attend = IMPLEMENTATIONS["compiled"]
+    reason = unavailable_reason("compiled", CPU, torch.float32, 16)
     if reason is not None:
         pytest.skip(reason)
     for sequence in (8, 24):
         q, k, v = (torch.randn(2, sequence, 16, requires_grad=True) for _ in range(3))
-        torch.testing.assert_close(row.attend(q, k, v, True), naive_attention(q, k, v, True))
+        torch.testing.assert_close(attend(q, k, v, True), naive_attention(q, k, v, True))
     with pytest.MonkeyPatch.context() as patch:  # a lower limit than two graphs must be an error, not eager code
         patch.setattr("labkit.nn.attention_implementations.GRAPH_LIMIT", 2)
         with pytest.raises(Exception, match="fullgraph"):
-            row.attend(*(torch.randn(2, 40, 16, requires_grad=True) for _ in range(3)), True)
+            attend(*(torch.randn(2, 40, 16, requires_grad=True) for _ in range(3)), True)
 
 
 def test_a_cpu_gives_the_reason_why_an_implementation_cannot_run() -> None:
     for name in ("sdpa_efficient", "sdpa_cudnn"):
-        reason = IMPLEMENTATIONS[name].unavailable_reason(CPU, torch.float32, 64)
+        reason = unavailable_reason(name, CPU, torch.float32, 64)
         assert reason, name
 
 

@@ -183,7 +183,7 @@ def test_dtypes_head_dims_and_devices_that_do_not_fit_are_refused(options: dict[
 def test_a_step_of_the_transformer_with_flash_equals_one_with_naive_attention() -> None:
     """In float32 both round sums of the same terms; the gradients differ by a few units of the largest of each."""
     shape, results = TransformerShape(d_model=64, d_ff=96, n_layers=1, n_heads=2, vocabulary=50), []
-    for attend in (naive_attention, IMPLEMENTATIONS["flash"].attend):
+    for attend in (naive_attention, IMPLEMENTATIONS["flash"]):
         step = TrainingStep(shape, batch=2, context_length=40, device=DEVICE, attention=attend)
         loss = step.forward().detach()
         step.backward()

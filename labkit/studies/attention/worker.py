@@ -17,7 +17,7 @@ from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
-from labkit.nn.attention_implementations import RESERVED, attention_named
+from labkit.nn.attention_implementations import RESERVED, attention_named, unavailable_reason
 from labkit.nn.attention_problem import AttentionProblem, Passes, check
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
@@ -84,7 +84,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             continue
         if problem is None:
             problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
-        passes = Passes(problem, attention_named(name).attend)
+        passes = Passes(problem, attention_named(name))
         row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
         yield row
         if row["check"] != "ok":
@@ -101,7 +101,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
 def _refusal(point: AttentionPoint, name: str) -> str | None:
     """Return why an implementation is not run at this point, or None."""
     device = torch.device(point.device)
-    if (reason := attention_named(name).unavailable_reason(device, point.torch_dtype, point.head_dim)) is not None:
+    if (reason := unavailable_reason(name, device, point.torch_dtype, point.head_dim)) is not None:
         return reason
     needed, available = point.needed_by(name), available_memory_bytes()
     if device.type == "cuda":
@@ -140,7 +140,7 @@ def _warm_up(point: AttentionPoint, passes: Passes, name: str) -> None:
         return
     shape = (1, WARM_UP_TOKENS, point.head_dim)
     small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
-    Passes(small, attention_named(name).attend).run_checked()
+    Passes(small, attention_named(name)).run_checked()
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:

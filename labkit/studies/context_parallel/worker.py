@@ -60,7 +60,7 @@ class Passes:
             tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
         *inputs, self.gradient = (x.clone() for x in tensors)
         self.inputs = [x.requires_grad_() for x in inputs]
-        self.is_ring, tiled = method == "ring", attention_named("tiled").attend
+        self.is_ring, tiled = method == "ring", attention_named("tiled")
         by_ranks = partial(ring_attention if self.is_ring else gather_attention, layout=layout)
         self.attend: Callable[..., Tensor] = by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
 

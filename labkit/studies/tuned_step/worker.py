@@ -58,7 +58,7 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
         context_length=point.context_length,
         device=device,
         precision=point.precision if is_joined else "float32",
-        attention=attention_named(point.attention if is_joined else "explicit").attend,
+        attention=attention_named(point.attention if is_joined else "explicit"),
         seed=point.batch_seed(rank),
     )
     if is_joined and point.compiled:
