@@ -153,16 +153,18 @@ def _print(result: "CheckResult") -> None:
 
 
 def describe_peak_share(one: "Change", machine: "Machine") -> str:
-    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a known peak."""
+    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a declared peak."""
     from labkit.scaling.constants import load_constants
     from labkit.scaling.hardware import find_hardware
 
-    peak = machine.gpus[0].dense_bf16_peak_tflops if one.place.endswith("cuda") and machine.gpus else None
-    if peak is None or one.quantity != "matmul bfloat16" or math.isnan(one.rate):
+    if one.quantity != "matmul bfloat16" or not one.place.endswith("cuda") or math.isnan(one.rate):
         return ""
-    share = f", {100 * one.rate / peak / 1e12:.0f}% of the peak"
-    architecture = find_hardware(machine.gpus[0].name).architecture
-    published = load_constants().table["matmul_ceiling"].get(architecture)
+    try:
+        gpu = find_hardware(machine.gpus[0].name)
+    except (IndexError, ValueError):  # no GPU, or none that is declared
+        return ""
+    share = f", {100 * one.rate / gpu.peak_tflops / 1e12:.0f}% of the peak"
+    published = load_constants().table["matmul_ceiling"].get(gpu.architecture)
     return share + (f" (published: up to {100 * published:.0f}%)" if published else "")
 
 

@@ -19,18 +19,6 @@ from labkit.machine.source import Source, describe_source
 
 GIB = 2**30
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets, by the driver's whole device name (patterns,
-# because memory and connector are part of it). An H100 NVL, a laptop's RTX 4090 and a GB200 have other peaks.
-DENSE_BF16_PEAK_TFLOPS = {
-    r"H100( 80GB HBM3)?": 989.0,
-    r"H100 PCIe": 756.0,
-    r"H200": 989.0,
-    r"A100[- ](SXM4|PCIE|PG509)?[- ]?[48]0GB( PCIe)?": 312.0,
-    r"L40S": 362.0,
-    r"GeForce RTX 4090": 165.0,
-    r"B200": 2250.0,
-}
-
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
 NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
 """One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in both directions."""
@@ -44,8 +32,6 @@ class Gpu(BaseModel):
     name: str
     memory_bytes: int
     compute_capability: str
-    dense_bf16_peak_tflops: float | None
-    """Data-sheet peak, None for a device that is not listed."""
     free_bytes: int | None = None
     """Unused memory when the machine was described; None if unknown."""
 
@@ -159,13 +145,6 @@ def describe_machine() -> Machine:
     )
 
 
-def dense_bf16_peak_tflops(device_name: str) -> float | None:
-    """Data-sheet peak of a device in TFLOP/s; None for an unlisted device."""
-    name = device_name.removeprefix("NVIDIA ")
-    matches = (peak for pattern, peak in DENSE_BF16_PEAK_TFLOPS.items() if re.fullmatch(pattern, name))
-    return next(matches, None)
-
-
 def _float32_products() -> dict[str, str]:
     """torch's precision of CUDA's "matmul" and "convolution": "ieee" float32, or "tf32", 10 bits of 23."""
     backends: Any = torch.backends  # a module whose types are incomplete
@@ -182,7 +161,6 @@ def _gpus() -> list[Gpu]:
             name=each.name,
             memory_bytes=each.total_memory,
             compute_capability=f"{each.major}.{each.minor}",
-            dense_bf16_peak_tflops=dense_bf16_peak_tflops(each.name),
             free_bytes=free.get(str(getattr(each, "uuid", ""))),
         )
         for each in properties

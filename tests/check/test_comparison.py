@@ -63,7 +63,7 @@ def _machine(**changes):
     return made_run(0).header.machine.model_copy(update=changes)
 
 
-GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0", dense_bf16_peak_tflops=None)
+GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Machines that are not here, as `describe_machine` would describe them."""
 
-from labkit.machine.description import GIB, Gpu, Machine, dense_bf16_peak_tflops, describe_machine
+from labkit.machine.description import GIB, Gpu, Machine, describe_machine
 
 
 def _machine(count: int, name: str, gib: float, capability: str, no_gpu_reason: str | None = None) -> Machine:
-    peak = dense_bf16_peak_tflops(name)
-    gpu = Gpu(
-        name=name, memory_bytes=int(gib * GIB), compute_capability=capability, dense_bf16_peak_tflops=peak,
-        free_bytes=int((gib - 1) * GIB),
-    )  # fmt: skip
+    free_bytes = int((gib - 1) * GIB)
+    gpu = Gpu(name=name, memory_bytes=int(gib * GIB), compute_capability=capability, free_bytes=free_bytes)
     update = {"host": "elsewhere", "gpus": [gpu] * count, "no_gpu_reason": no_gpu_reason}
     return describe_machine().model_copy(update=update)
 
