@@ -44,6 +44,8 @@ class Rates:
     """By dtype: FLOPs and seconds of square matmuls."""
     additions: Curve
     """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model creates it."""
+    copies: Curve = ()
+    """In older runs; unused."""
     autograd: Autograd | None = None
     """None on a GPU, and in older runs."""
 
@@ -82,6 +84,8 @@ class Transport:
     beta_s_per_byte: float
     call_s: float = 0.0
     """Before the first of any number of messages."""
+    error: float | None = None
+    """In older runs; unused."""
 
     def predict_s(self, cost: MessageCost) -> float:
         return self.call_s + cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
