@@ -6,6 +6,7 @@ step.forward(); step.backward(); step.optimizer_step()       or  step.run()
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from labkit.bench.clock import Stopwatch
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
@@ -59,8 +59,8 @@ class Trainer:
         self.optimizer = optimizer
         self.autocast_dtype: torch.dtype | None = None
         """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss scaling."""
-        self.waiting = Stopwatch(device)
-        """Laps from the end of a backward pass until gradients are averaged, for wrappers that finish separately."""
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes a context from the end of a backward pass until gradients are averaged, if a wrapper finishes apart."""
         self._finish = getattr(model, "finish_gradient_synchronization", None)
         self._compute_loss = compute_loss
         self._device_type = torch.device(device).type
@@ -83,7 +83,7 @@ class Trainer:
             self._loss.backward()
         self._loss = None
         if self._finish is not None:
-            with record_function(FINISH), self.waiting.lap():
+            with record_function(FINISH), self.waiting():
                 self._finish()
 
     def optimizer_step(self) -> None:

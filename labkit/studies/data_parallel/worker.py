@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.bench.clock import Stopwatch
 from labkit.bench.memory import measure_second_peak
 from labkit.bench.trace import TraceEvent, profile_call
 from labkit.costs.transformer import SIZES, n_parameters
@@ -148,10 +149,11 @@ def _check(trainer: Trainer, run: Callable[[], None], expected: list[Tensor]) ->
 
 def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
     """Seconds of each phase. Backward lasts until gradients are averaged; `waiting` is its part after autograd."""
-    expected, trainers = _compute_means(workload, device), dict[str, Trainer]()
+    expected, watches = _compute_means(workload, device), dict[str, Stopwatch]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
-        trainer = trainers[name] = make_trainer(name, workload, device)
+        trainer, watches[name] = make_trainer(name, workload, device), Stopwatch(device)
+        trainer.waiting = watches[name].lap
         if name == LOCAL:
             trainer.run()  # a warm-up; the other alternatives have theirs in their check
             return {"check": "ok"}, trainer.phases
@@ -163,7 +165,7 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
             row["not_measured"] = transport_in_use()[1]
     for row in check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds):
         yield row
-        if row.get("phase") == BACKWARD and (laps := trainers[row["alternative"]].waiting.seconds):
+        if row.get("phase") == BACKWARD and (laps := watches[row["alternative"]].seconds):
             yield row | {"phase": WAITING, "seconds": laps[-len(row["seconds"]) :]}
 
 
