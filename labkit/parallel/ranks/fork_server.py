@@ -118,16 +118,20 @@ def read_report(group: socket.socket) -> dict[str, Any]:
 
 def end_session(leader: int, directory: Path) -> None:
     """Kill all other processes of a leader's session, and those that they start meanwhile; remove the directory."""
-    is_empty, deadline = False, time.monotonic() + 5.0
-    while not is_empty and time.monotonic() < deadline:
-        is_empty = True
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError, psutil.Error):  # it has ended
-                if os.getsid(pid) == leader and pid != os.getpid() and psutil.Process(pid).status() not in ENDED:
-                    os.kill(pid, signal.SIGKILL)
-                    is_empty = False
-        time.sleep(0 if is_empty else 0.001)
+    pause_s = 0.001
+    while sum(_kill_member(leader, pid) for pid in psutil.pids()) and pause_s < 5.0:
+        time.sleep(pause_s)
+        pause_s *= 2
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_member(session: int, pid: int) -> bool:
+    """Kill a process if it is another one of the session, and alive; return whether it is."""
+    with contextlib.suppress(OSError, psutil.Error):  # it has ended
+        if os.getsid(pid) == session and pid != os.getpid() and psutil.Process(pid).status() not in ENDED:
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 # The server
