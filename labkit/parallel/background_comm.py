@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.transport import find_transport, make_separate_transport, member_group
+from labkit.parallel.transport import AUTO, Transport, find_transport, make_separate_transport, member_group
 
 Wait = Callable[[], object]
 """Waits for the end of an action, and raises its error."""
@@ -88,7 +88,7 @@ class BackgroundAllReduce:
 class CheckedChannel(Channel):
     """A channel whose ranks check, before each collective, that all of them start the same one.
 
-    Ranks that start different ones would hang, or mix up tensors. The check moves 8 bytes per rank between CPUs. On a
+    Ranks that start different ones would hang, or mix up tensors. The check moves 16 bytes per rank between CPUs. On a
     GPU only `exchange` is checked, since the other collectives do not wait for the CPU.
     """
 
@@ -97,33 +97,33 @@ class CheckedChannel(Channel):
         super().__init__(group, device, preference)
         self._names = [END_OF_PASS, *names]
         self._error: RuntimeError | None = None
-        self._notes = self.transport
-        if device.type != "cpu":
-            self._notes = find_transport(_group_on_cpu(member_group(group)), torch.device("cpu"))
+        on_cpu = (group, preference) if device.type == "cpu" else (_group_on_cpu(member_group(group)), AUTO)
+        self.notes = find_transport(on_cpu[0], torch.device("cpu"), on_cpu[1])
+        """For integers, between CPUs, in the caller's thread."""
 
     def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
         """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
         return self.start(partial(self._run_checked, name, action, n_trained) if self._in_thread else action)
 
-    def exchange(self, name: str, values: Sequence[int]) -> Tensor:
-        """Return the integers of all ranks, (ranks, values), once earlier actions are over. A collective."""
-        by_rank = torch.zeros(self._notes.world_size, len(values), dtype=torch.int64)
-        by_rank[self._notes.rank] = torch.tensor(values)
-        self.start(partial(self._run_checked, name, partial(all_gather, by_rank, transport=self._notes)))()
-        return by_rank
+    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int) -> None:
+        self.exchange(name, 0, n_trained, self.transport)
+        action()
 
-    def _run_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> None:
+    def exchange(self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None) -> list[int]:
+        """Return the numbers of all ranks, which must be at the same collective. A collective over `notes`."""
+        transport = transport or self.notes
+        rows = torch.zeros(transport.world_size, 2, dtype=torch.int64)
+        rows[transport.rank] = torch.tensor([self._names.index(name) + len(self._names) * n_trained, number])
         if self._error is None:
-            codes = torch.zeros(self._notes.world_size, dtype=torch.int64)
-            codes[self._notes.rank] = self._names.index(name) + len(self._names) * n_trained
-            all_gather(codes, transport=self._notes)
-            if len(set(codes.tolist())) > 1:
-                pairs = [divmod(code, len(self._names)) for code in codes.tolist()]
+            all_gather(rows, transport=transport)
+            codes, numbers = rows.t().tolist()
+            if len(set(codes)) > 1:
+                pairs = [divmod(code, len(self._names)) for code in codes]
                 got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
                 self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
         if self._error is not None:
             raise self._error
-        action()
+        return numbers
 
 
 class _Task(Future[None]):

@@ -110,10 +110,8 @@ class FSDP(nn.Module):
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
         self._units = [Unit(part, mesh, options, channel) for part in parts]
-        self._shards = {id(each.whole): each.shard for unit in self._units for each in unit.parameters}
-        """Shards by the identity of whole parameters."""
         for each in module.modules():
-            each.register_state_dict_post_hook(partial(_save_shards, self._shards, self._shard))
+            each.register_state_dict_post_hook(partial(_save_shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
                 _compute_in_own_dtype(each, compute_dtype)
@@ -138,7 +136,7 @@ class FSDP(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards, even while their unit is whole."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name, self._shards.get(id(parameter), parameter)
+            yield name, getattr(parameter, "sharded_parameter", parameter)
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
         """Return the bare module's `state_dict`, in CPU memory, on group rank `to` (None: on all); None on the others.
@@ -167,19 +165,13 @@ class FSDP(nn.Module):
         raise TypeError("a wrapper is tied to its ranks: save its state_dict()")
 
 
-def _save_shards(
-    shards: Mapping[int, Any],
-    shard: str,
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-) -> None:
+def _save_shards(label: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Hook after a module's `state_dict`: replace parameters that are whole, in a forward pass, by shards."""
-    metadata[SHARD] = shard
+    metadata[SHARD] = label
     for name, parameter in module._parameters.items():
-        if id(parameter) in shards and prefix + name in state:
-            state[prefix + name] = shards[id(parameter)].detach()
+        shard = getattr(parameter, "sharded_parameter", None)
+        if shard is not None and prefix + name in state:
+            state[prefix + name] = shard.detach()
 
 
 def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -13,9 +13,10 @@ keep all units whole, and are refused.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from itertools import islice
+from operator import and_
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch.distributed.utils import _apply_to_tensors
 
 from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
-from labkit.parallel.collectives import all_reduce
+from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.unit import Options, Token, Unit
 
+MAX_WAITING = 62  # units whose state fits into an integer
 OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 
 
@@ -44,13 +46,13 @@ class UnitScheduler:
         self._pass = BackwardPass()
         self._depth = 0
         self._order: list[Unit] = []
-        self._last_order: list[Unit] = []
+        """Units in the order in which the last forward pass called them."""
         self._active: list[Unit] = []
         """Units that this backward pass has reached, and that are whole."""
-        self._ahead: list[Unit] = []
-        """Units that it has not reached yet, in the expected order."""
         self._reached: set[Token] = set()
-        """Calls of units that it has reached."""
+        """Calls and inputs of units that it has reached."""
+        self._ahead: list[Unit] = []
+        """Units that this pass, forward or backward, has not reached yet, in the expected order."""
         self._waits: list[Wait] = []
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
         self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
@@ -86,10 +88,8 @@ class UnitScheduler:
             self._enter_backward(unit)
         else:
             self._gather(unit)
-            position = len(self._order)
             self._order.append(unit)
-            if self._last_order[position : position + 1] == [unit]:
-                self._prefetch(islice(self._last_order, position + 1, None))
+            self._prefetch_after(unit)
         self._depth += 1
         unit.depth += 1
         unit.attach(whole=True)
@@ -106,7 +106,7 @@ class UnitScheduler:
 
     def _begin_forward(self) -> None:
         self._abandon_unfinished()
-        self._last_order, self._order = self._order, []
+        self._ahead, self._order = self._order, []
         for unit in self._units:
             unit.release()
 
@@ -115,9 +115,14 @@ class UnitScheduler:
         unit.start_gather()
         unit.finish_gather()
 
-    def _prefetch(self, following: Iterable[Unit]) -> None:
-        for unit in islice((unit for unit in following if unit.parameters), self._options.prefetch):
-            unit.start_gather()
+    def _prefetch_after(self, unit: Unit) -> None:
+        """Start to gather the units that are expected after this one."""
+        if unit in self._ahead:
+            position = self._ahead.index(unit)
+            del self._ahead[position]
+            following = (each for each in self._ahead[position:] if each.parameters)
+            for each in islice(following, self._options.prefetch):
+                each.start_gather()
 
     @disable_compile
     def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
@@ -127,7 +132,7 @@ class UnitScheduler:
         nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
             unit.inputs.add(token := Token())
-            node.register_prehook(weak_hook(self, UnitScheduler._input_reached, unit, token))
+            node.register_prehook(weak_hook(self, UnitScheduler._input_reached, token))
         return nodes
 
     @disable_compile
@@ -161,32 +166,34 @@ class UnitScheduler:
             self._reached.add(call)
             self._enter_backward(unit)
 
-    def _input_reached(self, unit: Unit, token: Token, gradients: Any) -> None:
-        unit.reached_inputs.add(token)
+    def _input_reached(self, token: Token, gradients: Any) -> None:
+        self._reached.add(token)
 
     def _enter_backward(self, unit: Unit) -> None:
-        self._average_and_release(unit)
-        if unit in self._active:
-            return
-        self._active.append(unit)
-        self._gather(unit)
-        unit.attach(whole=True)  # for checkpoints of a part of it
-        if unit in self._ahead:
-            position = self._ahead.index(unit)
-            del self._ahead[position]
-            self._prefetch(self._ahead[position:])
+        """Average and release the units that all ranks have completed, and make this one whole. A collective."""
+        waiting = [each for each in self._active if not (each.ends_with_pass or each.is_averaged)][:MAX_WAITING]
+        over = self._find_over(unit, waiting) if waiting else []
+        for each in over:
+            self._active.remove(each)
+            each.release()
+        if unit not in self._active:
+            self._active.append(unit)
+            self._gather(unit)
+            unit.attach(whole=True)  # for checkpoints of a part of it
+            self._prefetch_after(unit)
+        for each in over:
+            self._start_average(each)
 
-    def _average_and_release(self, reached: Unit) -> None:
-        """Start to average the units that are over on all ranks, and release them. A collective."""
-        waiting = [unit for unit in self._active if not (unit.ends_with_pass or unit.is_averaged)]
-        is_over = self._channel.exchange(reached.name, [unit.is_over for unit in waiting]).all(0) if waiting else ()
-        for unit in (unit for unit, is_over_on_all in zip(waiting, is_over, strict=True) if is_over_on_all):
-            self._active.remove(unit)
-            unit.release()
-            self._start_average(unit)
+    def _find_over(self, unit: Unit, waiting: list[Unit]) -> list[Unit]:
+        """Return the units that are over on all ranks, which are all in the backward pass of `unit`. A collective."""
+        bits = sum(1 << number for number, each in enumerate(waiting) if each.is_over(self._reached))
+        on_all = reduce(and_, self._channel.exchange(unit.name, bits))
+        return [each for number, each in enumerate(waiting) if on_all >> number & 1]
 
     def _start_average(self, unit: Unit) -> None:
         if unit.trained:
+            for wait in self._waits[-1:]:  # one at a time, else whole gradients of many units would be alive at once
+                wait()
             with torch.no_grad():
                 self._waits.append(unit.start_average())
 
@@ -224,7 +231,12 @@ class UnitScheduler:
         """Note which parameters were used on any rank; return the units, and replicated parameters, to be averaged."""
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
         flags += [unit.has_gradients for unit in self._units] + [p.grad is not None for p in self._replicated]
-        on_any = iter(self._channel.exchange(END_OF_PASS, flags).any(0).tolist())
+        self._channel.exchange(END_OF_PASS, 0)
+        notes = self._channel.notes
+        by_rank = torch.zeros(notes.world_size, len(flags), dtype=torch.uint8)
+        by_rank[notes.rank] = torch.tensor(flags)
+        all_gather(by_rank, transport=notes)
+        on_any = iter(by_rank.any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)
         return [unit for unit in self._units if next(on_any)], [p for p in self._replicated if next(on_any)]

@@ -18,8 +18,12 @@ from labkit.parallel.sharding.rows import own_rows
 SHARD = "shard"  # key in a state_dict or its metadata; its value is "rank r of p"
 
 
-class Rows(DTensor):
-    """A rank's rows. What is read by index may be a copy, from other ranks, too: to change that in place raises."""
+class Sharded(DTensor):
+    """A rank's rows of a parameter or gradient.
+
+    What is read by index may be a copy, from other ranks, too: to change that in place raises. Setting `data` replaces
+    the rows; a plain DTensor would ignore it silently.
+    """
 
     __slots__ = ()
 
@@ -31,20 +35,11 @@ class Rows(DTensor):
         with torch.inference_mode():  # torch refuses to change its tensors outside of it
             return part.clone()
 
-    def share_memory_(self) -> NoReturn:
-        raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")
-
-
-class Sharded(Rows):
-    """Rows of a parameter or gradient. Setting `data` replaces them; a plain DTensor would ignore it silently."""
-
-    __slots__ = ()
-
     @property
     def data(self) -> Tensor:
         """The same rows, hidden from autograd."""
         rows = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        rows.__class__ = Rows
+        rows.__class__ = Sharded
         return rows
 
     @data.setter
@@ -55,10 +50,16 @@ class Sharded(Rows):
             rows = _local_rows(value.detach(), self)
             self._local_tensor = rows.clone() if rows.is_inference() else rows
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
+    def share_memory_(self) -> NoReturn:
+        raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")
 
-    __deepcopy__ = __reduce_ex__
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, nn.Parameter):
+            raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce_ex__(2) if isinstance(self, nn.Parameter) else memo.setdefault(id(self), self.clone())
 
 
 def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:

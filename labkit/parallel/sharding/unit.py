@@ -64,7 +64,7 @@ class UnitParameter:
         rows = rows.clone() if self._owns_rows else own_rows(self.place.data, rank, p).copy_(rows)
         self.shard = shard_parameter(slot.parameter, rows, mesh)
         self.whole = nn.Parameter(self.place.data, value.is_floating_point() or value.is_complex())
-        self.whole.__dict__.update(self.shard.__dict__)
+        self.whole.__dict__.update(self.shard.__dict__, sharded_parameter=self.shard)
         self.is_used = False
         """It got a gradient in this pass; at the end of the pass: on any rank."""
         self.means: list[Tensor] = []
@@ -144,7 +144,6 @@ class Unit:
         """Parameters whose gradient is complete."""
         self.is_averaged = False
         self.inputs: weakref.WeakSet[Token] = weakref.WeakSet()
-        self.reached_inputs: weakref.WeakSet[Token] = weakref.WeakSet()
         self.release()
 
     # Parameters
@@ -230,12 +229,10 @@ class Unit:
     def has_frozen(self) -> bool:
         return len(self.trained) < len(self.parameters)
 
-    @property
-    def is_over(self) -> bool:
+    def is_over(self, reached: set[Token]) -> bool:
         """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
         is_complete = len(self.ready) == len(self.trained) and not self.depth
-        has_inputs = bool(self.reached_inputs) and self.inputs <= self.reached_inputs
-        return is_complete and (has_inputs or not self.has_frozen)
+        return is_complete and (not self.has_frozen or (bool(self.inputs) and self.inputs <= reached))
 
     @property
     def has_gradients(self) -> bool:
@@ -256,7 +253,6 @@ class Unit:
             parameter.is_used, parameter.means = False, []
         self.is_averaged = False
         self.ready.clear()
-        self.reached_inputs.clear()
 
 
 def _note_step(optimizer: Optimizer, *_: object) -> None:
