@@ -20,7 +20,6 @@ from labkit.parallel.transport import AUTO, Transport, find_transport, make_sepa
 
 Wait = Callable[[], object]
 """Waits for the end of an action, and raises its error."""
-Collective = Callable[..., None]
 END_OF_PASS = "the end of backward"
 TORCH = "torch"
 _groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -31,13 +30,9 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
         # Now: in the middle of backward, ranks would not create it at the same moment.
-        self.group, self.transport = group, make_separate_transport(group, device, preference)
+        self.transport = make_separate_transport(group, device, preference)
         self._in_thread = device.type == "cpu"
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
-
-    def call(self, collective: Collective, tensors: object, *args: object) -> None:
-        """Run `collective(tensors, group, ...)` over the channel's transport now. Nothing else may be in flight."""
-        collective(tensors, self.group, *args, transport=self.transport)
 
     def start(self, action: Callable[[], None]) -> Wait:
         """Start an action; return what waits for its end."""
@@ -70,7 +65,7 @@ class BackgroundAllReduce:
     def start(self, vector: Tensor, op: str = "mean") -> Wait:
         """Start a mean or a "sum"; return a function that waits for its end."""
         if channel := self.channels.get(vector.device):
-            return channel.start(partial(channel.call, all_reduce, vector, op))
+            return channel.start(partial(all_reduce, vector, op=op, transport=channel.transport))
         if op == "mean":
             vector.div_(dist.get_world_size(self.group))
         work = dist.all_reduce(vector, group=self.group, async_op=True)
@@ -80,7 +75,7 @@ class BackgroundAllReduce:
     def average(self, vector: Tensor) -> None:
         """Replace the vector by its mean over ranks."""
         if channel := self.channels.get(vector.device):
-            channel.call(all_reduce, vector)  # without the thread
+            all_reduce(vector, transport=channel.transport)  # without the thread
         else:
             self.start(vector)()
 

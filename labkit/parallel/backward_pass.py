@@ -52,17 +52,17 @@ def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callabl
 
 
 class GradientHooks:
-    """Calls `call(owner, index, gradient)` when autograd has added the gradient to a parameter's `grad`.
+    """Calls `method(owner, index, ...)` when autograd has added the gradient to a parameter's `grad`, as `weak_hook`.
 
     Hooks are on AccumulateGrad nodes, as in torch's DistributedDataParallel: hooks on the tensor or node that clip a
     gradient run before, and undefined gradients (None) are noticed. A parameter has one owner, the newest.
     """
 
-    def __init__(self, owner: Any, call: Callable[[Any, int, Tensor | None], None], parameters: Sequence[nn.Parameter]):
+    def __init__(self, owner: Any, method: Callable[..., None], parameters: Sequence[nn.Parameter]):
         self.is_superseded = False
         """Whether another owner has taken over a parameter."""
         self._parameters = parameters
-        self._hook = partial(_run_hook, weakref.ref(self), weakref.ref(owner), call)
+        self._hooks = [weak_hook(owner, method, index) for index in range(len(parameters))]
         self._nodes: list[Any] = [None] * len(parameters)
         self._handles: list[RemovableHandle] = []
         self.rebind(range(len(parameters)))
@@ -75,17 +75,18 @@ class GradientHooks:
                 node = get_gradient_edge(self._parameters[index]).node
             if node is not self._nodes[index]:
                 self._nodes[index] = node
-                self._handles.append(handle := node.register_hook(partial(self._hook, index)))
+                self._handles.append(handle := node.register_hook(self._hooks[index]))
                 self._supersede_others(handle.hooks_dict_ref() or {})
+                _by_handle[handle.id] = self
                 rebound.append(index)
         return rebound
 
     def _supersede_others(self, hooks: dict[int, Any]) -> None:
-        for number, hook in list(hooks.items()):
-            if isinstance(hook, partial) and hook.func is _run_hook and (other := hook.args[0]()) is not self:
+        for number in list(hooks):
+            other = _by_handle.get(number, self)
+            if other is not self:
                 del hooks[number]
-                if other is not None:
-                    other.is_superseded = True
+                other.is_superseded = True
 
     def move_to_end(self) -> None:
         """Move behind hooks that were registered later. Autograd calls them in the order of insertion."""
@@ -95,16 +96,7 @@ class GradientHooks:
                 hooks[handle.id] = hooks.pop(handle.id)
 
 
-def _run_hook(
-    hooks: object,
-    owner: "weakref.ref[Any]",
-    call: Callable[[Any, int, Tensor | None], None],
-    index: int,
-    _: object,
-    gradients: tuple[Tensor | None],
-) -> None:
-    if (alive := owner()) is not None:
-        call(alive, index, gradients[0])
+_by_handle: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -372,7 +372,7 @@ def _use_as_two_threads_would(wrap):
     def call_hooks(indices, begin):
         begin.wait()
         for index in indices:
-            model._mark_ready(index, model._parameters_in_order[index].grad)
+            model._hooks._hooks[index]((), (model._parameters_in_order[index].grad,))
 
     model._all_reduce.start = start
     model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in

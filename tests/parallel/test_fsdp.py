@@ -158,7 +158,7 @@ def _check_order() -> list[str]:
         events.clear()
         model(torch.ones(1, 4)).sum().backward()
     forward = ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "run 2"]
-    backward = ["gather 2", "gather 1", "average 2", "gather 0", "average 1", "average 0"]
+    backward = ["gather 2", "gather 1", "gather 0", "average 2", "average 1", "average 0"]
     return [] if events == forward + backward else [str(events)]
 
 

@@ -209,22 +209,21 @@ class DataParallel(nn.Module, UnevenInputs):
         if not self._pass.is_running:
             self._begin_pass()
 
-    def _mark_ready(self, index: int, gradient: Tensor | None) -> None:
+    def _mark_ready(self, index: int, _: object, gradients: tuple[Tensor | None]) -> None:
         """Note that `p.grad` has the gradient that autograd passes here. Each parameter's hook."""
-        with self.lock:
-            if not self._pass.is_running:
-                if not self._is_armed:
-                    return
-                self._begin_pass()
-            self._check_gradient(index, gradient)
-            is_second, self._ready[index] = self._ready[index], True
-            if self._overlaps:
-                if is_second:
-                    raise RuntimeError(
-                        f"one backward pass gave {self._names[index]} a gradient twice, the second after it was sent: "
-                        "if a parameter is used inside and outside of a re-entrant checkpoint, pass find_unused=True"
-                    )
-                self._gradient_ready(index)
+        if not self._pass.is_running:
+            if not self._is_armed:
+                return
+            self._begin_pass()
+        self._check_gradient(index, gradients[0])
+        is_second, self._ready[index] = self._ready[index], True
+        if self._overlaps:
+            if is_second:
+                raise RuntimeError(
+                    f"one backward pass gave {self._names[index]} a gradient twice, the second after it was sent: "
+                    "if a parameter is used inside and outside of a re-entrant checkpoint, pass find_unused=True"
+                )
+            self._gradient_ready(index)
 
     def _check_gradient(self, index: int, added: Tensor | None) -> None:
         """Refuse a gradient that cannot be averaged or was used before its average."""

@@ -221,7 +221,7 @@ class UnitScheduler:
             self._start_average(unit)
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            average = partial(self._channel.call, all_reduce, p.grad)
+            average = partial(all_reduce, p.grad, transport=self._channel.transport)
             self._waits.append(self._channel.start_checked(END_OF_PASS, average))
         self._wait()
         for parameter in self._parameters:

@@ -25,7 +25,7 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, check_values
+from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, describe
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.rows import own_rows, plan_gather
 from labkit.parallel.sharding.sharded import (
@@ -199,10 +199,7 @@ class ShardedOptimizer(Optimizer):
         parameters = self._parameters
         if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
             raise ValueError("expected one parameter or more, on one device, each once")
-        named = [(f"parameter {number}", p) for number, p in enumerate(parameters)]
-        for name, p in named:
-            check_values(name, p)
-        check_shardable(named, are_averaged=False)
+        check_shardable(((f"parameter {number}", p) for number, p in enumerate(parameters)), are_averaged=False)
 
     def _run_on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
         """Run the action, and compare the parameter groups between ranks. If one rank raises, all raise."""
@@ -213,7 +210,7 @@ class ShardedOptimizer(Optimizer):
             refusal = ValueError(str(error)) if isinstance(error, TypeError) else error
         groups = [] if refusal else self.param_groups
         plain = (bool, int, float, str, tuple)
-        described = [f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for group in groups for p in group["params"]]
+        described = [describe("a parameter", p) for group in groups for p in group["params"]]
         described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
         device = self._parameters[0].device if groups else None
         check_same_on_all_ranks("optimizer", settings, described, self._group, refusal, device)

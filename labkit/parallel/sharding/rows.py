@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import add_steps, copy_steps
 from labkit.parallel.data_parallel.consistency import strides_like
 from labkit.parallel.prepare import cut, shard_sizes
 from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import AUTO, find_transport
 from labkit.parallel.transport.base import Step, Transport, checksum
 
 MESSAGES_IN_FLIGHT = 4  # per rank
@@ -81,19 +79,12 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     return gather
 
 
-def average_rows(
-    gradients: Sequence[Tensor],
-    means: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    *,
-    transport: str | Transport = AUTO,
-) -> None:
+def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], via: Transport) -> None:
     """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
 
     Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
     to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
-    via = find_transport(group, gradients[0].device, transport)
     p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
     whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.data_parallel.consistency import check_values, strides_like
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.rows import own_rows
 
@@ -115,12 +115,13 @@ def as_gradient(rows: Tensor, shard: Any) -> Any:
 
 
 def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
-    """Raise ValueError for parameters that are sharded, sparse or share elements.
+    """Raise ValueError for parameters that are sharded or sparse, share elements, or have no values.
 
     `are_averaged`: also for trained parameters whose gradients labkit's collectives do not add.
     """
     ranges = []
     for name, p in parameters:
+        check_values(name, p)
         if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
             raise ValueError(f"expected whole, dense parameters, each element with memory of its own; {name} is none")
         if are_averaged and p.requires_grad and p.dtype not in FLOAT_TYPES:

@@ -24,6 +24,7 @@ from labkit.parallel.collectives import all_reduce
 from labkit.parallel.sharding.partition import Part, Slot
 from labkit.parallel.sharding.rows import average_rows, own_rows, plan_gather, row_strides, with_strides
 from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter
+from labkit.parallel.transport import Transport
 
 _resize = torch.ops.inductor.resize_storage_bytes_.default  # an operator, which the allocation ledger sees
 
@@ -245,7 +246,7 @@ class Unit:
         gradients = [parameter.take_gradient(self._reduce_dtype) for parameter in self.trained]
         # Allocated here, not in the channel's thread, whose memory no profiler counts.
         pairs = [(gradient, each.add_mean(gradient)) for each, gradient in zip(self.trained, gradients, strict=True)]
-        return self._channel.start_checked(self.name, partial(_average, self._channel, pairs), len(pairs))
+        return self._channel.start_checked(self.name, partial(_average, self._channel.transport, pairs), len(pairs))
 
     def reset_pass(self) -> None:
         """Forget a backward pass."""
@@ -264,14 +265,14 @@ def _note_step(optimizer: Optimizer, *_: object) -> None:
 register_optimizer_step_post_hook(_note_step)
 
 
-def _average(channel: CheckedChannel, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _average(transport: Transport, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Average gradients into the second of each pair."""
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for gradient, mean in gradients:
         if gradient.dim():
             by_dtype.setdefault(gradient.dtype, []).append((gradient, mean))
         else:
-            channel.call(all_reduce, mean)
+            all_reduce(mean, transport=transport)
     for alike in by_dtype.values():
         whole, means = zip(*alike, strict=True)
-        average_rows(whole, means, channel.group, transport=channel.transport)
+        average_rows(whole, means, transport)
