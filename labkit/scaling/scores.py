@@ -106,7 +106,7 @@ def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
     kinds = {
         "data": (runs.micro_batches * matmuls, gradients, (replicas > 1) & ~gathers),
-        "sharding": (matmuls, parameter_gather_s(runs), (replicas > 1) & gathers),
+        "sharding": (matmuls, parameter_gather_s(runs), (runs.shard_ranks > 1) & gathers),
         "tensor": (matmuls, tensor_parallel_s(runs, once), runs.tp > 1),
         "context": (attention_s(runs, once), context_ring_s(runs), runs.cp > 1),
         "pipeline": (runs.micro_batches * runs.vp, runs.pp - 1, runs.pp > 1),

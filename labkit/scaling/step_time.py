@@ -6,8 +6,8 @@ Functions follow in the order of `breakdown`. Ranks are numbered tensor first, t
 (Megatron-LM's order), so that a group of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of
 fast links, which is a node or a rack of them.
 
-Legend: m micro-batches, T tokens and b sequences of one on a rank, h hidden, q width of the query heads, f ffn, t
-tensor-parallel ranks, V vocabulary, S sequence.
+Letters of formulas: m micro-batches, T tokens and b sequences of one on a rank, h hidden, q width of the query heads,
+V vocabulary, t tensor-parallel ranks, S sequence.
 """
 
 import numpy as np
@@ -112,15 +112,15 @@ def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
 
 def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
     """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
-    h, q, f = runs.hidden, runs.query_width / runs.tp, runs.ffn / runs.tp
-    matmuls = _trained_s(runs, q + 2 * runs.kv_width / runs.tp, h, forwards)
-    matmuls = matmuls + _trained_s(runs, h, q, forwards)
-    matmuls = matmuls + _trained_s(runs, (1 + runs.ffn_gated) * f, h, forwards)
-    matmuls = (matmuls + _trained_s(runs, h, f, last)) * runs["slowdown"]
+    hidden, query, ffn = runs.hidden, runs.query_width / runs.tp, runs.ffn / runs.tp
+    matmuls = _training_matmul_s(runs, query + 2 * runs.kv_width / runs.tp, hidden, forwards)
+    matmuls = matmuls + _training_matmul_s(runs, hidden, query, forwards)
+    matmuls = matmuls + _training_matmul_s(runs, (1 + runs.ffn_gated) * ffn, hidden, forwards)
+    matmuls = (matmuls + _training_matmul_s(runs, hidden, ffn, last)) * runs["slowdown"]
     return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, forwards), 0.0)
 
 
-def _trained_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
+def _training_matmul_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
     """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and of the weight."""
     m = runs.tokens
     forward = _matmul_s(runs, m, n, k, fp8=fp8)
@@ -151,10 +151,10 @@ def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
 
     Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
     """
-    h, q, f, t = runs.hidden, runs.query_width, runs.ffn, runs.tp
-    weights = runs.layer_parameters / t * runs["fp8_cast_traffic"]
-    inputs = 2 * h + (q + f) / t
-    gradients = 2 * h + (q + 2 * runs.kv_width + (1 + runs.ffn_gated) * f) / t
+    hidden, query, ffn, tp = runs.hidden, runs.query_width, runs.ffn, runs.tp
+    weights = runs.layer_parameters / tp * runs["fp8_cast_traffic"]
+    inputs = 2 * hidden + (query + ffn) / tp
+    gradients = 2 * hidden + (query + 2 * runs.kv_width + (1 + runs.ffn_gated) * ffn) / tp
     rows = runs.tokens * (inputs * forwards + gradients) * runs["fp8_rowwise_traffic"]
     return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / _memory_bytes_per_s(runs)
 
@@ -191,7 +191,7 @@ def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
 def _head_s(runs: Runs) -> Numbers:
     """Output matrix and loss: a matmul with V/t columns, then passes over logits in float32."""
     columns = runs.vocab / runs.tp
-    matmul = _trained_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)
+    matmul = _training_matmul_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)
     logits = runs.tokens * columns * runs["loss_traffic"]
     return matmul * runs["slowdown"] + logits / _memory_bytes_per_s(runs)
 
