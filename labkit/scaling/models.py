@@ -178,8 +178,8 @@ def _folder_name(folder: Path) -> str:
 def _model(config: Mapping[str, Any], name: str) -> Model:
     names, ffn_gated, tied = _ARCHITECTURES[config["model_type"]]
     values: dict[str, Any] = {size: config.get(key) for size, key in names.items()}
-    if names is _MPT and isinstance(ratio := config.get("expansion_ratio"), int):
-        values["ffn"] = ratio * config.get("d_model", 1)
+    if names is _MPT and all(type(config.get(key)) is int for key in ("d_model", "expansion_ratio")):
+        values["ffn"] = config["d_model"] * config["expansion_ratio"]
     stated = config.get("tie_word_embeddings")
     values |= {"ffn_gated": ffn_gated, "tied": tied if stated is None else stated, "name": _printable(name)}
     return validate(Model, values, strict=True)

@@ -148,6 +148,8 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> Run:
     note, tp = texts.get("note", ""), texts.get("tp", "1")
     if _CPU_OPTIMIZER.search(note):
         raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
+    if missing := [name for name in REQUIRED if name not in texts and name != "micro_batch"]:
+        raise ValueError(f"expected {missing[0]} to be stated")
     recompute, options = _recompute(texts, assumptions)
     options |= {option for words, option in NOTES.items() if words in note}
     framework = _find_framework(texts, assumptions)
@@ -195,9 +197,7 @@ def _precision(words: str) -> str:
     words = words.lower()
     for name, nearest in (("fp4", "fp8"), ("fp32", "bf16"), ("tf32", "bf16"), ("float32", "bf16")):
         if name in words:
-            raise ValueError(
-                f"no run in {words[:20]} was published for many GPUs; the nearest known precision is {nearest}"
-            )
+            raise ValueError(f"no run in {words[:20]} was published; the nearest known precision is {nearest}")
     return "fp8" if "fp8" in words else words
 
 
