@@ -92,8 +92,9 @@ class CheckedChannel(Channel):
         super().__init__(group, device, preference)
         self._names = [END_OF_PASS, *names]
         self._error: RuntimeError | None = None
-        on_cpu = (group, preference) if device.type == "cpu" else (_group_on_cpu(member_group(group)), AUTO)
-        self.notes = find_transport(on_cpu[0], torch.device("cpu"), on_cpu[1])
+        if device.type != "cpu":
+            group, preference = _group_on_cpu(member_group(group)), AUTO
+        self.notes = find_transport(group, torch.device("cpu"), preference)
         """For integers, between CPUs, in the caller's thread."""
 
     def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:

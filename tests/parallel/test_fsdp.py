@@ -431,6 +431,9 @@ def _check_elements() -> list[str]:
             if furthest([model.module[0].weight.full_tensor()], [bare[0].weight]) > 1e-6:
                 wrong.append(f"{name}: other numbers than in one process")
     model(inputs()).sum().backward()
+    for rows in (model.module[0].weight.grad, model.module[0].weight.data):
+        if not torch.equal(copy.deepcopy(rows).full_tensor(), rows.full_tensor()):
+            wrong.append("a copy has other values")
     changes: list[Callable[[Any], object]] = [
         lambda p: p.grad[0].zero_(),
         lambda p: p.grad.data[:3].mul_(2),
