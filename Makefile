@@ -48,8 +48,7 @@ stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_memory.py -m slow -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts in network namespaces: a line per case (some 20 minutes)
-	LABKIT_FAULTS=all $(BIN)/python -m pytest -v --numprocesses 2 tests/faults tests/hosts tests/parallel/test_leftovers.py \
-		tests/studies/test_cifar100_killed.py
+	LABKIT_FAULTS=all $(BIN)/python -m pytest -v --numprocesses 2 tests/faults tests/hosts tests/parallel/test_leftovers.py
 
 torch-tests: $(VENV)/installed-test ## torch's own tests of its wrapper and of SyncBatchNorm, on labkit's (docs/torch-tests.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch_tests/ddp.py

@@ -1,11 +1,10 @@
-"""What all tests share: which are skipped, by name, which come first, and the commands that take long.
+"""What all tests share: which are skipped, by name, and which come first.
 
 Skipped are tests that need more than is there, or more time than `make test` has.
 """
 
 import atexit
 import gc
-import json
 import os
 import signal
 import sys
@@ -16,13 +15,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.lab.project import notebook_path
-from labkit.studies import LABS
-from tests.commands import carry_out
 from tests.fork_server import OF_TESTS, preload
-
-BY_COMMAND = ("all_reduce",)
-"""The lab whose notebook `make test` carries out as users do, `make test-all` all of them."""
 
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
@@ -69,59 +62,6 @@ def pytest_collection_finish():
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure():
     gc.freeze()  # what else there is by now ends with the process, and IPython would look through it then
-
-
-@pytest.fixture(scope="session")
-def interpreted_kernels(request):
-    """What came of the tests of the Triton kernels under the interpreter, in one thread."""
-    selected = request.config.option.markexpr or "not gpu"
-    command = [sys.executable, "-m", "pytest", str(TESTS / "nn" / "test_flash_attention.py"), "-q"]
-    command += ["-p", "no:cacheprovider", "-m", f"not gpu and ({selected})"]
-    return carry_out(command, TESTS.parent, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
-
-
-@pytest.fixture(scope="session")
-def smoke_report(request, tmp_path_factory):
-    """The folder of the pages of `labkit report` of all labs at profile `smoke`; in `make test` some come cheaper."""
-    pages = tmp_path_factory.mktemp("smoke") / "pages"
-    by_command = BY_COMMAND if "not slow" in request.config.option.markexpr else LABS
-    if others := [lab for lab in LABS if lab not in by_command]:
-        outcome = carry_out([sys.executable, "-m", "tests.smoke", str(pages), *others], TESTS.parent)
-        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    command = [sys.executable, "-m", "labkit", "report", *by_command, "--profile", "smoke", "--output", str(pages)]
-    outcome = carry_out(command, TESTS.parent)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return pages
-
-
-@pytest.fixture(scope="session")
-def broken_report(tmp_path_factory):
-    """What a report came to of a run that is damaged, which only the notebook finds out; and the pages' folder."""
-    folder = tmp_path_factory.mktemp("broken")
-    run = folder / "broken.jsonl"
-    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
-    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run)]
-    return carry_out([*command, "--output", str(folder / "pages")], TESTS.parent), folder / "pages"
-
-
-@pytest.fixture(scope="session")
-def notebook_by_papermill(tmp_path_factory):
-    """The notebook of a lab, carried out by papermill's own command in another folder."""
-    folder = tmp_path_factory.mktemp("papermill")
-    notebook = str(notebook_path("sync_batchnorm"))  # which measures with ranks, and little
-    outcome = carry_out([sys.executable, "-m", "papermill", notebook, "out.ipynb", "-y", "profile: smoke"], folder)
-    assert outcome.returncode == 0, outcome.stderr
-    return folder / "out.ipynb"
-
-
-@pytest.fixture(scope="session")
-def tour(tmp_path_factory):
-    """The tour for newcomers, carried out by papermill in another folder."""
-    folder = tmp_path_factory.mktemp("tour")
-    notebook = TESTS.parent / "notebooks" / "00_start_here.ipynb"
-    outcome = carry_out([sys.executable, "-m", "papermill", str(notebook), "tour.ipynb", "-p", "repeats", "6"], folder)
-    assert outcome.returncode == 0, outcome.stderr
-    return folder / "tour.ipynb"
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Notebooks of many labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER LAB...`.
+"""Notebooks of all labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER`.
 
-The cells, in IPython, and the pages are those of `labkit report`; without a kernel and its imports for each lab, and
-the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's, which
-`tests/test_notebooks.py` sees in the labs that are reported by command. The model called nano is a ninth of it, so
-runs are kept with the pages, where nobody takes them for what they are not.
+The cells, in IPython, the pages and the index are those of `labkit report`; without a kernel and its imports for each
+lab, and the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's:
+`tests/test_adding_a_lab.py` reports by command, and `make test-all` all labs. The model called nano is a ninth of it,
+so runs belong in a $LABKIT_HOME of their own, where nobody takes them for what they are not.
 """
 
 import gc
@@ -23,9 +23,10 @@ from papermill.parameterize import parameterize_notebook
 from traitlets import Type
 from traitlets.config import Config
 
+from labkit.lab.pages.record import write_index
 from labkit.lab.pages.report import export_page
 from labkit.lab.project import notebook_path
-from labkit.studies import load_lab
+from labkit.studies import LABS, load_lab
 from tests import small_nano  # noqa: F401  which makes nano small
 from tests.fork_server import preload
 
@@ -84,19 +85,19 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
     nbformat.write(node, notebook)
 
 
-def main(folder: Path, labs: list[str]) -> None:
-    os.environ["LABKIT_HOME"] = str(folder / "home")
+def main(folder: Path) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the fork server, which loads tests.small_nano
     program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)
     gc.freeze()  # modules stay: each shell that is emptied looks for garbage
-    for lab in labs:
+    for lab in LABS:
         sys.modules["__main__"] = program  # the ranks' own, which a shell would be
         notebook = folder / "notebooks" / f"{lab}.ipynb"
         execute(lab, shell, notebook)
         export_page(notebook, folder / f"{lab}.html", load_lab(lab))
+    write_index(map(load_lab, LABS), folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -31,11 +31,8 @@ def _notebook(code):
     cells = []
     for cell in re.split(r"^# %%", f"\n{code}", flags=re.M):
         if cell.startswith(" [markdown]"):
-            cells.append(
-                nbformat.v4.new_markdown_cell(
-                    re.sub(r"^# ", "", cell.removeprefix(" [markdown]\n"), flags=re.M).strip()
-                )
-            )
+            text = re.sub(r"^# ", "", cell.removeprefix(" [markdown]\n"), flags=re.M).strip()
+            cells.append(nbformat.v4.new_markdown_cell(text))
         else:
             cells.append(nbformat.v4.new_code_cell(cell.strip()))
     cells[0].metadata["tags"] = ["parameters"]
@@ -88,19 +85,9 @@ def test_the_new_lab_has_a_page_with_its_answer(project, outcome):
 
 
 def test_the_new_lab_passes_the_tests_that_every_lab_must(outcome):
-    files = [
-        "tests/test_layout.py",
-        "tests/test_notebooks.py",
-        "tests/lab/test_labs.py",
-    ]
-    selected = [
-        "-k",
-        "sorting and (layout or rows or profile or questions or parameters or heading)",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-    ]
-    result = outcome("pytest", *selected, *files)
+    files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/lab/test_labs.py"]
+    selected = "sorting and (layout or rows or profile or questions or parameters or heading)"
+    result = outcome("pytest", "-k", selected, "-p", "no:cacheprovider", "-q", *files)
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
     (passed,) = re.findall(r"(\d+) passed", result.stdout)

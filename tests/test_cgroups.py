@@ -4,10 +4,11 @@ import psutil
 import pytest
 
 from labkit.machine import cgroups, description
-from labkit.machine.cgroups import available_memory_bytes, memory_limit_bytes, oom_kills, quota_cores
+from labkit.machine.cgroups import available_memory_bytes, memory_limit_bytes, oom_kills, quota_cores, throttled_periods
 
 MIB = 2**20
 UNLIMITED_1 = 9223372036854771712
+CFS = "cpu/t/cpu.cfs_"
 
 
 def tree(root, cgroup, files):
@@ -85,6 +86,22 @@ def test_more_used_than_allowed_leaves_nothing_and_without_proc_there_is_no_cgro
     nowhere = tmp_path / "nowhere"
     assert (memory_limit_bytes(nowhere), oom_kills(nowhere), quota_cores(nowhere)) == (None, None, None)
     assert available_memory_bytes(nowhere) > 0
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores", "periods"),
+    [
+        ("0::/job", {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"}, 0.5, (4, 9)),
+        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0, (0, 0)),
+        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),  # a container sees itself as the topmost
+        ("4:memory:/m\n1:cpu,cpuacct:/t", {CFS + "quota_us": "50000", CFS + "period_us": "100000"}, 0.5, (0, 0)),
+        ("1:cpu:/t", {CFS + "quota_us": "-1", CFS + "period_us": "100000"}, None, (0, 0)),
+        ("0::/", {}, None, (0, 0)),
+    ],
+)
+def test_a_cpu_quota_is_read_in_both_versions(tmp_path, cgroup, files, cores, periods):
+    root = tree(tmp_path, cgroup, files)
+    assert (quota_cores(root), throttled_periods(root)) == (cores, periods)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,7 @@ from labkit.lab.pages.report import LabResult
 from labkit.lab.project import committed_notebook, notebook_path, recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, RunFileError
-from labkit.studies import LABS
+from labkit.studies import LABS, load_lab
 from tests.commands import all_runs, runs_by
 from tests.lab.fake_lab import FAKE, FakeConfig
 
@@ -96,16 +97,29 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
     assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
 
 
-def test_doctor_says_what_runs_here_and_why_the_rest_does_not(command):
+@pytest.mark.parametrize(("reason", "transport"), [(None, "compiled"), ("no g++", "not available (no g++): CPU ranks")])
+def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(reason, transport, command, monkeypatch):
+    for module in ("parallel.transport.shared_memory", "lab.commands.doctor"):
+        monkeypatch.setattr(f"labkit.{module}.unavailable_reason", lambda: reason)
     status, said, _ = command("doctor")
     assert status == 0
-    for word in ("processor", "backends", "all_reduce", "smoke", "paper"):
-        assert word in said
+    for word in ("processor", "backends", "all_reduce", "smoke", "paper", transport):
+        assert word in " ".join(said.split())
+
+    def begin(*_, on_start, **__):
+        on_start(None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("labkit.lab.runs.measure.measure", begin)
+    status, _, complaints = command("measure", "all_reduce", "--profile", "smoke")
+    assert (status, "shared memory not available (no g++)" in complaints) == (130, reason is not None)
 
 
 MISTAKES = [
     (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "multiple of 8", "-1"]),
+    (["report", "all_reduce", "--set", "sizes_bytes=[4098]"], ["'sizes_bytes'", "multiple of 8"]),
+    (["measure", "all_reduce", "--set", "world_sizes=[1000]"], ["'world_sizes'", "1000"]),
     (["report", "--resume", "no-such-run"], ["no-such-run", "in data/runs"]),
     (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
     (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
@@ -116,6 +130,7 @@ MISTAKES = [
         ["no-such-run", "data/recorded/all_reduce or data/runs/all_reduce"],
     ),
     (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "in data/runs/all_reduce"]),
+    (["measure", "all_reduce", "--resume", "docs"], ["'docs' is neither a run file nor"]),
     (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
     (["predict", "nothing.csv"], ["error: nothing.csv: No such file or directory"]),
@@ -138,7 +153,7 @@ def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, com
     assert not runs_by(arguments)
 
 
-RECORDED = next((recorded_directory() / "attention").glob("*.jsonl"))
+RECORDED, LIMITS = (next((recorded_directory() / lab).glob("*.jsonl")) for lab in ("attention", "limits"))
 WRITING = [
     ["measure", "all_reduce", "--profile", "smoke"],
     ["report", "attention", "--profile", "smoke"],
@@ -147,15 +162,15 @@ WRITING = [
 ]
 
 
-def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_file(tmp_path, monkeypatch):
+def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_file(tmp_path, monkeypatch, command):
     path = tmp_path / notebook_path("limits").name
     shutil.copy(notebook_path("limits"), path)
     monkeypatch.setattr(project, "notebooks_directory", lambda: tmp_path)
     original = path.read_text()
     assert committed_notebook("limits") == (original, False)  # no repository
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    for arguments in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
     notebook = json.loads(original)
     notebook["cells"][0]["metadata"]["collapsed"] = True  # as JupyterLab saves it
     path.write_text(json.dumps(notebook))
@@ -164,6 +179,9 @@ def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_f
     for edited in (json.dumps(notebook), "<<<<<<< HEAD"):
         path.write_text(edited)
         assert committed_notebook("limits") == (original, True)
+    monkeypatch.setattr(report, "report_lab", Mock(side_effect=KeyboardInterrupt))
+    _, _, complaints = command("report", "limits", "--run", LIMITS.stem)
+    assert f"{path.name}: edited; the report runs the committed notebook" in "".join(complaints.split("\n"))
 
 
 def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):
@@ -177,6 +195,17 @@ def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_
     status, _, said = command("compare", str(RECORDED), str(other), "--output", str(tmp_path / "page.html"))
     assert status == 1
     assert said == f"error: {tmp_path / 'page.html'}: No space left on device\n"
+
+
+def test_a_disk_that_fills_up_keeps_the_index_of_the_labs_before(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device", "page.html")
+    first = LabResult(load_lab("limits"), tmp_path / "limits.html", 1.0, None)
+    monkeypatch.setattr(report, "report_lab", Mock(side_effect=[first, full]))
+    status, _, complaints = command("report", "limits", "memory", "--profile", "smoke")
+    assert (status, "Traceback" in complaints) == (1, False)
+    assert complaints.splitlines()[-1] == "error: page.html: No space left on device"
+    assert "Still being measured" in (tmp_path / "reports" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])

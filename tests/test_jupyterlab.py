@@ -10,7 +10,6 @@ from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine.description import describe_machine
 from tests.jupyterlab import NEEDED, opened_browser, started_server, until
-from tests.rehearsal.pages import cells_of, tries_in
 
 pytestmark = NEEDED
 LAB = "all_reduce"
@@ -23,14 +22,6 @@ transports = []
 scheduling_bytes = []
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
-TRIED = {
-    LAB: f'profile = "smoke"\nworld_sizes = [2, 3]\nconfig = {FEW}',
-    "attention": 'profile = "smoke"\nsequences = [64]\nconfig = {"implementations": ["explicit", "tiled"], '
-    '"compiled_sequences": []}',
-    "limits": 'profile = "smoke"',
-}
-"""Labs each Try of which is carried out here, with parameters that make them short."""
-
 # A reader's first ring: `LAST` is where it stops to add and begins to copy. With 2 it stops a step too early.
 RING = """
 import torch
@@ -177,33 +168,4 @@ def test_a_ring_of_ones_own_first_with_a_bug(server, opened):
     notebook.run('lab.measure({"mine"')
     assert "wrong" not in notebook.run(IN_THE_FIGURE)
     assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
-    assert server.ranks() == []
-
-
-@pytest.mark.parametrize("lab", TRIED)
-def test_each_try_works_where_it_stands(lab, server, opened):
-    notebook = opened(lab)
-    notebook.begin(TRIED[lab])
-    above = ""
-    for kind, text in cells_of(lab):
-        if kind == "code":
-            above = text.strip().splitlines()[-1]
-            if "profile =" not in text and "lab.close" not in text:
-                notebook.run(above)
-        for source in tries_in(text) if kind == "markdown" else ():
-            notebook.run_new(source, below=above)
-    assert _outputs(notebook.saved(), "error") == []
-    assert server.ranks() == []
-
-
-def test_a_module_of_ones_own_is_measured_and_drawn(server, opened):
-    notebook, figure = opened("memory"), 'lab.answer("where_it_goes"'
-    notebook.begin('profile = "smoke"\nconfig = {"precisions": ["float32"]}')
-    (source,) = [source for _, text in cells_of("memory") for source in tries_in(text) if "models=" in source]
-    assert "nn.Linear" in source
-    said = notebook.run_new(source, below="lab.measure(")
-    assert re.search(r"(\d+) points planned, \1 measured", said)
-    notebook.run(figure)
-    assert "mine" in notebook.points_drawn_below(figure)
-    assert _outputs(notebook.saved(), "error") == []
     assert server.ranks() == []

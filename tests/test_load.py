@@ -17,13 +17,11 @@ from labkit.lab.pages import cards
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.cgroups import quota_cores, throttled_periods
 from labkit.machine.load import Load, LoadMeter, announced, busy_points, busy_reason, other_measurements
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 ANNOUNCE = "from labkit.machine.load import announced\nwith announced():\n    print(flush=True)\n    input()"
-V1 = "cpu/t/cpu.cfs_"
 
 
 @pytest.fixture(autouse=True)
@@ -103,25 +101,6 @@ def test_a_slow_phase_of_the_memory_is_told_from_what_the_probes_of_a_quiet_mach
     for point in copies if len(copies) > 2 else ():
         slow = loads[point].model_copy(update={"copy_s": 4 * median_low(copies.values())})
         assert busy_points(loads | {point: slow}, 2).keys() == {point}
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "cores", "periods"),
-    [
-        ("0::/job", {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"}, 0.5, (4, 9)),
-        ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0, (0, 0)),
-        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),  # a container sees itself as the topmost
-        ("4:memory:/m\n1:cpu,cpuacct:/t", {V1 + "quota_us": "50000", V1 + "period_us": "100000"}, 0.5, (0, 0)),
-        ("1:cpu:/t", {V1 + "quota_us": "-1", V1 + "period_us": "100000"}, None, (0, 0)),
-        ("0::/", {}, None, (0, 0)),
-    ],
-)
-def test_a_cpu_quota_is_read_in_both_versions(tmp_path, cgroup, files, cores, periods):
-    for name, text in ({"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{n}": t for n, t in files.items()}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert quota_cores(tmp_path) == cores
-    assert throttled_periods(tmp_path) == periods
 
 
 def test_periods_that_a_quota_held_back_are_a_share_of_those_since(monkeypatch):

@@ -29,13 +29,10 @@ def _planned(folder, *goals):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_an_environment_is_made_once(checkout):
+def test_an_environment_is_made_once_and_again_where_it_was_moved(checkout):
     planned = _planned(checkout, "report")
     assert "-m venv" not in planned
     assert "labkit report" in planned
-
-
-def test_an_environment_that_was_moved_is_made_again(checkout):
     moved = checkout.rename(checkout.parent / "moved")
     assert "rm -rf" not in _planned(moved, "help")
     planned = _planned(moved, "report")

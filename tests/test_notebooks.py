@@ -14,14 +14,11 @@ import nbformat
 import pytest
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
 
-from labkit.lab.config import ParameterError
-from labkit.lab.notebook import open_lab
 from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.parameters import COMMON_PARAMETERS
-from labkit.lab.project import checkout, notebook_path, project_root
+from labkit.lab.project import checkout, notebook_path
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
@@ -32,35 +29,29 @@ PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce")) 
 
 
 @pytest.fixture(scope="module")
-def report(smoke_report):
-    """The folder of a report over all labs."""
-    return smoke_report
+def report(request, tmp_path_factory):
+    """The folder of the pages of all labs at profile `smoke`: by `labkit report`, or in `make test` for less."""
+    pages = tmp_path_factory.mktemp("smoke") / "pages"
+    by_command = ["labkit", "report", "--profile", "smoke", "--output", str(pages)]
+    program = ["tests.smoke", str(pages)] if "not slow" in request.config.option.markexpr else by_command
+    outcome = carry_out([sys.executable, "-m", *program], checkout(), {"LABKIT_HOME": str(pages / "home")})
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return pages
 
 
 @pytest.fixture
-def unmeasured(tmp_path):
-    """Carries out a command that begins no run, and says what it came to."""
-
-    def outcome(command, folder):
-        home = tmp_path / "home"
-        result = carry_out([sys.executable, "-m", *command], folder, {"LABKIT_HOME": str(home)})
-        assert not list(home.glob("data/runs/**/*.jsonl"))
-        return result
-
-    return outcome
-
-
-@pytest.fixture
-def drawn_elsewhere(unmeasured, report, tmp_path):
-    """The run of another machine drawn here: what the command came to, and the pages' folder."""
-    measured = project_root() / read_notebook_record(report / "notebooks" / "all_reduce.ipynb").run
+def drawn_elsewhere(report, tmp_path):
+    """The run of another machine drawn where HOME takes no files: what the command came to, and the pages' folder."""
+    measured = report / "home" / read_notebook_record(report / "notebooks" / "all_reduce.ipynb").run
     header, *rest = measured.read_text().splitlines(keepends=True)
     header = json.loads(header)
     header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
-    run = tmp_path / "other.jsonl"
+    run, home, pages = (tmp_path / name for name in ("other.jsonl", "home", "pages"))
     run.write_text(json.dumps(header) + "\n" + "".join(rest))
-    command = ["labkit", "report", "all_reduce", "--run", str(run), "--output", str(tmp_path / "pages")]
-    return unmeasured(command, checkout()), tmp_path / "pages"
+    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run), "--output", str(pages)]
+    result = carry_out(command, checkout(), {"LABKIT_HOME": str(home), "HOME": "/proc"})
+    assert not list(home.glob("data/runs/**/*.jsonl"))
+    return result, pages
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +84,27 @@ def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_every_question_is_answered_on_the_page(lab, report):
-    record = read_notebook_record(report / "notebooks" / f"{lab}.ipynb")
-    html = (report / f"{lab}.html").read_text()
+def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(lab, report):
+    executed = report / "notebooks" / f"{lab}.ipynb"
+    record, html = read_notebook_record(executed), (report / f"{lab}.html").read_text()
+    assert record.coverage.get("failed", 0) == 0
     assert [answer.id for answer in record.answers] == [question.id for question in load_lab(lab).questions]
     for answer in record.answers:
         check_headline(answer.headline)
         assert f'id="answer-{answer.id}"' in html
-    assert record.coverage.get("failed", 0) == 0
+    links = re.findall(r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
+    figures = html.count('<figure class="labkit-figure">')
+    assert len(links) + html.count(".csv under figures/") == figures
+    assert all(b"," in base64.b64decode(link) for link in links)
+    for element in ("<header>", 'aria-label="Contents"', '<main id="main">', "<footer>"):
+        assert html.count(element) == 1
+    assert "$\\" not in html  # no formula is left as TeX
+    anchors = re.findall(r'href="#([^"]+)"', html)
+    assert {anchor for anchor in anchors if f'id="{anchor}"' not in html} == set()
+    assert f"labkit report {lab} --profile smoke" in html[html.index("<footer>") :]
+    cells = nbformat.read(executed, as_version=4).cells
+    kinds = {output.output_type for cell in cells for output in cell.get("outputs", [])}
+    assert not {"error", "stream"} & kinds
 
 
 def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path):
@@ -110,26 +114,6 @@ def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path
     end = "<summary>This machine</summary>"  # below it the source, which may have changed since
     assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
     assert all(f'href="{lab}.html"' in index for lab in LABS)
-
-
-def test_every_figure_has_its_numbers(report):
-    for lab in LABS:
-        html = (report / f"{lab}.html").read_text()
-        figures = html.count('<figure class="labkit-figure">')
-        links = re.findall(r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
-        assert len(links) + html.count(".csv under figures/") == figures
-        assert all(b"," in base64.b64decode(link) for link in links)
-
-
-@pytest.mark.parametrize("lab", LABS)
-def test_a_page_has_landmarks_contents_and_where_its_numbers_come_from(lab, report):
-    html = (report / f"{lab}.html").read_text()
-    for element in ("<header>", 'aria-label="Contents"', '<main id="main">', "<footer>"):
-        assert html.count(element) == 1
-    assert "$\\" not in html  # no formula is left as TeX
-    anchors = re.findall(r'href="#([^"]+)"', html)
-    assert {anchor for anchor in anchors if f'id="{anchor}"' not in html} == set()
-    assert f"labkit report {lab} --profile smoke" in html[html.index("<footer>") :]
 
 
 def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
@@ -144,14 +128,6 @@ def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
         values = [float(cell.get_attribute("data-sort")) for cell in table.locator("tbody td:nth-child(3)").all()]
         assert values == sorted(values, reverse=key == "descending")
     assert errors == []
-
-
-@pytest.mark.parametrize("lab", LABS)
-def test_the_executed_notebook_has_no_error_and_no_noise(lab, report):
-    notebook = nbformat.read(report / "notebooks" / f"{lab}.ipynb", as_version=4)
-    kinds = {output.output_type for cell in notebook.cells for output in cell.get("outputs", [])}
-    assert "error" not in kinds
-    assert "stream" not in kinds
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -212,6 +188,7 @@ def test_figures_say_their_values_on_hover_and_the_steps_of_an_all_reduce_go_by_
 def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report, drawn_elsewhere):
     result, folder = drawn_elsewhere
     assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr  # of what saves its history at the end
     drawn, first = (read_notebook_record(pages / "notebooks" / "all_reduce.ipynb") for pages in (folder, report))
     assert drawn.answers == first.answers
     assert "Some Other CPU (a recorded run, not measured here)" in (folder / "all_reduce.html").read_text()
@@ -221,40 +198,14 @@ def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report,
     assert 'id="largest"' not in index
 
 
-@pytest.mark.slow  # the tour, which is carried out by papermill, too, is quick
-def test_papermill_works_from_any_directory(notebook_by_papermill):
-    assert read_notebook_record(notebook_by_papermill).profile == "smoke"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"wrold_sizes": [2]}, ["unknown parameter 'wrold_sizes'", "did you mean 'world_sizes'"]),
-        ({"world_sizes": "[2,4]"}, ["parameter 'world_sizes'", "valid list", "'[2,4]'"]),
-        ({"sizes_bytes": [-1]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
-        ({"sizes_bytes": [4098]}, ["parameter 'sizes_bytes'", "multiple of 8"]),
-        ({"world_sizes": [1000]}, ["parameter 'world_sizes'", "1000"]),
-    ],
-)
-def test_the_cell_that_papermill_adds_is_checked_when_the_lab_is_opened(wrong, words):
-    notebook = load_notebook_node(str(notebook_path("all_reduce")))
-    cells = parameterize_notebook(notebook, {"profile": "smoke"} | wrong, kernel_name="python3").cells
-    sources = [c.source for c in cells if {"parameters", "injected-parameters"} & set(c.metadata.get("tags", []))]
-    assert len(sources) == 2
-    namespace = {"In": sources}
-    for source in sources:
-        exec(source, namespace)
-    with pytest.raises(ParameterError) as error:
-        open_lab(load_lab("all_reduce"), namespace)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_a_failed_lab_is_named_its_page_shows_the_failure_and_the_others_still_run(broken_report):
+def test_a_failed_lab_is_named_and_its_page_shows_the_failure(tmp_path):
     """The run to draw is damaged, which only the notebook finds out."""
-    result, folder = broken_report
+    run, pages = tmp_path / "broken.jsonl", tmp_path / "pages"
+    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
+    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run), "--output", str(pages)]
+    result = carry_out(command, checkout())
     assert result.returncode == 1
     assert "all_reduce: failed" in result.stdout
-    assert "damaged header" in (folder / "all_reduce.html").read_text()
-    assert "damaged header" in (folder / "index.html").read_text()
-    assert not list((folder / "notebooks").glob("*.running*"))
+    assert "damaged header" in (pages / "all_reduce.html").read_text()
+    assert "damaged header" in (pages / "index.html").read_text()
+    assert not list((pages / "notebooks").glob("*.running*"))

@@ -1,20 +1,28 @@
 """The tour for newcomers: executed as they would, and right in what it says of the labs."""
 
 import re
+import sys
 from unittest.mock import Mock
 
 import nbformat
 import pandas as pd
 import pytest
 
-from labkit.lab.project import notebook_path
+from labkit.lab.project import notebook_path, notebooks_directory
 from labkit.studies import LABS, load_lab
+from tests.commands import carry_out
+
+TOUR = notebooks_directory() / "00_start_here.ipynb"
 
 
 @pytest.fixture(scope="module")
-def outputs(tour):
-    """What each code cell left, by its first line."""
-    cells = nbformat.read(tour, as_version=4).cells
+def outputs(tmp_path_factory):
+    """What each code cell left, by its first line; carried out by papermill in another folder."""
+    folder = tmp_path_factory.mktemp("tour")
+    command = [sys.executable, "-m", "papermill", str(TOUR), "tour.ipynb", "-p", "repeats", "6"]
+    outcome = carry_out(command, folder)
+    assert outcome.returncode == 0, outcome.stderr
+    cells = nbformat.read(folder / "tour.ipynb", as_version=4).cells
     return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
 
 
@@ -38,8 +46,8 @@ def test_the_point_that_was_added_is_measured_alone(outputs):
     assert re.search(r"\b(\d+) points? planned, \1 measured", second)
 
 
-def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with(tour):
-    (source,) = [cell.source for cell in nbformat.read(tour, as_version=4).cells if "One size more" in cell.source]
+def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with():
+    (source,) = [cell.source for cell in nbformat.read(TOUR, as_version=4).cells if "One size more" in cell.source]
     lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
     namespace = {"open_lab": lambda *_: lab, "load_lab": load_lab, "pd": pd, "frame": pd.DataFrame(), "more": None}
     with pytest.raises(KeyboardInterrupt):

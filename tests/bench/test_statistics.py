@@ -70,31 +70,27 @@ def test_medians_of_known_samples():
             median_groups(pd.DataFrame({"name": "a", "s": samples}), "s", ["name"])
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 5])
-def test_too_few_samples_have_no_interval_and_no_verdict(rounds):
-    assert np.isnan(median_interval(np.ones(rounds))).all()
-    result = compare([1.0] * rounds, [9.0] * rounds)
-    assert (_verdict(result), np.isnan(result.low)) == (NONE, True)
-    with pytest.raises(ValueError, match="3 and 2"):
-        compare([1.0] * 3, [1.0] * 2)
+DRIFT = np.linspace(1, 3, 30)
+CERTAIN = [([seconds] * n, [2 * seconds] * n, "faster") for n in (6, 12, 20, 50) for seconds in (1.0, 0.0012)]
+CERTAIN += [([1.01] * n, [1.0] * n, NONE) for n in (6, 12, 20, 50)]  # too small to matter
+UNKNOWN = [*(([1.0] * n, [9.0] * n) for n in (1, 3, 5)), ([1.0, -1.0, *[2.0] * 10], [1.0] * 12)]
 
 
-def test_pairing_removes_drift_that_hits_both():
-    drift = np.linspace(1, 3, 30)
-    assert _verdict(compare(0.9 * drift, drift)) == "faster"
+@pytest.mark.parametrize(("samples", "others", "verdict"), [*CERTAIN, (0.9 * DRIFT, DRIFT, "faster")])
+def test_ratios_without_noise_but_drift_that_hits_both_are_certain(samples, others, verdict):
+    assert _verdict(compare(samples, others)) == verdict
+    assert compare(others, others).p == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("n", "seconds"), list(product([6, 12, 20, 50], [1.0, 0.0012])))
-def test_a_ratio_without_any_noise_is_certain(n, seconds):
-    assert _verdict(compare([seconds] * n, [2 * seconds] * n)) == "faster"
-    assert _verdict(compare([1.01] * n, [1.0] * n)) == NONE  # too small to matter
-    assert compare([seconds] * n, [seconds] * n).p == pytest.approx(1.0)
-
-
-def test_samples_that_are_not_above_zero_have_a_ratio_and_no_interval():
-    result = compare([1.0, -1.0, *[2.0] * 10], [1.0] * 12)
-    assert (result.value, _verdict(result)) == (2.0, NONE)
+@pytest.mark.parametrize(("samples", "others"), UNKNOWN)
+def test_too_few_samples_and_such_that_are_not_above_zero_have_no_interval_and_no_verdict(samples, others):
+    result = compare(samples, others)
+    assert _verdict(result) == NONE
     assert np.isnan([result.low, result.high, result.p]).all()
+    assert result.value == pytest.approx(np.median(np.divide(samples, others)))
+    assert len(samples) > 5 or np.isnan(median_interval(np.array(samples))).all()
+    with pytest.raises(ValueError, match=f"{len(samples)} and {len(samples) + 1}"):
+        compare(samples, [*others, 1.0])
 
 
 def test_slowest_rank_counts():

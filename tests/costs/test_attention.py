@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from labkit.bench.memory import saved_for_backward
-from labkit.costs.attention import (
-    explicit_peak,
-    explicit_saved,
-    forward_flops,
-    tiled_saved,
-)
+from labkit.costs.attention import explicit_peak, explicit_saved, forward_flops, tiled_saved
 from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention
 

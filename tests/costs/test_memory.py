@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from labkit.costs.memory import (
-    PHASES,
-    activation_bytes,
-    peak_bytes,
-    state_bytes,
-)
+from labkit.costs.memory import PHASES, activation_bytes, peak_bytes, state_bytes
 from labkit.costs.transformer import TransformerShape, n_parameters
 from labkit.nn import training
 from labkit.nn.attention import softmax_scale

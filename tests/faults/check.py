@@ -32,8 +32,11 @@ class Victim(Program):
         until(lambda: (self.folder / file).exists() or self.process.poll() is not None)
         assert (self.folder / file).exists(), self.finish()
 
+    def paths(self):
+        return sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))
+
     def runs(self):
-        return [Run.load(path) for path in sorted((self.folder / "runs" / self.lab).glob("*.jsonl"))]
+        return [Run.load(path) for path in self.paths()]
 
 
 def until(condition, timeout_s=PATIENCE_S):

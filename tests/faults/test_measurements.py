@@ -144,10 +144,7 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [
-        ("size=4k", "No space left"),
-        pytest.param("ro", "Read-only file system", marks=pytest.mark.faults),
-    ],
+    [("size=4k", "No space left"), pytest.param("ro", "Read-only file system", marks=pytest.mark.faults)],
 )
 def test_a_disk_that_takes_nothing_more(victim, option, words):
     hit = victim()

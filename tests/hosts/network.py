@@ -1,4 +1,4 @@
-"""Network namespaces as hosts `node-a`, `node-b`, ...: made, used, and removed again, whatever happens.
+"""Network namespaces as hosts `node-a` and `node-b`: made, used, and removed again, whatever happens.
 
 Each has a host name, which for itself stands for a loopback address, as Debian sets it up, and for the others for the
 real one: the case in which software that asks for its own name's address finds nobody.
@@ -29,13 +29,12 @@ def why_no_hosts():
 
 
 class Network:
-    """A context manager: `hosts` namespaces, joined by a switch."""
+    """A context manager: two namespaces, joined by a switch."""
 
-    def __init__(self, hosts=2):
-        letters = "abcdefgh"[:hosts]
-        self.names = [f"node-{letter}" for letter in letters]
+    def __init__(self):
+        self.names = ["node-a", "node-b"]
         self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)}
-        self.namespaces = {name: f"lk{os.getpid()}-{letter}" for name, letter in zip(self.names, letters, strict=True)}
+        self.namespaces = {name: f"lk{os.getpid()}-{name[-1]}" for name in self.names}
         self._undo = ExitStack()
 
     def __enter__(self):

@@ -26,7 +26,6 @@ ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": str(checkout()),
 }
-ONLY_SIZES = "--set transports=[] --set scheduling_bytes=[]"
 
 
 def measured(lab, network, commands, directory, **variables):
@@ -47,7 +46,7 @@ def readme_commands():
 @pytest.mark.faults
 def test_the_commands_for_two_machines_as_the_readme_has_them(tmp_path):
     command, _, draw = readme_commands()
-    with Network(2) as network:
+    with Network() as network:
         run = measured("all_reduce", network, dict.fromkeys(network.names, command), tmp_path)
     assert run.header.ranks_by_host == {"node-a": [0, 1], "node-b": [2, 3]}
     coverage = run.coverage()
@@ -75,30 +74,15 @@ def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tm
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
     lab = "data_parallel --profile smoke --set warmup=0"
-    with Network(2) as network:
+    with Network() as network:
         commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}")
         run = measured("data_parallel", network, commands, tmp_path, **variables)
     assert set(run.coverage()["status"]) == {"ok"}
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1]}
 
 
-@pytest.mark.faults
-def test_three_hosts_whose_names_lead_nowhere(tmp_path):
-    with Network(3) as network:
-        commands = {
-            name: "torchrun --nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=three "
-            f"--rdzv-endpoint={network.addresses['node-a']}:29400 --local-addr={address} "
-            f"--rdzv-conf=is_host={int(name == 'node-a')} -m labkit measure all_reduce --profile smoke "
-            f"--set world_sizes=[3] {ONLY_SIZES}"
-            for name, address in network.addresses.items()
-        }
-        run = measured("all_reduce", network, commands, tmp_path)
-    assert set(run.coverage()["status"]) == {"ok"}
-    assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1], "node-c": [2]}
-
-
 def test_hosts_are_gone_when_their_test_is_over_however_it_ends():
-    network = Network(2)
+    network = Network()
     namespaces = [Path("/run/netns") / name for name in network.namespaces.values()]
     with suppress(KeyboardInterrupt), network:
         assert all(path.exists() for path in namespaces)

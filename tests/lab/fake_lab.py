@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import pandas as pd
 import torch
@@ -13,6 +14,8 @@ from labkit.lab.answers import Report
 from labkit.lab.config import LabConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point
+from labkit.lab.runs.store import RunHeader
+from labkit.machine.description import describe_machine
 from labkit.parallel.ranks.results import current_alternative
 
 
@@ -91,3 +94,10 @@ FAKE = Lab(
     worker=measure_point,
     questions=[Report(id="how_many", text="How many rows?", table=count_rows, says="{rows} rows.")],
 )
+
+
+def header(points, **changes):
+    """The header of a run of these points on this machine."""
+    fields = {"lab": "fake", "profile": "smoke", "config": {}, "machine": describe_machine(), "command": "labkit"}
+    fields |= {"started": datetime(2030, 1, 2, tzinfo=UTC), "planned": {point.id: point.describe() for point in points}}
+    return RunHeader(**(fields | changes))

@@ -1,7 +1,6 @@
 """Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
 
 import re
-from datetime import UTC, datetime
 
 import pandas as pd
 import pytest
@@ -14,22 +13,16 @@ from labkit.lab.pages.record import provenance_rows
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
-from labkit.lab.runs.store import Run, RunHeader
+from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
 from labkit.machine.source import Source
 from labkit.parallel.collectives import ring_all_reduce
-from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint
+from tests.lab.fake_lab import FAKE, FakeConfig, FakePoint, header
 
 EVIL = "<script>alert(1)</script>"
 QUOTED = "\" onerror='alert(1)"
 
 POINTS = [FakePoint(action="fine", size=size) for size in range(3)]
-
-
-def header(**changes):
-    fields = {"lab": "fake", "profile": "smoke", "config": {}, "machine": describe_machine(), "command": "labkit"}
-    fields |= {"started": datetime(2030, 1, 2, tzinfo=UTC), "planned": {point.id: point.describe() for point in POINTS}}
-    return RunHeader(**(fields | changes))
 
 
 def answer_pieces(text):
@@ -53,7 +46,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
         cards.machine_card(machine).data,
     ]
     with RunWriter.create(
-        tmp_path, header(config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]})
+        tmp_path, header(POINTS, config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]})
     ) as writer:
         writer.end_point(POINTS[0], "failed", reason=text, facts={"world_size": 2, "backend": text, "scheduling": text})
         writer.start_resumption(text, Source(commit=text))
@@ -66,7 +59,7 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
 
 
 def test_points_that_did_not_end_say_so(tmp_path):
-    with RunWriter.create(tmp_path, header()) as writer:
+    with RunWriter.create(tmp_path, header(POINTS)) as writer:
         writer.end_point(POINTS[0], "skipped", reason="needs a GPU")
     html = cards.coverage(Run.load(writer.path)).data
     assert "2 pending: not ended" in html
@@ -148,8 +141,5 @@ def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():
     assert "<style>" not in page
     assert "prefers-color-scheme: dark" in source.data
     assert "def ring_all_reduce(" in repr(source)
-
-
-def test_what_has_no_source_is_refused():
     with pytest.raises(ValueError, match="expected a function or class of a module"):
         cards.render_source(len)

@@ -56,13 +56,10 @@ def test_the_files_of_a_figure_have_exactly_what_is_drawn(tmp_path):
     assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} == points
 
 
-def test_in_the_legend_what_ends_highest_is_first():
-    assert texts(draw().figure.legends[0].get_texts()) == ["torch", "ring"]
-
-
-def test_several_points_at_one_x_are_dots_and_no_line_goes_up_and_down_there():
+def test_several_points_at_one_x_are_dots_and_in_the_legend_what_ends_highest_is_first():
     for frame, style in ((FRAME, "-"), (pd.concat([FRAME, FRAME.assign(seconds=1.0)]), "None")):
         assert {line.get_linestyle() for line in draw(frame).figure.axes[0].get_lines()} == {style}
+    assert texts(draw().figure.legends[0].get_texts()) == ["torch", "ring"]
 
 
 def test_a_panel_has_few_lines_and_many_panels_take_several_rows():
@@ -94,7 +91,7 @@ def test_a_logarithmic_axis_has_ticks_to_read_it_by_and_room_for_their_labels(en
     assert 3 <= len(ticks) <= 10
 
 
-def test_axes_carry_units_and_say_which_way_is_better():
+def test_axes_carry_units_say_which_way_is_better_and_are_logarithmic_where_that_is_named():
     plot = draw()
     assert plot.svg
     axis = plot.figure.axes[0]
@@ -103,9 +100,6 @@ def test_axes_carry_units_and_say_which_way_is_better():
     assert "lower is faster" in axis.get_ylabel()
     rates = draw(FRAME.assign(busbw_gb_per_s=1.0), y="busbw_gb_per_s")
     assert "higher is better" in rates.figure.axes[0].get_ylabel()
-
-
-def test_logarithmic_axes_are_named_or_refused():
     for log, scales in (("", ("linear", "linear")), ("x", ("log", "linear"))):
         axis = draw(log=log).figure.axes[0]
         assert (axis.get_xscale(), axis.get_yscale()) == scales
@@ -139,12 +133,9 @@ def test_bars_stand_side_by_side_around_their_tick_or_on_one_another():
     assert sum(patch.get_x() + patch.get_width() / 2 for patch in axis.patches) == pytest.approx(2 * 1)
     stacked = Bars(**BY_MODEL, stacked=True).plot(STEPS).figure.axes[0]
     assert {patch.get_y() for patch in stacked.patches} == {0, 1, 10}
-    assert [text.get_text() for text in stacked.figure.legends[0].get_texts()] == ["backward", "forward"]
-
-
-def test_bars_that_would_hide_one_another_are_refused():
+    assert texts(stacked.figure.legends[0].get_texts()) == ["backward", "forward"]
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
-    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
+    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):  # which would hide one another
         Bars(**BY_MODEL).plot(both)
     assert len(Bars(**BY_MODEL, panel="precision").plot(both).figure.axes) == 2
 

@@ -115,12 +115,7 @@ def _begun(tmp_path, *actions):
         ('"instructions":"', '"instructions":"other than ', RunFileError, "numbers of two machines do not mix"),
         ('"ranks_by_host":null', '"ranks_by_host":{"here":[0,1]}', RunFileError, "two layouts of ranks do not mix"),
         ('"config":{', '"config":{"gone":1,', ParameterError, "unknown parameter 'gone'"),
-        (
-            '"timeout_s":20',
-            '"timeout_s":21',
-            RunFileError,
-            "plans other points, or a file has changed",
-        ),
+        ('"timeout_s":20', '"timeout_s":21', RunFileError, "plans other points, or a file has changed"),
     ],
 )
 def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
@@ -128,17 +123,12 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
 ):
     path = _begun(tmp_path, "fine")
     monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
+    with RunWriter.reopen(path), pytest.raises(RunFileError, match="another process is writing"):
+        resume(FAKE, path)
     text = path.read_text()
     path.write_text(text.replace(before, now))
     assert path.read_text() != text
     with pytest.raises(error, match=words):
-        resume(FAKE, path)
-
-
-def test_a_run_that_somebody_writes_is_refused_before_anything_is_fetched(tmp_path, monkeypatch):
-    path = _begun(tmp_path, "fine")
-    monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
-    with RunWriter.reopen(path), pytest.raises(RunFileError, match="another process is writing"):
         resume(FAKE, path)
 
 
@@ -182,12 +172,11 @@ def test_a_run_whose_data_cannot_be_had_stays_as_it_is(tmp_path, monkeypatch):
     assert resume(FAKE, path).pending == []
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["measured", "resumed"])
-def test_nothing_is_fetched_for_points_that_cannot_be_measured_here(tmp_path, monkeypatch, again):
+def test_nothing_is_fetched_for_points_that_cannot_be_measured_here(tmp_path, monkeypatch):
     path = _begun(tmp_path / "begun", "skip", "skip")
     monkeypatch.setitem(vars(FAKE), "prepare", lambda *_: pytest.fail("fetched"))
-    run = resume(FAKE, path) if again else _measure(tmp_path / "new", "skip", "skip")
-    assert set(run.coverage()["reason"]) == {"needs what this machine has not"}
+    for run in (resume(FAKE, path), _measure(tmp_path / "new", "skip", "skip")):
+        assert set(run.coverage()["reason"]) == {"needs what this machine has not"}
 
 
 def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp_path, monkeypatch):

@@ -84,6 +84,8 @@ def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
     namespace = shell('profile = "quick"\nrepeats = None', '# Parameters\nprofile = "smoke"\nrepeats = 7\n')
     lab = open_lab(STUDY, namespace)
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
+    with pytest.raises(ParameterError, match="unknown parameter 'wrold_sizes'; did you mean 'world_sizes'"):
+        open_lab(STUDY, shell('profile = "quick"', "# Parameters\nwrold_sizes = [2]\n"))
 
 
 def test_config_holds_any_other_parameter_by_name(shell):

@@ -9,9 +9,10 @@ import pytest
 from labkit.lab import project
 from labkit.lab.point import Point
 from labkit.lab.runs.records import RunWriter
-from labkit.lab.runs.store import Run, RunFileError, RunHeader, find_run
+from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.machine.description import describe_machine
 from labkit.machine.source import Source
+from tests.lab.fake_lab import header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,24 +22,12 @@ class _Point(Point):
 
 
 POINTS = [_Point(size=size) for size in (1, 2, 3)]
-
-
-def _header(**changes):
-    fields = {
-        "lab": "a_lab",
-        "profile": "quick",
-        "config": {"sizes": [1, 2, 3]},
-        "machine": describe_machine(),
-        "command": "labkit measure a_lab",
-        "started": datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
-        "planned": {point.id: point.describe() for point in POINTS},
-    }
-    return RunHeader(**(fields | changes))
+HEADER = header(POINTS)
 
 
 @pytest.fixture
 def writer(tmp_path):
-    with RunWriter.create(tmp_path, _header()) as writer:
+    with RunWriter.create(tmp_path, HEADER) as writer:
         yield writer
 
 
@@ -48,7 +37,8 @@ def test_a_run_comes_back_as_it_was_written(writer):
     writer.end_point(POINTS[0], "ok", elapsed_s=5.0)
     writer.end_point(POINTS[1], "skipped", reason="too large")
     run = Run.load(writer.path)
-    assert run.header == _header()
+    assert run.header == HEADER
+    assert [_Point(size=size).id for size in (1, 2, 3)] == [*run.header.planned]
     frame = run.frame()
     assert frame[["rank", "repeat", "seconds"]].values.tolist() == [[0, 0, 1], [0, 1, 2], [1, 0, 3], [1, 1, 4]]
     assert set(frame["size"]) == {1}
@@ -60,8 +50,8 @@ def test_a_run_comes_back_as_it_was_written(writer):
 
 
 def test_the_name_says_when_and_where_and_a_taken_name_gets_a_number(writer, tmp_path):
-    assert writer.path.name == f"20300102T030405Z-{describe_machine().slug}-quick.jsonl"
-    with RunWriter.create(tmp_path, _header()) as second:
+    assert writer.path.name == f"20300102T000000Z-{describe_machine().slug}-smoke.jsonl"
+    with RunWriter.create(tmp_path, HEADER) as second:
         assert second.path.stem == writer.path.stem + "-2"
 
 
@@ -70,6 +60,9 @@ def test_rows_of_a_point_that_failed_or_did_not_end_give_no_numbers(writer):
     writer.end_point(POINTS[0], "failed", reason="rank 1 was killed")
     writer.add_row(POINTS[1], 0, {"seconds": [1.0]})
     assert Run.load(writer.path).frame().empty
+    for status, reason in (("failed", None), ("ok", "fine"), ("lost", "x")):  # an end needs a reason unless it is ok
+        with pytest.raises(ValueError, match=r"status"):
+            writer.end_point(POINTS[0], status, reason=reason)
 
 
 def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
@@ -146,12 +139,6 @@ def test_a_foreign_or_damaged_file_is_refused_by_name(tmp_path, content, words):
     assert str(path) in str(caught.value)
 
 
-def test_an_end_needs_a_reason_unless_it_is_ok(writer):
-    for status, reason in (("failed", None), ("ok", "fine"), ("lost", "x")):
-        with pytest.raises(ValueError, match=r"status"):
-            writer.end_point(POINTS[0], status, reason=reason)
-
-
 def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_path):
     assert find_run([tmp_path], str(writer.path)) == writer.path
     assert find_run([tmp_path], "20300102") == writer.path
@@ -164,8 +151,3 @@ def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_pat
         RunFileError, match=r"begins the names of 2 runs: \S+/20300102T-other, \S+/20300102.*; give more"
     ):
         find_run([tmp_path], "20300102")
-
-
-def test_ids_do_not_depend_on_the_process_and_tell_points_apart():
-    assert len({point.id for point in POINTS}) == 3
-    assert _Point(size=1).id == POINTS[0].id

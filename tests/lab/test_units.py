@@ -2,15 +2,7 @@
 
 import pytest
 
-from labkit.lab.units import (
-    column,
-    format_bytes,
-    format_flops,
-    format_number,
-    format_rate,
-    format_seconds,
-    join_words,
-)
+from labkit.lab.units import column, format_bytes, format_flops, format_number, format_rate, format_seconds, join_words
 
 NUMBERS = {
     format_seconds: {1.5: "1.5 s", 0.00123: "1.23 ms", 4.56e-6: "4.56 µs", 0: "0 s", 125: "2 min 5 s", 0.999: "999 ms"},

@@ -64,7 +64,7 @@ def _tiled(*arguments: Any, scale: float | None = None) -> torch.Tensor:
     return TiledAttention.apply(*arguments, scale)
 
 
-def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
+def test_dtypes_devices_and_names_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(2, 8, 16)
     with pytest.raises(ValueError, match=r"one dtype among float32.*got float32, float16, float32"):
         check_attention_inputs(x, x.half(), x)
@@ -72,9 +72,6 @@ def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
         check_attention_inputs(x.long(), x.long(), x.long())
     with pytest.raises(ValueError, match="on one device; got cpu, meta, cpu"):
         check_attention_inputs(x, x.to("meta"), x)
-
-
-def test_a_wrong_name_lists_the_names() -> None:
     with pytest.raises(ValueError, match=r"no attention named 'flsh'; there are explicit, compiled, tiled, flash"):
         attention_named("flsh")
 

@@ -7,7 +7,8 @@ are this same file in processes of their own, which `test_passes_under_the_inter
 import math
 import random
 import re
-import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,8 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_forward
 from labkit.nn.training import TrainingStep, gradients
 from tests.cases import thinned
-from tests.nn.against_oracle import (
-    Case,
-    assert_output_may_change,
-    assert_saves_one_logsumexp,
-    check_against_oracle,
-)
+from tests.commands import carry_out
+from tests.nn.against_oracle import Case, assert_output_may_change, assert_saves_one_logsumexp, check_against_oracle
 
 INTERPRETED = flash_attention.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -76,11 +73,13 @@ LONG_CASES = [
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already interpreted")
-def test_passes_under_the_interpreter(interpreted_kernels: subprocess.CompletedProcess[str]) -> None:
-    """The cases of this run: every one is a second of interpreted Python."""
-    output = interpreted_kernels.stdout
-    assert interpreted_kernels.returncode == 0, output[-10_000:] + interpreted_kernels.stderr[-2_000:]
-    (passed,) = re.findall(r"(\d+) passed", output)
+def test_passes_under_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """The cases of this run, in one thread: every one is a second of interpreted Python."""
+    selected = f"not gpu and ({request.config.option.markexpr or 'not gpu'})"
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", selected]
+    interpreted = carry_out(command, Path(__file__).parents[2], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert interpreted.returncode == 0, interpreted.stdout[-10_000:] + interpreted.stderr[-2_000:]
+    (passed,) = re.findall(r"(\d+) passed", interpreted.stdout)
     assert int(passed) > len(FIXED_CASES), "skipped cases show nothing"
 
 

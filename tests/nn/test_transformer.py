@@ -7,13 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.costs.transformer import (
-    TransformerShape,
-    backward_flops,
-    forward_flops,
-    n_parameters,
-    parameters_by_part,
-)
+from labkit.costs.transformer import TransformerShape, backward_flops, forward_flops, n_parameters, parameters_by_part
 from labkit.nn import attention_implementations
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, unavailable_reason
@@ -158,29 +152,28 @@ def _check_against_naive(attention):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (torch.zeros(2, 17, dtype=torch.int64), "1 to 16 positions"),
-        (torch.zeros(2, 0, dtype=torch.int64), "1 to 16 positions"),
-        (torch.zeros(16, dtype=torch.int64), "got \\(16,\\)"),
-        (torch.zeros(2, 4), "expected int64 tokens"),
-    ],
-)
-def test_tokens_that_do_not_fit_are_refused(tokens, message):
+def _of_tokens(*size, dtype=torch.int64):
+    return lambda: _model()(torch.zeros(*size, dtype=dtype))
+
+
+REFUSED = [
+    (_of_tokens(2, 17), "1 to 16 positions"),
+    (_of_tokens(2, 0), "1 to 16 positions"),
+    (_of_tokens(16), "got \\(16,\\)"),
+    (_of_tokens(2, 4, dtype=torch.float32), "expected int64 tokens"),
+    (lambda: shape_named("huge"), "no model size 'huge'; there are nano, mini"),
+    (lambda: TransformerShape(d_model=15, d_ff=8, n_layers=1, n_heads=5), "even head dimension"),
+    (lambda: TransformerShape(d_model=16, d_ff=8, n_layers=0, n_heads=2), "positive sizes"),
+    (lambda: Transformer(TINY, context_length=0), "context_length >= 1"),
+    (lambda: TrainingStep(TINY, batch=2, context_length=8, precision="int8"), "among float32, bfloat16, float16"),
+    (lambda: TrainingStep(TINY, batch=0, context_length=8), "batch >= 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_does_not_exist_or_fit_together_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        _model()(tokens)
-
-
-def test_sizes_that_do_not_exist_or_fit_together_are_refused():
-    with pytest.raises(ValueError, match="no model size 'huge'; there are nano, mini"):
-        shape_named("huge")
-    with pytest.raises(ValueError, match="even head dimension"):
-        TransformerShape(d_model=15, d_ff=8, n_layers=1, n_heads=5)
-    with pytest.raises(ValueError, match="positive sizes"):
-        TransformerShape(d_model=16, d_ff=8, n_layers=0, n_heads=2)
-    with pytest.raises(ValueError, match="context_length >= 1"):
-        Transformer(TINY, context_length=0)
+        call()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -200,13 +193,6 @@ def test_a_target_is_the_input_that_follows():
     assert torch.equal(targets[:, :-1], inputs[:, 1:])
     assert not torch.equal(targets, inputs)
     assert 0 <= int(inputs.min()) < int(inputs.max()) < TINY.vocabulary
-
-
-def test_a_step_refuses_unknown_precisions_and_empty_batches():
-    with pytest.raises(ValueError, match="expected a precision among float32, bfloat16, float16"):
-        TrainingStep(TINY, batch=2, context_length=8, precision="int8")
-    with pytest.raises(ValueError, match="batch >= 1"):
-        TrainingStep(TINY, batch=0, context_length=8)
 
 
 def test_adamw_is_chosen_by_the_device_and_not_by_the_tensors():

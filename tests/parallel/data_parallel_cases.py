@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from labkit.costs.transformer import TransformerShape
@@ -17,6 +18,8 @@ from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
 STEPS, ROWS, WIDTH = 3, 3, 6
+SGD = partial(optim.SGD, lr=0.1, momentum=0.5)
+ADAMW = partial(optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "naive": NaiveDDP,
@@ -255,24 +258,24 @@ def transformer():
     return Transformer(shape, context_length=WIDTH, checkpoint_segment=1)
 
 
-def _square(model, x, shard, step):
+def squared(model, x, *_):
     return model(x).square().mean()
 
 
-def _two_forwards(model, x, shard, step):
+def two_forwards(model, x, shard, step):
     """Two forward passes before one backward pass, as in contrastive training."""
     return model(x).mean() - model(x.flip(0) * 2).square().mean()
 
 
 def _tokens_twice(model, x, shard, step):
-    return _tokens(model, x, shard, step) + _tokens(model, x + 1, shard, step)
+    return on_tokens(model, x, shard, step) + on_tokens(model, x + 1, shard, step)
 
 
-def _images(model, x, shard, step):
+def on_images(model, x, *_):
     return model(x.view(1, 1, ROWS, WIDTH).expand(1, 2, ROWS, WIDTH)).square().mean()
 
 
-def _tokens(model, x, shard, step):
+def on_tokens(model, x, shard, step):
     tokens = (x * 100).long().abs() % 11
     return language_model_loss(model(tokens), tokens.flip(1))
 
@@ -313,21 +316,35 @@ def _each_output(model, x, shard, step):
     return tuple(output.square().mean() for output in model(x))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A model and how it is trained; the loss of one shard."""
+    """A model and how it is trained; `loss(model, x, shard, step)` is that of one shard."""
 
-    build: Callable[[], nn.Module]
-    loss: Callable[..., Tensor | tuple[Tensor, ...]] = _square
+    build: Callable[[], nn.Module] = plain
+    loss: Callable[..., Tensor | tuple[Tensor, ...]] = squared
+    optimizer: Callable[..., optim.Optimizer] = SGD
     dtype: torch.dtype = torch.float64
     losses: int = 1
     micro_batches: int = 1
     set_to_none: bool = True
-    adamw: bool = False
     whole_batch: bool = False
     """The reference sees all shards in one forward pass, not one after the other."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of data-parallel wrappers."""
     tolerance: float = 1e-10
+    clip: float | None = None
+    """Norm of all gradients that they are clipped to, by torch's function."""
+    schedulers: Callable[[optim.Optimizer], list[optim.lr_scheduler.LRScheduler]] = field(default=lambda optimizer: [])
+    groups: int = 1
+    added_at: int | None = None
+    """The step before which the last parameters are added, in a group of their own."""
+    closure: bool = False
+    before: Callable[[nn.Module, int], None] = field(default=lambda model, step: None)
+    """What happens to the bare model before each step."""
+    split: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    """Parameter groups of the model."""
+    without: tuple[str, ...] = ()
+    """Strategies of sharding that refuse it, with an error of one line."""
 
 
 # float32: a gradient is a mean of some tens of terms, its rounding some eps; the steps of 0.1 add up to less than
@@ -338,14 +355,14 @@ CASES = {
     "plain": Case(plain),
     "plain float32": Case(plain, dtype=torch.float32, tolerance=FLOAT32),
     "set_to_none=False": Case(plain, set_to_none=False),
-    "AdamW": Case(plain, adamw=True),
-    "AdamW, set_to_none=False": Case(plain, adamw=True, set_to_none=False),
+    "AdamW": Case(optimizer=ADAMW),
+    "AdamW, set_to_none=False": Case(plain, optimizer=ADAMW, set_to_none=False),
     "tied weights": Case(Tied),
     "a frozen parameter": Case(frozen),
     "gradients in one piece of memory": Case(Offset),
     "a gradient in a part of another": Case(OffsetOfARow),
     "buffers": Case(WithBuffer, whole_batch=True),
-    "two forward passes, buffers": Case(ConstantBuffers, _two_forwards),
+    "two forward passes, buffers": Case(ConstantBuffers, two_forwards),
     "two forward passes, transformer": Case(transformer, _tokens_twice),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
     "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),
@@ -364,8 +381,8 @@ CASES = {
     "gradient penalty": Case(plain, _penalty),
     "a gradient penalty alone": Case(plain, _penalty_alone, options={"find_unused": True}),
     "a backward pass an output": Case(TwoOutputs, _each_output, options={"find_unused": True}),
-    "channels last": Case(channels_last, _images),
-    "transformer, checkpointed": Case(transformer, _tokens),
+    "channels last": Case(channels_last, on_images),
+    "transformer, checkpointed": Case(transformer, on_tokens),
 }
 
 
@@ -375,45 +392,75 @@ def data(case: Case, step: int, micro_batch: int, shard: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
 
 
+def split_groups(case: Case, model: nn.Module) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+    """Parameter groups with settings of their own, and parameters that are added later."""
+    if case.split is not None:
+        return case.split(model), []
+    parameters = list(model.parameters())
+    later = parameters[-2:] if case.added_at is not None else []
+    parameters = parameters[: len(parameters) - len(later)]
+    cuts = [len(parameters) * number // case.groups for number in range(case.groups + 1)]
+    groups = [
+        {"params": parameters[low:high], **({"lr": 0.01 * (number + 1)} if case.groups > 1 else {})}
+        for number, (low, high) in enumerate(pairwise(cuts))
+    ]
+    return groups, later
+
+
 def train(
     case: Case,
     model: nn.Module,
     shards: list[int],
-    after_step: Callable[[], None],
-    make: Callable[..., torch.optim.Optimizer] = lambda parameters, cls, **settings: cls(parameters, **settings),
-) -> None:
+    make: Callable[..., optim.Optimizer] | None = None,
+    after_step: Callable[[], None] = lambda: None,
+) -> optim.Optimizer:
     """`STEPS` steps on the given shards: one for a rank, all of them for the reference."""
-    optimizer = _optimizer(case, model, make)
+    groups, later = split_groups(case, model)
+    optimizer = (make or case.optimizer)(groups)
+    schedulers = case.schedulers(optimizer)
     for step in range(STEPS):
-        for micro_batch in range(case.micro_batches):
-            is_last = micro_batch == case.micro_batches - 1
-            with _synchronizing(model, is_last):
-                batches = [(shard, data(case, step, micro_batch, shard)) for shard in shards]
-                if case.whole_batch:
-                    batches = [(0, torch.cat([inputs for _, inputs in batches]))]
-                for shard, inputs in batches:
-                    found = case.loss(model, inputs, shard, step)
-                    for loss in found if isinstance(found, tuple) else (found,):
-                        for n in range(case.losses):
-                            scaled = loss * (n + 1) / len(batches)
-                            scaled.backward(retain_graph=n < case.losses - 1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=case.set_to_none)
+        if step == case.added_at:
+            optimizer.add_param_group({"params": later, "lr": 0.05})
+        case.before(getattr(model, "module", model), step)
+
+        def gradients(step: int = step) -> Tensor:
+            optimizer.zero_grad(set_to_none=case.set_to_none)
+            total = torch.zeros(())
+            for micro_batch in range(case.micro_batches):
+                is_last = micro_batch == case.micro_batches - 1
+                with nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+                    total = total + _backward(case, model, shards, step, micro_batch)
+            if case.clip is not None:
+                assert nn.utils.clip_grad_norm_(model.parameters(), case.clip) > case.clip
+            return total
+
+        if case.closure:
+            assert float(optimizer.step(gradients)) > 0
+        else:
+            gradients()
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
         after_step()
+    return optimizer
 
 
-def _optimizer(case: Case, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if case.adamw:
-        return make(parameters, torch.optim.AdamW, lr=1e-2)
-    return make(parameters, torch.optim.SGD, lr=0.1, momentum=0.5)
+def _backward(case: Case, model: nn.Module, shards: list[int], step: int, micro_batch: int) -> Tensor:
+    """The backward passes of a micro-batch; the sum of their losses."""
+    batches, total = [(shard, data(case, step, micro_batch, shard)) for shard in shards], torch.zeros(())
+    if case.whole_batch:
+        batches = [(0, torch.cat([inputs for _, inputs in batches]))]
+    for shard, inputs in batches:
+        found = case.loss(model, inputs, shard, step)
+        for loss in found if isinstance(found, tuple) else (found,):
+            for n in range(case.losses):
+                scaled = loss * (n + 1) / len(batches)
+                scaled.backward(retain_graph=n < case.losses - 1)
+                total = total + scaled.detach()
+    return total
 
 
-def _synchronizing(model: nn.Module, is_last: bool) -> Any:
-    return nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync()
-
-
-def built(case: Case, seed: int) -> nn.Module:
+def built(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     torch.set_default_dtype(case.dtype)
     try:
@@ -422,9 +469,18 @@ def built(case: Case, seed: int) -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
-def state_of(model: nn.Module) -> dict[str, list[float]]:
-    module = getattr(model, "module", model)
-    return {name: value.double().flatten().tolist() for name, value in module.state_dict().items()}
+def state_of(model: Any) -> dict[str, list[float]]:
+    """The bare model's state, of whole tensors. A collective if it is in shards."""
+    is_sharded = hasattr(model, "consolidated_state_dict")
+    state = model.consolidated_state_dict(to=None) if is_sharded else getattr(model, "module", model).state_dict()
+    return {name: value.double().flatten().tolist() for name, value in state.items()}
+
+
+def distance(state: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+    """The largest difference between two states of the same names."""
+    assert state.keys() == expected.keys()
+    one, other = (torch.tensor([x for name in expected for x in each[name]]).double() for each in (state, expected))
+    return float((one - other).abs().max())
 
 
 def digest_of(model: nn.Module) -> str:
@@ -439,15 +495,13 @@ def run_on_ranks(wrapper: str) -> Iterator[dict[str, dict[str, Any]]]:
     for name, case in CASES.items():
         model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
         digests: list[str] = []
-        train(case, model, [rank], lambda model=model, digests=digests: digests.append(digest_of(model)))
+        train(case, model, [rank], None, lambda model=model, digests=digests: digests.append(digest_of(model)))
         found[name] = {"state": state_of(model) if rank == 0 else None, "digests": digests}
     yield found
 
 
 @cache
-def reference(name: str, world_size: int) -> dict[str, list[float]]:
+def reference(case: Case, world_size: int) -> dict[str, list[float]]:
     """The same training by one process, on the shards of all ranks, from rank 0's seed."""
-    case = CASES[name]
-    model = built(case, seed=0)
-    train(case, model, list(range(world_size)), lambda: None)
+    train(case, model := built(case), list(range(world_size)))
     return state_of(model)

@@ -176,10 +176,8 @@ def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
         ("expected the same shapes", lambda: ring_attention(q, k, v, is_causal=rank == 0)),
         ("6 parts divide", lambda: ring_attention(q[:, :, :5], k[:, :, :5], v[:, :, :5])),
         ("as many keys as queries", lambda: gather_attention(q, k[:, :, :4], v[:, :, :4])),
-        (
-            "expected",
-            lambda: ring_attention(q[:, : 2 + rank], k, v),
-        ),  # on rank 1, two heads share three
+        # on rank 1, two heads share three
+        ("expected", lambda: ring_attention(q[:, : 2 + rank], k, v)),
         ("expected the same shapes", lambda: ring_attention(q[: 1 + rank % 2], k[: 1 + rank % 2], v[: 1 + rank % 2])),
         ("expected the same shapes", lambda: ring_attention(q, k, v.clone().requires_grad_(rank == 1))),
         ("6 parts divide", lambda: split(q[:, :, :5], 2)),

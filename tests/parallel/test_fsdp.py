@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from labkit.bench.ledger import AllocationLedger, peak_between
@@ -33,6 +39,8 @@ from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
 from tests.parallel.sharding_cases import furthest, values
+
+pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 SHAPE = TransformerShape(d_model=16, d_ff=32, n_layers=3, n_heads=2, vocabulary=12)
 TOKENS = torch.arange(24).view(2, 12) % SHAPE.vocabulary
@@ -228,9 +236,16 @@ def _check_saving() -> list[str]:
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     checkpoint.save(_state(model, optimizer), checkpoint_id=folders[0])
+    everywhere, on_rank_0 = (
+        copy.deepcopy(get_state_dict(model.module, optimizer, options=StateDictOptions(full_state_dict=True, **more)))
+        for more in ({}, {"cpu_offload": True})
+    )
+    if furthest(list(everywhere[0].values()), list(whole.values())) > 0 or bool(on_rank_0[0]) != (dist.get_rank() == 0):
+        wrong.append("torch's full state has other values")
     _trained(model, optimizer, range(3, 5))
     expected = values(model)
-    for way in ("shards", "whole and shards", "checkpoint", "checkpoint on fewer ranks"):
+    full: dict[str, Any] = {"full, everywhere": everywhere, "full, on rank 0": on_rank_0}
+    for way in ("shards", "whole and shards", "checkpoint", "checkpoint on fewer ranks", *full):
         if "fewer" in way and dist.get_rank() > 1:
             continue
         again = FSDP(transformer(), group=fewer if "fewer" in way else None)
@@ -238,6 +253,10 @@ def _check_saving() -> list[str]:
         if "shards" in way:
             (again if way == "shards" else again.module).load_state_dict(shard[0] if way == "shards" else whole)
             after.load_state_dict(copy.deepcopy(shard[1]))  # torch keeps the tensors it is given
+        elif way in full:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "full, on rank 0")
+            set_model_state_dict(again.module, full[way][0], options=options)
+            set_optimizer_state_dict(again.module, after, full[way][1], options=options)
         else:
             state = _state(again, after)
             checkpoint.load(state, checkpoint_id=folders[0], process_group=again.group)
@@ -334,6 +353,12 @@ def _between_forward_and_backward() -> None:
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     loss.backward()
+
+
+def _return_from_hook() -> None:
+    model = FSDP(plain())
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: p.grad)
+    model(inputs()).sum().backward()
 
 
 def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
@@ -489,6 +514,7 @@ def _check_refusals() -> list[str]:
         "hooks from before": lambda: FSDP(_hooked()),
         "moved": lambda: FSDP(plain()).double(),
         "moved inside": lambda: _after_wrapping(lambda module: module.double()),
+        "reordered inside": lambda: _after_wrapping(lambda module: module.to(memory_format=torch.channels_last)),
         "replaced inside": lambda: _after_wrapping(_replace),
         "a state of other shapes": lambda: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)}),
         "sharded already": lambda: FSDP(FSDP(plain()).module),
@@ -503,6 +529,7 @@ def _check_refusals() -> list[str]:
         "backward in forward": lambda: FSDP(Force())(inputs()),
         "a graph of backward in forward": lambda: FSDP(Force(create_graph=True))(inputs()).sum().backward(),
         "changed between forward and backward": _between_forward_and_backward,
+        "a hook that returns a value": _return_from_hook,
         "a norm that each rank has a part of": lambda: _read_gradients(lambda gradient: gradient.norm().item()),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
@@ -624,7 +651,7 @@ SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
 }
 
 
-def _go_through(sections: list[str]) -> dict[str, list[str]]:
+def _check(sections: list[str]) -> dict[str, list[str]]:
     found = {}
     for section in sections:
         found[section] = SECTIONS[section][1]()
@@ -632,22 +659,12 @@ def _go_through(sections: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def wrong_by_section(workers_travel_by_value: None) -> Callable[[str], list[str]]:
-    known: dict[str, list[str]] = {}
-
-    def find(section: str) -> list[str]:
-        if section not in known:
-            world_size = SECTIONS[section][0]
-            alike = [name for name, (ranks, _) in SECTIONS.items() if ranks == world_size]
-            for rank in run_ranks(_go_through, alike, world_size=world_size, timeout_s=300):
-                for name, texts in rank.items():
-                    known.setdefault(name, []).extend(texts)
-        return known[section]
-
-    return find
+@cache
+def _wrong(world_size: int) -> list[dict[str, list[str]]]:
+    sections = [name for name, (ranks, _) in SECTIONS.items() if ranks == world_size]
+    return run_ranks(_check, sections, world_size=world_size, timeout_s=300)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_it_keeps_its_promises(wrong_by_section: Callable[[str], list[str]], section: str) -> None:
-    assert wrong_by_section(section) == []
+def test_it_keeps_its_promises(section: str) -> None:
+    assert [text for rank in _wrong(SECTIONS[section][0]) for text in rank[section]] == []

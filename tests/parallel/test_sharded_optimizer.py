@@ -17,8 +17,8 @@ from torch import nn, optim
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import ShardedOptimizer
-from tests.parallel.data_parallel_cases import plain
-from tests.parallel.sharding_cases import CASES, FLOAT32, Case, built, furthest, split_groups, train, values
+from tests.parallel.data_parallel_cases import FLOAT32, Case, built, plain, split_groups, train
+from tests.parallel.sharding_cases import CASES, furthest, values
 
 SAVED = ("AdamW", "SGD with momentum", "channels last", "fewer elements than ranks", "uneven", "groups", "of a user")
 
@@ -56,9 +56,9 @@ def _check_saving() -> list[str]:
     for name in SAVED:
         case = CASES[name]
         model = FlatDDP(built(case))
-        optimizer: Any = train(case, model, partial(_sharded, case), [dist.get_rank()])
+        optimizer: Any = train(case, model, [dist.get_rank()], partial(_sharded, case))
         alone = built(case)
-        reference = train(case, alone, case.optimizer, [*range(p)])
+        reference = train(case, alone, [*range(p)])
         state = optimizer.consolidated_state_dict(to=None)
         wrong += [f"{name}: {text}" for text in _differences(state, reference.state_dict())]
         if (optimizer.consolidated_state_dict(to=2) is not None) != (dist.get_rank() == 2):

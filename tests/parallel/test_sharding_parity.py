@@ -20,13 +20,41 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, ShardedOptimizer
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
-from tests.parallel.data_parallel_cases import WIDTH
-from tests.parallel.sharding_cases import CASES, OF_OPTIMIZERS, Case, built, furthest, train, values
+from tests.parallel.data_parallel_cases import SGD, WIDTH, Case, built, distance, on_images, reference, state_of, train
+from tests.parallel.sharding_cases import CASES, OF_OPTIMIZERS
+
+pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 Made = tuple[nn.Module, Callable[..., optim.Optimizer]]
 
 
+class SAM(optim.Optimizer):
+    """A step by the gradient at the worst place nearby (arXiv:2010.01412); new memory takes the parameters back."""
+
+    def __init__(self, params: Any, base: Callable[..., optim.Optimizer] = SGD):
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = 0.05 / (torch.stack([p.grad.norm() for p in trained]).norm() + 1e-12)
+        before = [p.data.clone() for p in trained]
+        for p in trained:
+            p.add_(p.grad * scale)
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(trained, before, strict=True):
+            p.data = value
+        self.base.step()
+        return loss
+
+
 def _sharded(optimizer: Any, **options: Any) -> Callable[..., optim.Optimizer]:
+    if optimizer is SAM:
+        return partial(SAM, base=_sharded(SGD, **options))
     cls, settings = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
     return lambda groups: ShardedOptimizer(groups, cls, **options, **settings)
 
@@ -163,6 +191,10 @@ class Replacing(optim.SGD):
                 p.data = p.data - 0.1 * p.grad.data
 
 
+def _convolutions() -> nn.Module:
+    return data_parallel_cases.channels_last().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+
 def _on_first(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = data_parallel_cases.plain()
@@ -177,6 +209,11 @@ def _toggled(*, at_first: bool) -> Callable[[nn.Module, int], None]:
         model[0].requires_grad_(at_first if step < 2 else not at_first)  # type: ignore[operator, index]
 
     return toggle
+
+
+def _reorder(model: nn.Module, step: int) -> None:
+    if step == 1:  # the optimizer has state in the old order
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _swap_in_average(model: nn.Module, step: int) -> None:
@@ -196,13 +233,9 @@ def _swap_and_back(model: nn.Module, step: int) -> None:
             model(torch.ones(1, WIDTH, dtype=torch.float64))
 
 
-def _side_losses(model: nn.Module, x: Tensor) -> Tensor:
+def _side_losses(model: nn.Module, x: Tensor, *_: int) -> Tensor:
     inner = getattr(model, "module", model)
     return model(x).square().mean() + sum(layer.loss for layer in inner.layers)  # type: ignore[union-attr, misc, operator]
-
-
-def _two_forwards(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - model(x.flip(0))).square().mean()
 
 
 def _decayed(model: nn.Module) -> list[dict[str, Any]]:
@@ -213,7 +246,7 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": ps, "weight_decay": 0.5 * is_matrix} for is_matrix, ps in groups.items() if ps]
 
 
-SGD = partial(optim.SGD, lr=0.1)
+UNDER_FSDP = tuple(name for name in STRATEGIES if name != "ZeRO-1")
 WITH_UNITS = ("ZeRO-2", "ZeRO-3", "ZeRO-3, not resharded")
 
 
@@ -222,7 +255,7 @@ def _read_weight(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, output: output + module.weight.sum())
 
 
-def _in_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+def _in_checkpoint(model: nn.Module, x: Tensor, *_: int) -> Tensor:
     return checkpoint(model, x, use_reentrant=False).square().mean()
 
 
@@ -231,28 +264,29 @@ def _mark(module: nn.Module) -> None:
 
 
 SITUATIONS = {
-    "spectral_norm": Case(SGD, _on_first(lambda layer: spectral_norm(layer).eval())),
-    "weight_norm": Case(SGD, _on_first(weight_norm)),
-    "weight_norm, parametrized": Case(SGD, _on_first(parametrizations.weight_norm)),
-    "prune": Case(SGD, _on_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.3))),
-    "hooks that read weights": Case(SGD, _on_first(_read_weight)),
-    "frozen later": Case(SGD, before=_toggled(at_first=True), without=("ZeRO-1",)),
-    "thawed later": Case(SGD, before=_toggled(at_first=False), without=("ZeRO-1",)),
-    "vector_to_parameters": Case(SGD, before=_swap_in_average),
-    "swapped and back": Case(SGD, before=_swap_and_back),
-    "new memory": Case(partial(Replacing, lr=0.1)),
-    "decay by dimensions and attributes": Case(SGD, _on_first(_mark), split=_decayed),
-    "losses on the side, frozen": Case(SGD, Net, _side_losses),
-    "dataclasses": Case(SGD, partial(Net, Data, lambda data: data.x), _side_losses),
-    "objects": Case(SGD, partial(Net, Slots, lambda data: data.x), _side_losses),
-    "sets": Case(SGD, partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
-    "in place on a view": Case(SGD, InPlace),
-    "a layer in two checkpoints": Case(SGD, Twice, without=("ZeRO-1",)),
-    "the model in a checkpoint": Case(SGD, loss=_in_checkpoint),
-    "two forward passes": Case(SGD, loss=_two_forwards),
-    "parameters without a module": Case(SGD, Loose),
-    "a layer on some ranks": Case(SGD, LastLayerSometimes, without=("ZeRO-1", *WITH_UNITS)),
-    "attention alone": Case(SGD, lambda: Attending(WIDTH, 2)),
+    "spectral_norm": Case(_on_first(lambda layer: spectral_norm(layer).eval())),
+    "weight_norm": Case(_on_first(weight_norm)),
+    "weight_norm, parametrized": Case(_on_first(parametrizations.weight_norm)),
+    "prune": Case(_on_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.3))),
+    "hooks that read weights": Case(_on_first(_read_weight)),
+    "frozen later": Case(before=_toggled(at_first=True), without=("ZeRO-1",)),
+    "thawed later": Case(before=_toggled(at_first=False), without=("ZeRO-1",)),
+    "vector_to_parameters": Case(before=_swap_in_average),
+    "swapped and back": Case(before=_swap_and_back),
+    "new memory": Case(optimizer=partial(Replacing, lr=0.1)),
+    "SAM": Case(optimizer=SAM, closure=True),
+    "channels last later": Case(_convolutions, on_images, before=_reorder, without=UNDER_FSDP),
+    "decay by dimensions and attributes": Case(_on_first(_mark), split=_decayed),
+    "losses on the side, frozen": Case(Net, _side_losses),
+    "dataclasses": Case(partial(Net, Data, lambda data: data.x), _side_losses),
+    "objects": Case(partial(Net, Slots, lambda data: data.x), _side_losses),
+    "sets": Case(partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
+    "in place on a view": Case(InPlace),
+    "a layer in two checkpoints": Case(Twice, without=("ZeRO-1",)),
+    "the model in a checkpoint": Case(loss=_in_checkpoint),
+    "parameters without a module": Case(Loose),
+    "a layer on some ranks": Case(LastLayerSometimes, without=("ZeRO-1", *WITH_UNITS)),
+    "attention alone": Case(lambda: Attending(WIDTH, 2)),
 }
 
 
@@ -260,76 +294,44 @@ VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded")
 """Their optimizers see the same shards as ZeRO-3's: on three ranks they skip what differs in the optimizer alone."""
 
 
-def _check_training(strategy: str, group: dist.ProcessGroup) -> list[str]:
-    wrong = []
-    skipped = OF_OPTIMIZERS if strategy in VARIANTS and group.size() == 3 else ()
-    for name, case in (CASES | SITUATIONS).items():
-        if strategy not in case.without and name not in skipped:
-            expected = _reference(name, group.size())
-            model, make = STRATEGIES[strategy](built(case), case.optimizer, group)
-            train(case, model, make, [group.rank()])
-            if not (error := furthest(values(model), expected)) <= case.tolerance:
-                wrong.append(f"{name}: {error}")
-    return wrong
+ALREADY = {"plain", "plain float32", "AdamW", "tied weights", "a frozen parameter", "mixed dtypes", "channels last"}
+ALREADY |= {name for name, case in data_parallel_cases.CASES.items() if not case.set_to_none}
+ALREADY |= {"transformer, checkpointed", "accumulation"}
+OF_WRAPPERS = {
+    f"{name}, of wrappers": case
+    for name, case in data_parallel_cases.CASES.items()
+    if name != "buffers" and name not in ALREADY and "penalty" not in name
+}
+"""Cases of the data-parallel wrappers that are not among those of sharding, but for buffers, which are each rank's own
+under FSDP, and second derivatives, which it refuses."""
 
 
-@cache
-def _reference(name: str, world_size: int) -> list[Tensor]:
-    case = (CASES | SITUATIONS)[name]
-    model = built(case)
-    train(case, model, case.optimizer, [*range(world_size)])
-    return values(model)
-
-
-def _check_wrappers_cases(strategy: str, group: dist.ProcessGroup) -> list[str]:
-    """What the data-parallel wrappers must get right: accumulation, both kinds of checkpointing, penalties, ..."""
-    wrong = []
-    for name, case in data_parallel_cases.CASES.items():
-        # ZeRO-1 has these wrappers; FSDP's buffers are each rank's own, and it refuses second derivatives. The others
-        # that are left out differ for wrappers alone, or are among the cases of sharding.
-        if strategy == "ZeRO-1" or name in ("buffers", *ALREADY) or "penalty" in name:
+def _check(strategy: str) -> list[str]:
+    group, wrong = dist.group.WORLD, []
+    assert group is not None
+    skipped = {*OF_WRAPPERS} if strategy == "ZeRO-1" else set[str]()  # which has these wrappers
+    skipped |= {*OF_OPTIMIZERS} if strategy in VARIANTS and group.size() == 3 else set()
+    for name, case in (CASES | SITUATIONS | OF_WRAPPERS).items():
+        ranks_differ = "unused" in name or "unlike" in name
+        if strategy in case.without or name in skipped or (ranks_differ and strategy in WITH_UNITS):
             continue
-        has_units = strategy in WITH_UNITS and ("unused" in name or "unlike" in name)  # ranks use different heads
-        make = partial(_fsdp, units=()) if has_units else STRATEGIES[strategy]
-        model: Any = make(data_parallel_cases.built(case, seed=group.rank()), optim.SGD, group)[0]
-        data_parallel_cases.train(case, model, [group.rank()], lambda: None)
-        state = model.consolidated_state_dict(to=None)
-        expected = data_parallel_cases.reference(name, group.size())
-        error = max(
-            furthest([value], [torch.tensor(expected[key], dtype=torch.float64).view(value.shape)])
-            for key, value in state.items()
-        )
-        if state.keys() != expected.keys() or not error <= case.tolerance:
+        model, make = STRATEGIES[strategy](built(case, seed=group.rank()), case.optimizer, group)
+        train(case, model, [group.rank()], make)
+        if not (error := distance(state_of(model), reference(case, group.size()))) <= case.tolerance:
             wrong.append(f"{name}: {error}")
     return wrong
 
 
-ALREADY = {"plain", "plain float32", "AdamW", "tied weights", "a frozen parameter", "mixed dtypes", "channels last"}
-ALREADY |= {name for name, case in data_parallel_cases.CASES.items() if not case.set_to_none}
-ALREADY |= {"transformer, checkpointed", "accumulation"}
-
-CHECKS = (_check_training, _check_wrappers_cases)
+def _check_all() -> dict[str, list[str]]:
+    return {strategy: _check(strategy) for strategy in STRATEGIES}
 
 
-def _go_through(world_size: int) -> dict[str, list[str]]:
-    group = dist.group.WORLD
-    assert group is not None
-    return {name: [text for check in CHECKS for text in check(name, group)] for name in STRATEGIES}
-
-
-@pytest.fixture(scope="module")
-def wrong(workers_travel_by_value: None) -> Callable[[int, str], list[str]]:
-    known: dict[int, list[dict[str, list[str]]]] = {}
-
-    def by_strategy(world_size: int, strategy: str) -> list[str]:
-        if world_size not in known:
-            known[world_size] = run_ranks(_go_through, world_size, world_size=world_size, timeout_s=600)
-        return [text for rank in known[world_size] for text in rank[strategy]]
-
-    return by_strategy
+@cache
+def _wrong(world_size: int) -> list[dict[str, list[str]]]:
+    return run_ranks(_check_all, world_size=world_size, timeout_s=600)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", thinned([3, 2, 4], lambda world_size: world_size == 3))
-def test_training_equals_one_process(wrong: Callable[[int, str], list[str]], world_size: int, strategy: str) -> None:
-    assert wrong(world_size, strategy) == []
+def test_training_equals_one_process(world_size: int, strategy: str) -> None:
+    assert [text for rank in _wrong(world_size) for text in rank[strategy]] == []

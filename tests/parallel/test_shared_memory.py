@@ -399,21 +399,17 @@ def test_a_full_temporary_folder_does_not_matter(tmp_path: Path, compiled: str) 
     assert _output(_start(tmp_path / "cache", CXX=compiler)).endswith("library.so")
 
 
-@pytest.mark.parametrize("name", ["PATH", "CXX"])
-def test_a_missing_compiler_is_named_with_what_to_install(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("missing", "package"), [("PATH", "g++"), ("CXX", "g++"), ("headers", "python3-dev")])
+def test_what_is_missing_to_compile_is_named_with_what_to_install(
+    missing: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(name, "/nowhere")
     monkeypatch.setattr(shared_memory, "_libraries", [])
-    assert "apt install g++" in str(shared_memory.unavailable_reason())
-
-
-def test_missing_headers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(shared_memory, "_libraries", [])
-    monkeypatch.setattr(shared_memory.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert "python3-dev" in str(shared_memory.unavailable_reason())
+    if missing == "headers":
+        monkeypatch.setattr(shared_memory.sysconfig, "get_path", lambda _: str(tmp_path))
+    else:
+        monkeypatch.setenv(missing, "/nowhere")
+    assert package in str(shared_memory.unavailable_reason())
 
 
 def test_folders_that_others_can_write_to_or_that_forbid_execution_are_not_used(

@@ -38,7 +38,8 @@ def test_equals_batchnorm_on_the_whole_batch(world_size, name):
             assert error <= (shaped if quantity in ("output", "dx") else rest), quantity
 
 
-def _collectives():
+def _check_collectives():
+    """One collective forward and one backward."""
     x = torch.randn(4, 3, requires_grad=dist.get_rank() < 9)
     layer = SyncBatchNorm(3)
     layer(x.detach())  # the first one finds out how the ranks exchange memory
@@ -49,113 +50,69 @@ def _collectives():
     _, without_input = collectives_of(lambda: constant.square().sum().backward())
     _, evaluated = collectives_of(lambda: layer.eval()(x))
     _, control = collectives_of(dist.barrier)
-    return {
-        "forward": forward,
-        "backward": backward,
-        "forward, one batch empty": empty_forward,
-        "backward, only the parameters": without_input,
-        "evaluation": evaluated,
-        "control": control,
-    }
+    assert control == ["barrier"]
+    assert forward == empty_forward == backward == ["1 message"]
+    assert without_input == evaluated == []
 
 
-def test_one_collective_forward_and_one_backward():
-    for seen in run_ranks(_collectives, world_size=2, timeout_s=60):
-        assert seen["control"] == ["barrier"]
-        assert seen["forward"] == seen["forward, one batch empty"] == seen["backward"] == ["1 message"]
-        assert seen["backward, only the parameters"] == seen["evaluation"] == []
-
-
-def _saved():
-    found = {}
-    for name, x in {
-        "float32": torch.randn(64, 8, 4, requires_grad=True),
-        "bfloat16": torch.randn(64, 8, 4).bfloat16().requires_grad_(),
-        "strided": torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2),
-    }.items():
+def _check_saved():
+    """Saved are the input and a few numbers a feature."""
+    inputs = [torch.randn(64, 8, 4, requires_grad=True), torch.randn(64, 8, 4).bfloat16().requires_grad_()]
+    for x in (*inputs, torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2)):
         _, saved = saved_for_backward(lambda x=x: SyncBatchNorm(x.shape[1])(x))
         other = [n for address, n in saved.items() if address != x.untyped_storage().data_ptr()]
-        found[name] = {"saved": len(saved), "other": sum(other), "others": len(other)}
-    return found
+        assert len(other) == len(saved) - 1, "the input itself, by reference"
+        assert sum(other) <= 4 * 8 * 4 + 8  # 4C numbers and the count
 
 
-def test_saves_the_input_and_a_few_numbers_a_feature():
-    for rank in run_ranks(_saved, world_size=2, timeout_s=60):
-        for found in rank.values():
-            assert found["others"] == found["saved"] - 1, "the input itself, by reference"
-            assert found["other"] <= 4 * 8 * 4 + 8  # 4C numbers and the count
-
-
-def _kept_group():
+def _check_refusals():
+    """Copies of a group, less than two values a channel, on all ranks, and second derivatives."""
     layer = SyncBatchNorm(2, process_group=dist.group.WORLD)
-    with pytest.raises(TypeError, match="process_group is tied to its ranks"):
-        copy.deepcopy(layer)
-    with pytest.raises(TypeError, match="process_group is tied to its ranks"):
-        pickle.dumps(layer)
-    first = SyncBatchNorm(2)
-    (gradient,) = torch.autograd.grad(
-        first(x := torch.randn(4, 2, requires_grad=True)).square().sum(), x, create_graph=True
-    )
-    return gradient.requires_grad and not torch.isnan(gradient).any()
-
-
-def test_a_process_group_is_not_copied_and_a_graph_of_gradients_is_made():
-    assert run_ranks(_kept_group, world_size=2, timeout_s=60) == [True, True]
-
-
-def _in_groups():
-    """Ranks 0 and 1 share a batch, 2 and 3 another; then a rank calls a layer that is not its own."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    rank = dist.get_rank()
-    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    layer = SyncBatchNorm(5, momentum=1.0, process_group=groups[rank // 2], dtype=torch.float64)
-    x.requires_grad_()
-    output = layer(x)
-    (output * torch.arange(1.0, 6.0).cumsum(0) * (x.detach() > 0)).sum().backward()
-    try:
-        SyncBatchNorm(5, process_group=groups[1 - rank // 2], dtype=torch.float64)(x)
-    except ValueError as error:
-        return output.tolist(), x.grad.tolist(), str(error)
-
-
-def test_a_group_shares_a_batch_of_its_own():
-    ranks = run_ranks(_in_groups, world_size=4, timeout_s=60)
-    for pair in (0, 2):
-        generators = [torch.Generator().manual_seed(rank) for rank in (pair, pair + 1)]
-        x = torch.cat([torch.randn(3, 5, generator=g, dtype=torch.float64) for g in generators]).requires_grad_()
-        output = nn.BatchNorm1d(5, dtype=torch.float64)(x)
-        (output * torch.arange(1.0, 6.0).cumsum(0) * (x.detach() > 0)).sum().backward()
-        got = torch.tensor([ranks[pair][:2], ranks[pair + 1][:2]], dtype=torch.float64)
-        torch.testing.assert_close(got[:, 0].flatten(0, 1), output, rtol=0, atol=1e-10)
-        torch.testing.assert_close(got[:, 1].flatten(0, 1), x.grad, rtol=0, atol=1e-10)
-    assert all("this rank is not one of them" in error for _, _, error in ranks)
-
-
-def _too_small():
-    layer, told = SyncBatchNorm(3), []
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="process_group is tied to its ranks"):
+            copied(layer)
+    layer = SyncBatchNorm(3)
     for rows in ((1, 0), (0, 0)):
-        try:
+        few = f"^expected more than one value per channel in training, got {rows[0]} on all ranks$"
+        with pytest.raises(ValueError, match=few):
             layer(torch.randn(rows[dist.get_rank()], 3))
-        except ValueError as error:
-            told.append(str(error))
-    unchanged = int(layer.num_batches_tracked) == 0 and float(layer.running_var.sum()) == 3
-    constant = layer(torch.full((2, 3), 0.1)).abs().max()
-    again = torch.randn(2, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(layer(again).square().sum(), again, create_graph=True)
-    try:
+    assert (int(layer.num_batches_tracked), float(layer.running_var.sum())) == (0, 3)
+    assert layer(torch.full((2, 3), 0.1)).abs().max() < 1e-5
+    x = torch.randn(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    assert gradient.requires_grad
+    assert not gradient.isnan().any()
+    with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
-    except RuntimeError as error:
-        told.append(str(error))
-    return told, unchanged, float(constant)
 
 
-def test_less_than_two_values_a_channel_are_refused_on_every_rank():
-    for told, unchanged, constant in run_ranks(_too_small, world_size=2, timeout_s=60):
-        for values, message in zip((1, 0), told, strict=False):
-            assert message == f"expected more than one value per channel in training, got {values} on all ranks"
-        assert unchanged
-        assert constant < 1e-5
-        assert "no second derivative" in told[2]
+def _check_groups():
+    """Ranks 0 and 1 share a batch, 2 and 3 another; a rank that calls a layer that is not its own is refused."""
+    groups, (pair, place) = [dist.new_group([0, 1]), dist.new_group([2, 3])], divmod(dist.get_rank(), 2)
+    generators = [torch.Generator().manual_seed(2 * pair + other) for other in (0, 1)]
+    inputs = [torch.randn(3, 5, generator=generator, dtype=torch.float64) for generator in generators]
+    own, results = SyncBatchNorm(5, momentum=1.0, process_group=groups[pair], dtype=torch.float64), []
+    for layer, batch in ((own, inputs[place]), (nn.BatchNorm1d(5, dtype=torch.float64), torch.cat(inputs))):
+        x = batch.clone().requires_grad_()
+        output = layer(x)
+        (output * torch.arange(1.0, 6.0).cumsum(0) * (batch > 0)).sum().backward()
+        results.append(torch.stack([output.detach(), x.grad]))
+    torch.testing.assert_close(results[0], results[1].split(3, dim=1)[place], rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="this rank is not one of them"):
+        SyncBatchNorm(5, process_group=groups[1 - pair], dtype=torch.float64)(inputs[0])
+
+
+def _check_all(*checks):
+    for check in checks:
+        check()
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "checks"), [(2, (_check_collectives, _check_saved, _check_refusals)), (4, (_check_groups,))]
+)
+def test_what_it_sends_saves_and_refuses(ranks, checks):
+    run_ranks(_check_all, *checks, world_size=ranks, timeout_s=60)
 
 
 @pytest.mark.parametrize(

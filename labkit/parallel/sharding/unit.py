@@ -113,7 +113,8 @@ class UnitParameter:
                 gradient = gradient if changed is None else changed
             shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
             for hook in (shard._post_accumulate_grad_hooks or {}).values():
-                hook(shard)
+                if hook(shard) is not None:  # as torch does
+                    raise RuntimeError("post accumulate grad hooks should return None")
 
 
 class Unit:

@@ -134,7 +134,7 @@ def communication(results: Results) -> pd.DataFrame:
     table["same"] = table["implementation"].replace(SAME_COLLECTIVES)
     alone = table[[*keys, "waiting_s"]].rename(columns={"implementation": "same", "waiting_s": "alone_s"})
     table = table.merge(alone, how="left", on=[*CONFIGURATION, "same"])
-    hidden = 100 * (1 - table["exposed_s"] / table["alone_s"]).clip(lower=0)
+    hidden = 100 * (1 - table["exposed_s"] / table["alone_s"]).clip(0, 1)
     return table.assign(
         longer_percent=100 * table["longer_s"] / table["step_s_local"],
         hidden_percent=hidden.where(table["same"] != table["implementation"]),

@@ -1,7 +1,7 @@
 """Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
 
-A measured peak is the allocator's. Counting (`counting.py`) allocates nothing, so models are counted that this machine
-cannot hold. A checkpoint point has counted peaks and times by segment length.
+A measured peak is the allocator's. Counting (`counting.py`) a named model allocates nothing, so models are counted
+that this machine cannot hold. A checkpoint point has counted peaks and times by segment length.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,10 +54,10 @@ class MemoryPoint(TimedPoint):
 
     @property
     def needed_bytes(self) -> float:
-        if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
-            return 0
         if (shape := find_shape(self.size)) is None:
             return STATES_BYTES * (count_parameters(self.size) or 0)
+        if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
+            return 0
         phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
         extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
