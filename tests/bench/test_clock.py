@@ -99,10 +99,7 @@ def test_a_single_call_waits_for_a_cuda_device_however_it_is_named(monkeypatch):
     assert (results, len(waits)) == ([5] * 4, 3)
 
 
-BAD = [{"warmup": -1}, {"repeats": 0}, {"calls": 0}]
-
-
-@pytest.mark.parametrize("wrong", BAD)
+@pytest.mark.parametrize("wrong", [{"warmup": -1}, {"repeats": 0}, {"calls": 0}])
 def test_impossible_counts_and_limits_are_refused_before_anything_runs(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         time_interleaved({"a": pytest.fail}, **{"warmup": 0, "repeats": 1} | wrong)

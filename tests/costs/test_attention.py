@@ -18,17 +18,12 @@ def test_flops_of_the_textbook_case():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_explicit_attention_saves_is_what_autograd_counts(causal, dtype):
+def test_what_explicit_and_tiled_attention_save_is_what_autograd_counts(causal, dtype):
     q, k, v = (torch.randn(3, 40, 16, dtype=dtype).requires_grad_() for _ in range(3))
     _, saved = saved_for_backward(lambda: naive_attention(q, k, v, causal))
-    expected = explicit_saved(3, 40, 16, dtype.itemsize, causal=causal)
-    assert sorted(saved.values()) == sorted(expected.values())
-
-
-def test_what_tiled_attention_saves_is_what_autograd_counts():
-    q, k, v = (torch.randn(3, 40, 16).requires_grad_() for _ in range(3))
-    _, saved = saved_for_backward(lambda: TiledAttention.apply(q, k, v, False))
-    assert sorted(saved.values()) == sorted(tiled_saved(3, 40, 16, 4).values())
+    assert sorted(saved.values()) == sorted(explicit_saved(3, 40, 16, dtype.itemsize, causal=causal).values())
+    _, saved = saved_for_backward(lambda: TiledAttention.apply(q, k, v, causal))
+    assert sorted(saved.values()) == sorted(tiled_saved(3, 40, 16, dtype.itemsize).values())
 
 
 def test_the_peak_holds_three_matrices_and_what_was_saved():
