@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +15,13 @@ def carry_out(command, folder, variables=None):
     """What a command came to that was carried out in a folder, with variables on top of those of the tests."""
     environment = os.environ | (variables or {})
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def mounted(mount):
+    """A command prefix that mounts in a separate namespace; none where that needs more rights."""
+    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        return []
+    return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
 
 
 def labkit(*arguments, cwd=None):

@@ -22,7 +22,7 @@ from labkit.lab.project import checkout, notebook_path
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
-from tests.commands import carry_out
+from tests.commands import carry_out, mounted
 from tests.lab.test_labs import check_headline
 
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
@@ -49,7 +49,10 @@ def drawn_elsewhere(report, tmp_path):
     run, home, pages = (tmp_path / name for name in ("other.jsonl", "home", "pages"))
     run.write_text(json.dumps(header) + "\n" + "".join(rest))
     command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run), "--output", str(pages)]
-    result = carry_out(command, checkout(), {"LABKIT_HOME": str(home), "HOME": "/proc"})
+    read_only = tmp_path / "read only"
+    read_only.mkdir()
+    command = [*mounted(f"mount -t tmpfs -o ro none '{read_only}'"), *command]
+    result = carry_out(command, checkout(), {"LABKIT_HOME": str(home), "HOME": str(read_only)})
     assert not list(home.glob("data/runs/**/*.jsonl"))
     return result, pages
 

@@ -4,15 +4,13 @@ tests/parallel/test_leftovers.py kills processes at more moments.
 """
 
 import json
-import os
 import resource
-import shutil
 import signal
-import subprocess
 
 import psutil
 import pytest
 
+from tests.commands import mounted
 from tests.faults.check import settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
 
@@ -33,6 +31,7 @@ RANKS = {
 }
 # Moments at which the parent is hit: finished points by then, of three.
 PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
+NO_MOUNT = "a separate file system needs the right to mount one"
 QUICK = {("raises", BEFORE), (signal.SIGINT, BETWEEN), (signal.SIGKILL, BETWEEN)}
 
 
@@ -120,13 +119,6 @@ def refused(hit, words, status=2):
     return output
 
 
-def mounted(mount):
-    """Return a command prefix that mounts in a separate namespace."""
-    if os.geteuid() or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
-        pytest.skip("a separate file system needs the right to mount one")
-    return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
-
-
 @pytest.mark.faults
 def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
     hit = victim(LABKIT_FAULT_PAUSE=BETWEEN)
@@ -135,8 +127,8 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
     hit.finish()
     (run,) = hit.runs()
     before, runs = run.path.read_bytes(), hit.folder / "runs"
-    read_only = mounted(f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}")
-    hit.start("--resume", str(run.path), prefix=read_only)
+    read_only = f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}"
+    hit.start("--resume", str(run.path), prefix=mounted(read_only) or pytest.skip(NO_MOUNT))
     assert f"{run.path}: " in refused(hit, "Read-only file system")
     assert run.path.read_bytes() == before
     resume(hit, run)
@@ -150,7 +142,7 @@ def test_a_disk_that_takes_nothing_more(victim, option, words):
     hit = victim()
     runs = hit.folder / "runs"
     folder = runs / "faulty" if option == "size=4k" else runs
-    prefix = mounted(f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}")
+    prefix = mounted(f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}") or pytest.skip(NO_MOUNT)
     hit.start(*settings(moment=WRITING, action="writes much"), prefix=prefix)
     assert "faulty" in refused(hit, words)  # the place
 
