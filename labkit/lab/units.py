@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import pandas as pd
 
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"), (1e-12, "ps"))
 _SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -24,7 +24,7 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    return "0 s" if seconds == 0 else _scale(seconds, _TIME_UNITS, "ns")
+    return "0 s" if seconds == 0 else _scale(seconds, _TIME_UNITS, "ps")
 
 
 def format_bytes(n_bytes: float) -> str:

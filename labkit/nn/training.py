@@ -193,9 +193,11 @@ def build_workload(
     """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size, image_size), or the
     model and batch that a function builds on the default device; it is called for every copy of the model.
 
-    `options` are those of the Transformer. `seed` decides the batch, and random numbers in the loss of a function's
-    model; parameters are always the same. ValueError for sizes that are not positive.
+    `options` are those of the Transformer; others ignore them. `seed` decides the batch, and random numbers in the
+    loss of a function's model; parameters are always the same. ValueError for a batch that is not positive.
     """
+    if batch < 1:
+        raise ValueError(f"expected batch >= 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     build: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]

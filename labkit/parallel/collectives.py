@@ -105,7 +105,8 @@ def all_reduce_algorithm(function: Algorithm) -> AllReduce:
         run_collective(("all_reduce", name), function, tensor, group, op, transport)
 
     vars(call)["__signature__"] = signature(call)  # for help(), in place of the algorithm's
-    return ALGORITHMS.setdefault(name, disable_compile(wraps(function)(call)))
+    ALGORITHMS[name] = disable_compile(wraps(function)(call))
+    return ALGORITHMS[name]
 
 
 @all_reduce_algorithm

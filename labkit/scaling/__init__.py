@@ -33,19 +33,20 @@ def read_table(name: str) -> list[dict[str, str]]:
         return [{column: text for column, text in row.items() if text} for row in csv.DictReader(file)]
 
 
-def validate(kind: type[T], values: Mapping[str, Any], *, strict: bool = False) -> T:
-    """An instance of a dataclass from values by field; None is the default. Numbers may be texts, unless `strict`.
+def validate(kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> T:
+    """An instance of a dataclass from values by field; None is the default. Other names are ignored.
 
-    ValueError for the first wrong field. Other names are ignored.
+    ValueError for the first wrong field. Numbers may be texts, unless a JSON file's `keys` of the fields are given.
     """
     adapter, present = _adapter(kind), {name: value for name, value in values.items() if value is not None}
     try:
-        if strict:
+        if keys is not None:
             result: T = adapter.validate_json(json.dumps(present), strict=True)
         else:
             result = adapter.validate_python(present)
     except ValidationError as error:
         name, problem = first_problem(error)
+        name = (keys or {}).get(name, name)
         raise ValueError(f"expected {name} {problem.replace('should', 'to', 1)}" if name else problem) from None
     return result
 

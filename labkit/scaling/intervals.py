@@ -43,7 +43,6 @@ def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
     largest = {name: np.array([one[name] for one in limits])[codes] for name in everything}
     doublings = np.log2(np.maximum(runs.parameters / largest["parameters"], largest["smallest"] / runs.parameters))
     new_kinds = [is_used & (largest[name] == 0) for name, is_used in layout_kinds(runs).items()]
-    is_known = np.isin(runs.framework, list(ground.frameworks))
     return {
         "gpus": _beyond(np.log2(runs.gpus / largest["gpus"])),
         "parameters": _beyond(np.maximum(np.sqrt(np.maximum(doublings, 0.0)), doublings / 2)),
@@ -52,7 +51,7 @@ def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
         "kinds": np.sum(new_kinds, axis=0, dtype=np.float64),
         "card": (~np.isin(runs.card, ground.runs.card)).astype(np.float64),
         "architecture": (~np.isin(runs.architecture, ground.runs.architecture)).astype(np.float64),
-        "framework": (ground.is_elsewhere(runs) & ~is_known).astype(np.float64),
+        "framework": (ground.is_elsewhere(runs) & ~np.isin(runs.framework, list(ground.frameworks))).astype(np.float64),
     }
 
 

@@ -156,7 +156,7 @@ def read_model(path: Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:  # a device or a pipe may never end
-            raise ValueError("there is no file of at most 1 MiB")
+            raise ValueError("it is larger than 1 MiB" if path.is_file() else "there is no such file")
         config = json.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
@@ -180,11 +180,8 @@ def _model(config: Mapping[str, Any], name: str) -> Model:
     values: dict[str, Any] = {size: config.get(key) for size, key in names.items()}
     if names is _MPT and all(type(config.get(key)) is int for key in ("d_model", "expansion_ratio")):
         values["ffn"] = config["d_model"] * config["expansion_ratio"]
-    stated = config.get("tie_word_embeddings")
-    values |= {"ffn_gated": ffn_gated, "tied": tied if stated is None else stated, "name": _printable(name)}
-    return validate(Model, values, strict=True)
-
-
-def _printable(name: str) -> str:
-    """The name as a title, without characters that a terminal or a page would take for a command."""
-    return "".join(letter for letter in name if letter.isalnum() or letter in " .-_")[:40] or "this model"
+    tie = config.get("tie_word_embeddings")
+    # A terminal or a page would take other characters for a command.
+    title = "".join(letter for letter in name if letter.isalnum() or letter in " .-_")[:40] or "this model"
+    values |= {"ffn_gated": ffn_gated, "tied": tied if tie is None else tie, "name": title}
+    return validate(Model, values, keys=names)

@@ -97,7 +97,7 @@ class Predictions:
     """Reserved bytes by part and stage, (n, stages)."""
 
     def __getattr__(self, name: str) -> NDArray[Any]:
-        if name not in self.columns:
+        if name not in vars(self).get("columns", ()):  # a copy has none yet
             raise AttributeError(name)
         return self.columns[name]
 

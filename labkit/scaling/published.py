@@ -70,6 +70,7 @@ def load_published() -> Runs:
 
 
 def is_timed(published: Runs) -> Flags:
+    """Return which runs state the time of a step."""
     return np.isfinite(published.step_s)
 
 
@@ -85,6 +86,7 @@ class Ground:
 
     @property
     def frameworks(self) -> set[str]:
+        """Frameworks with measured runs."""
         return set(self.limits) - {GENERIC}
 
     def find_limits(self, framework: str) -> Mapping[str, float]:

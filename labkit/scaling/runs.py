@@ -146,7 +146,8 @@ class Runs:
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """A column, on first use."""
-        parts = (part for part in ("layout", "model", "hardware") if hasattr(getattr(self.origin[0], part), name))
+        first = vars(self).get("origin", [None])[0]  # a copy has no runs yet, when copying asks for its methods
+        parts = (part for part in ("layout", "model", "hardware") if hasattr(getattr(first, part), name))
         part = next(parts, None)
         values = np.array([getattr(getattr(run, part) if part else run, name) for run in self.origin])
         column = values if values.dtype.kind == "U" else values.astype(np.float64)

@@ -180,16 +180,16 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> Run:
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
     """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
-    known = {*_FRAMEWORKS.values(), "maxtext", "generic"}
+    frameworks = {*_FRAMEWORKS.values(), "maxtext", "generic"}
     if name := texts.get("framework"):
-        assumptions += [] if name in known else [f"no published run of {name[:40]}"]
+        assumptions += [] if name in frameworks else [f"no published run of {name[:40]}"]
         return name
     if "maxtext" in texts.get("recompute", ""):
         return "maxtext"
     group = texts.get("group", "")
     if group == "megatron" and not texts.get("gpu", "").startswith("A100"):
         return "nemo"  # Megatron-Core, as NeMo
-    return _FRAMEWORKS.get(group, group if group in known else "generic")
+    return _FRAMEWORKS.get(group, group if group in frameworks else "generic")
 
 
 def _precision(words: str) -> str:

@@ -24,19 +24,19 @@ SCORE = Path("/proc/self/oom_score_adj")
 
 
 @pytest.mark.parametrize(
-    ("number", "is_memory_full", "kind", "message"),
+    ("number", "is_memory_full", "status", "message"),
     [
-        (signal.SIGKILL, False, "killed", "rank 1 was killed by SIGKILL"),
-        (signal.SIGTERM, True, "killed", "rank 1 was killed by SIGTERM"),
+        (signal.SIGKILL, False, "failed", "rank 1 was killed by SIGKILL"),
+        (signal.SIGTERM, True, "failed", "rank 1 was killed by SIGTERM"),
         (signal.SIGKILL, True, "oom", "rank 1 was killed by SIGKILL: out of memory, by the kernel"),
     ],
 )
 def test_a_kill_is_for_memory_if_the_kernel_counted_one(
-    number: signal.Signals, is_memory_full: bool, kind: str, message: str
+    number: signal.Signals, is_memory_full: bool, status: str, message: str
 ) -> None:
     options = {"output_tail": "", "stacks": "", "alternative": "one", "is_memory_full": is_memory_full}
     failure = death_failure(1, -number, 0.0, **options)
-    assert (failure.kind, failure.message, failure.is_consequence, failure.blamed) == (kind, message, False, None)
+    assert (failure.status, failure.message, failure.is_consequence, failure.blamed) == (status, message, False, None)
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:

@@ -294,5 +294,5 @@ def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
 
 def test_a_device_is_no_config(tmp_path):
     (tmp_path / "config.json").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(ValueError, match="there is no such file"):
         read_model(tmp_path)

@@ -25,7 +25,7 @@ from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, machine_s
 from labkit.lab.pages.html import piece, render
 from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration, write_code
-from labkit.lab.runs.records import RunHeader
+from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
 from labkit.parallel.ranks.torchrun import describe_hosts
@@ -170,19 +170,24 @@ def record_card(record: RunRecord) -> Piece:
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
     path, hosts = relative_to_project(run.path), run.header.ranks_by_host
-    again = (one for one in run.resumptions if one.at)  # older runs may not say when
-    resumed = [f"{one.at:%F %T} UTC, {one.source or 'unknown commit'}, by {one.command}" for one in again]
+    resumed = "; ".join(map(_describe_resumption, run.resumptions))
     return {
         "Run": path,
         "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
         "Measured by": run.header.command,
-        **({"Resumed at": "; ".join(resumed)} if resumed else {}),
+        **({"Resumed at": resumed} if resumed else {}),
         "Draw again": f"labkit report {lab.name} --run {shlex.quote(path)}",
         "Measure again": _command_again(lab, run.header),
         "Ranks": _describe_ranks(run),
         **({"Predicted from": describe_calibration(run)} if lab.name != LIMITS else {}),
         **({"Hosts": describe_hosts(hosts)} if hosts is not None else {}),
     }
+
+
+def _describe_resumption(resumption: Resumption) -> str:
+    """Say when, at which commit and by which command a run was resumed; older runs lack some."""
+    when = f"{resumption.at:%F %T} UTC" if resumption.at else "unknown time"
+    return f"{when}, {resumption.source or 'unknown commit'}, by {resumption.command or 'an unknown command'}"
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:

@@ -35,7 +35,7 @@ __all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 MAX_REASONS = 3
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """A run as read from its file."""
 

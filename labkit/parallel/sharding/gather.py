@@ -2,8 +2,8 @@
 
     a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
                the last forward pass; after: release it
-    backward   an output of the unit gets a gradient: average and release the units that all ranks have completed,
-               gather this one again, and prefetch
+    backward   an output of the unit gets a gradient: release the units that all ranks have completed, gather this
+               one again, prefetch, and average the released ones
     the end    ranks exchange which parameters have gradients, and average the rest
 
 Collectives have one order on all ranks, which NCCL needs: a unit's average starts when backward reaches another unit
@@ -185,7 +185,7 @@ class UnitScheduler:
             self._start_average(each)
 
     def _find_over(self, unit: Unit, waiting: list[Unit]) -> list[Unit]:
-        """Return the units that are over on all ranks, which are all in the backward pass of `unit`. A collective."""
+        """Return the units that every rank has completed. A collective: all ranks are entering `unit`."""
         bits = sum(1 << number for number, each in enumerate(waiting) if each.is_over(self._reached))
         on_all = reduce(and_, self._channel.exchange(unit.name, bits))
         return [each for number, each in enumerate(waiting) if on_all >> number & 1]

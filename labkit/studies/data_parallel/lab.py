@@ -24,6 +24,7 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
 
 WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
+Ranks = Annotated[int, Field(ge=1, le=64)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -37,7 +38,9 @@ class DataParallelConfig(TimedConfig):
     """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
     workloads: Some[WorkloadName] = ["nano", "mini"]
-    world_sizes: Some[Annotated[int, Field(ge=1, le=64)]] = [2]
+    world_sizes: Some[Ranks] = [2]
+    throughput_world_sizes: list[Ranks] = []
+    """Further numbers of ranks, up to that of GPUs or cores, with the largest batch and length only."""
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     buckets_mb: list[Megabytes] = [1.0, 100.0]
     """Bucket sizes that are compared on the last workload; all else uses the default."""
@@ -79,17 +82,15 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """Plan all wrappers by ranks and workload; accumulation on the first workload, the rest on the last.
-
-    Batches and lengths are swept with the fewest ranks that average. More ranks have the largest batch and length.
-    """
+    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
-    swept = min((world_size for world_size in config.world_sizes if world_size > 1), default=1)
+    most = len(machine.gpus) if device == "cuda" else machine.cores
+    more = [world_size for world_size in config.throughput_world_sizes if ranks_here(world_size) <= most]
     largest = [(max(config.batches), max(config.context_lengths))]
-    for world_size, workload in product(config.world_sizes, config.workloads):
+    for world_size, workload in product([*config.world_sizes, *more], config.workloads):
         backend = machine.backend(device, ranks_here(world_size))
-        for batch, length in product(config.batches, config.context_lengths) if world_size == swept else largest:
+        for batch, length in largest if world_size in more else product(config.batches, config.context_lengths):
             about = {"workload": workload, "batch": batch, "context_length": length, "device": device}
             about |= {"world_size": world_size, "backend": backend, "micro_batches": 1}
             yield from _points(config, names if world_size > 1 else [], about)
@@ -178,7 +179,7 @@ LAB = Lab(
     smoke={"workloads": ["nano"]},
     paper={
         "workloads": ["resnet50", "xl"],
-        "world_sizes": [1, 2, 4, 8],
+        "throughput_world_sizes": [1, 4, 8],
         "buckets_mb": [1.0, 10.0, 25.0, 100.0, 1000.0],
         "batches": [2, 4, 32],
         "context_lengths": [128, 256, 512],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,10 @@ from labkit.nn.training import (
 )
 from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
-
-if TYPE_CHECKING:
-    from labkit.machine.description import Machine
 
 DEFAULT_BUCKETS = "default"
 EVERY, LAST = "every micro-batch", "the last micro-batch"
@@ -76,11 +72,6 @@ class DataParallelPoint(TimedPoint):
     def needed_bytes(self) -> float:
         models = 1 if self.sweep in ONE_BY_ONE else len(self.alternatives) * (1 + (self.sweep == "accumulation"))
         return N_COPIES * (models + 1) * 4 * self.parameters
-
-    def skip_reason(self, machine: "Machine") -> str | None:
-        if self.device == "cuda" and ranks_here(self.world_size) > max(2, len(machine.gpus)):
-            return "more ranks than GPUs, which they would share"
-        return super().skip_reason(machine)
 
 
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
