@@ -10,6 +10,7 @@ from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine.description import describe_machine
 from tests.jupyterlab import NEEDED, opened_browser, started_server, until
+from tests.rehearsal.pages import cells_of, tries_in
 
 pytestmark = NEEDED
 LAB = "all_reduce"
@@ -168,4 +169,17 @@ def test_a_ring_of_ones_own_first_with_a_bug(server, opened):
     notebook.run('lab.measure({"mine"')
     assert "wrong" not in notebook.run(IN_THE_FIGURE)
     assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
+    assert server.ranks() == []
+
+
+def test_a_module_of_ones_own_is_measured_and_drawn(server, opened):
+    notebook, figure = opened("memory"), 'lab.answer("where_it_goes"'
+    notebook.begin('profile = "smoke"\nconfig = {"precisions": ["float32"]}')
+    (source,) = [source for _, text in cells_of("memory") for source in tries_in(text) if "models=" in source]
+    assert "nn.Linear" in source
+    said = notebook.run_new(source, below="lab.measure(")
+    assert re.search(r"(\d+) points planned, \1 measured", said)
+    notebook.run(figure)
+    assert "mine" in notebook.points_drawn_below(figure)
+    assert _outputs(notebook.saved(), "error") == []
     assert server.ranks() == []

@@ -198,7 +198,7 @@ LAB = Lab(
             metric=TIME,
             baseline=TORCH,
             topic="all_reduce",
-            advice="Where these ranks send point to point, average by {name}{where}.",
+            advice="If ranks send point to point, average by {name}{where}.",
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
         Check(
