@@ -194,10 +194,9 @@ def build_workload(
     model and batch that a function builds on the default device; it is called for every copy of the model.
 
     `options` are those of the Transformer; others ignore them. `seed` decides the batch, and random numbers in the
-    loss of a function's model; parameters are always the same. ValueError for a batch that is not positive.
+    loss of a function's model; parameters are always the same. ValueError for a batch that is not positive, unless a
+    function has its own.
     """
-    if batch < 1:
-        raise ValueError(f"expected batch >= 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
     build: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -205,6 +204,8 @@ def build_workload(
         inputs, targets = random_tokens(source, batch, context_length, generator)
         build, loss = partial(Transformer, source, context_length=context_length, **options), language_model_loss
     elif source is ResNet50:
+        if batch < 1:
+            raise ValueError(f"expected batch >= 1, got {batch}")
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         targets = torch.randint(CLASSES, (batch,), generator=generator)
         build, loss = ResNet50, cross_entropy
