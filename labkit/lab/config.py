@@ -16,6 +16,8 @@ Some = Annotated[list[T], Field(min_length=1)]
 """A list that is not empty."""
 # Parameters that several labs have, with plausible bounds.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Ranks = Annotated[int, Field(ge=1, le=64)]
+SeveralRanks = Annotated[int, Field(ge=2, le=64)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
 """Timed calls, at most. Fewer than six give no interval, and so no verdict."""
 RatioWithin = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]

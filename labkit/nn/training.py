@@ -1,7 +1,9 @@
 """Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
 
-step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
-step.forward(); step.backward(); step.optimizer_step()       or  step.run()
+A step as a whole, or by its phases:
+
+    step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
+    step.forward(); step.backward(); step.optimizer_step()       or  step.run()
 """
 
 import copy
@@ -117,7 +119,7 @@ class TrainingStep(Trainer):
     """A workload with parameters in float32 and AdamW; `options` are those of `build_workload`.
 
     A `precision` other than "float32" is autocast to that dtype. `compiled` wraps the model in `torch.compile`.
-    ValueError for an unknown precision or sizes that are not positive.
+    ValueError for an unknown precision, and as `build_workload`.
     """
 
     def __init__(

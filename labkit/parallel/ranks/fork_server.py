@@ -41,7 +41,7 @@ import psutil
 PRELOADED = ["torch", "torch.distributed"]  # modules that the server imports
 STACKS_SIGNAL = signal.SIGUSR1
 ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-REQUEST_BYTES, REPORT_BYTES = 4096, 2048  # of a message: JSON padded to a fixed length, since sockets are streams
+REQUEST_BYTES, REPORT_BYTES = 4096, 512  # of a message: JSON padded to a fixed length, since sockets are streams
 # BLAS and OpenMP read these when the server loads torch: a process that forks must have one thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -198,7 +198,8 @@ def _lead_group(directory: Path, n_ranks: int, group: int, content: int, *caller
             for rank in [rank for rank, process in ranks.items() if process.exitcode is not None]:
                 _report(reports, {"rank": rank, "code": ranks.pop(rank).exitcode})
     except Exception as error:
-        _report(reports, {"reason": f"the leader of the ranks failed: {type(error).__name__}: {error}"[:300]})
+        reason = f"the leader of the ranks failed: {type(error).__name__}: {error}"
+        _report(reports, {"reason": reason.encode("ascii", "replace").decode()[:200]})  # else too long as JSON
     finally:
         end_session(os.getpid(), directory)
         for process in ranks.values():

@@ -16,7 +16,7 @@ from pydantic import Field
 from labkit.costs.calibration import NCCL
 from labkit.costs.communication import ALL_REDUCE_COSTS, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Ranks, Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -30,7 +30,6 @@ KIB, MIB = 2**10, 2**20
 PEAK = "peak of the links"
 SESSIONS_UP_TO_BYTES = MIB  # longer tensors have one session: their times hardly differ between processes
 
-Ranks = Annotated[int, Field(ge=1, le=64)]
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
 """Bytes of the whole tensor, a multiple of every dtype's size."""
 Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, AUTO))]

@@ -14,7 +14,7 @@ import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, Some, one_of
+from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, SeveralRanks, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -42,7 +42,7 @@ class CifarConfig(LabConfig):
     """Only the first so many of the training set; None: all."""
     implementations: Some[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     """A wrapper and a batch norm; torch's SyncBatchNorm refuses CPU tensors."""
-    world_size: Annotated[int, Field(ge=2, le=64)] = 2
+    world_size: SeveralRanks = 2
     seeds: Some[Seed] = list(range(6))
     """One training each. Fewer than six give no interval, and so no verdict."""
     epochs: Annotated[int, Field(ge=1, le=10_000)] = 3

@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, ParameterError, RoundsSeconds, Some, TimedConfig
+from labkit.lab.config import Count, Device, ParameterError, RoundsSeconds, SeveralRanks, Some, TimedConfig
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -22,7 +22,7 @@ from labkit.studies.shared.tables import join, predict_messages_s
 class ContextParallelConfig(TimedConfig):
     """The parameters of this lab."""
 
-    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
+    world_sizes: Some[SeveralRanks] = [2]
     lengths: Some[Annotated[int, Field(ge=64, lt=2**31)]] = [512, 1024, 2048]
     """Of the whole sequence: multiples of twice the number of ranks."""
     dtypes: Some[Literal["float32", "bfloat16"]] = ["float32"]

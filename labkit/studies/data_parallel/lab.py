@@ -12,7 +12,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, Ranks, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -24,7 +24,6 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
 
 WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
-Ranks = Annotated[int, Field(ge=1, le=64)]
 Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -86,7 +85,8 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
     most = len(machine.gpus) if device == "cuda" else machine.cores
-    more = [world_size for world_size in config.throughput_world_sizes if ranks_here(world_size) <= most]
+    further = set(config.throughput_world_sizes) - set(config.world_sizes)
+    more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
     largest = [(max(config.batches), max(config.context_lengths))]
     for world_size, workload in product([*config.world_sizes, *more], config.workloads):
         backend = machine.backend(device, ranks_here(world_size))

@@ -16,7 +16,7 @@ from labkit.costs.calibration import ALL_REDUCE
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.calibration import transports
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, SeveralRanks, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -38,7 +38,7 @@ class LimitsConfig(TimedConfig):
     """Arrays that are copied and added."""
     exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
     """Messages between ranks."""
-    ranks: list[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
+    ranks: list[SeveralRanks] = [2, 4]
     """Numbers of ranks that all-reduce; with enough cores, all of them also time matmuls and additions at once."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model whose operators are timed, for the roofline."""

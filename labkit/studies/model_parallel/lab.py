@@ -9,7 +9,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, Device, RoundsSeconds, SeveralRanks, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -25,7 +25,7 @@ from labkit.studies.shared.tables import join, predict_messages_s
 class ModelParallelConfig(TimedConfig):
     """The parameters of this lab."""
 
-    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2]
+    world_sizes: Some[SeveralRanks] = [2]
     widths: Some[Annotated[int, Field(ge=16, le=2**15, multiple_of=16)]] = [128, 256, 512]
     """Of models cut by tensor; a pipeline takes the first at which a stage takes 5 ms."""
     layers: Count = 2

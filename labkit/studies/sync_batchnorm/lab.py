@@ -12,7 +12,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, SeveralRanks, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -25,7 +25,7 @@ from labkit.studies.sync_batchnorm.worker import BOTH, COLLECTIVES, LABKIT, PLAI
 class SyncBatchNormConfig(TimedConfig):
     """The parameters of this lab."""
 
-    world_sizes: Some[Annotated[int, Field(ge=2, le=64)]] = [2, 4]
+    world_sizes: Some[SeveralRanks] = [2, 4]
     batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""
     features: Some[Count] = [128, 256, 512, 1024]
