@@ -156,7 +156,7 @@ LAB = Lab(
         "sessions": 1,
         "max_bytes": 0,
     },
-    preload=("torch._dynamo",),
+    preload=("torch._inductor.compile_fx",),
     worker=measure,
     points=points,
     plugin_parameter="implementations",

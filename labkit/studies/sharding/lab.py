@@ -22,7 +22,7 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
-from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, TRANSPORTS
+from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared.tables import FIT_SHARE
 
@@ -41,8 +41,8 @@ class ShardingConfig(TimedConfig):
     """The lab on data-parallel training measures torch's DDP."""
     optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
     """Sharding saves time where the update is expensive (AdamW), and hardly any where it is cheap (SGD)."""
-    transports: Some[Annotated[str, one_of(lambda: TRANSPORTS)]] = [SHARED, POINT_TO_POINT]
-    """Transports of labkit's implementations; torch's use the backend."""
+    transports: Some[Annotated[str, one_of(lambda: CHOICES)]] = [AUTO]
+    """Transports of labkit's implementations; "auto": shared memory where it can be had. torch's use the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1

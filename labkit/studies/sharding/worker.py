@@ -24,7 +24,7 @@ from labkit.nn.training import Trainer, Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
-from labkit.parallel.transport import SHARED, transport_in_use
+from labkit.parallel.transport import AUTO, POINT_TO_POINT, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
 
@@ -64,12 +64,14 @@ class ShardingPoint(TimedPoint):
 
 def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of one point, by implementation."""
-    device = use_device(point.device)
-    if device == "cpu" and point.transport == SHARED and transport_in_use()[0] != SHARED:
-        for name in point.implementations:
-            yield {"implementation": name, "not_measured": transport_in_use()[1]}
-        return
-    yield from (_measure_memory if point.kind == "memory" else _measure_steps)(point, device)
+    device, transport = use_device(point.device), point.transport
+    if device == "cpu" and transport != POINT_TO_POINT:
+        transport, reason = transport_in_use()
+        if point.transport not in (AUTO, transport):
+            yield from ({"implementation": name, "not_measured": reason} for name in point.implementations)
+            return
+    for row in (_measure_memory if point.kind == "memory" else _measure_steps)(point, device):
+        yield {"transport": transport} | row
 
 
 def make_workload(point: ShardingPoint, device: str, rank: int) -> Workload:

@@ -174,7 +174,7 @@ LAB = Lab(
         "warmup": 5,
     },
     on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
-    preload=("torch._dynamo",),
+    preload=("torch._inductor.compile_fx",),
     worker=worker.measure,
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),

@@ -79,6 +79,7 @@ LAB = Lab(
     config=TunedStepConfig,
     paper={"models": ["small", "medium", "large"], "world_sizes": [1, 2], "batch": 8, "context_length": 512},
     on_gpu={"models": ["mini", "small"], "world_sizes": [1, 8], "batch": 8, "context_length": 512},
+    preload=("torch._inductor.compile_fx",),
     worker=measure,
     points=points,
     model_parameters=("models",),
