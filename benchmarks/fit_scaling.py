@@ -33,7 +33,7 @@ from labkit.scaling.published import (
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import judge, summarize
 from labkit.scaling.search import PROPOSED, preference_s
-from labkit.scaling.step_time import predict_step_s, slow_engine_s
+from labkit.scaling.step_time import old_pipeline_s, predict_step_s
 
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
@@ -163,7 +163,7 @@ def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.Dat
     runs = with_values(Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values)
     row, predicted = errors["row"].to_numpy(), errors["predicted_s"].to_numpy()
     measured, table = published.step_s[row], published.table[row]
-    slower, is_open = slow_engine_s(runs), intervals.has_open_engine(runs)
+    slower, is_open = old_pipeline_s(runs), intervals.has_open_engine(runs)
     is_slow = is_open & (measured - predicted > 0.5 * slower)
     faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
     errors = errors.assign(

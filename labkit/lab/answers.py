@@ -9,7 +9,8 @@
 3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over their
    common configurations. Ties go to the best mean ratio; within 3%, to the first.
 4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in none, "no" if it is
-   worse in some and better in none, "no clear difference" if neither, else "it depends".
+   worse in some and better in none, "no clear difference" if it is better and worse in none, else "it depends";
+   "undecided" if there are too few repeats for any p-value.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
 """
@@ -45,7 +46,7 @@ TOPICS = {
     "checkpointing": "Activation checkpointing",
     "batch_norm": "Batch norm over all ranks",
 }
-"""Topics of a report's recommendations, by key, in the order in which it lists them."""
+"""Topics of the recommendations on the index page, by key, in the order of the page."""
 NO_ROWS = "This run has no rows for it."
 NO_CALIBRATION = "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
 
@@ -79,7 +80,7 @@ class Question:
     topic: str | None = None
     """Key of `TOPICS` that the advice belongs to."""
     is_expected: bool = False
-    """Whether the answer is obvious beforehand; the index then leaves it out of its largest differences."""
+    """Whether everybody expects the answer. The index page does not list it among the largest differences."""
     advice: str | None = None
     """Template for an answer that finds something better; filled like the headline."""
 
@@ -123,13 +124,13 @@ class Compare(Question):
         rows = table if best is None else table[table[metric.compare] == best]
         better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         is_undecided = bool(rows["p"].isna().all())
-        has_several = rows[metric.compare].nunique() > 1
-        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, has_several)
+        no_winner = rows[metric.compare].nunique() > 1
+        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, no_winner)
         words = self._words(rows, better, worse)
         n_alternatives = table[metric.compare].nunique()
         words["name"] = f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
         words["baseline"] = self._name(self.baseline, results)
-        count = _count(words, rows, better, worse, "comparisons" if has_several else "configurations")
+        count = _count(words, rows, better, worse, "comparisons" if no_winner else "configurations")
         advice = self.keep
         if verdict in ("yes", "it depends"):
             advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
@@ -141,7 +142,7 @@ class Compare(Question):
             table.assign(verdict=table["verdict"].replace({"faster": words["better"], "slower": words["worse"]})),
             advice=None if is_undecided else advice,
             effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
-            change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
+            change=_without_verb(words["change"]) or None,
             scope=": ".join(filter(None, (count, describe_scope(rows, metric.configuration)))),
             notes=notes,
         )
@@ -165,13 +166,18 @@ class Compare(Question):
         return results.names.get(alternative) or label(self.metric.compare, alternative)
 
 
-def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, has_several: bool) -> tuple[Verdict, str]:
-    """Choose verdict and headline template; `n` counts configurations, or without a winner rows of all alternatives."""
+def _without_verb(clause: str) -> str:
+    """Return "2 times faster" from "is 2 times faster than"."""
+    return re.sub(r" (than|as|of)$", "", clause.partition(" ")[2])
+
+
+def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: bool) -> tuple[Verdict, str]:
+    """Choose verdict and headline template; `n` counts the winner's configurations, or the rows of all alternatives."""
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
         return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
-    if not n_better and has_several:
+    if not n_better and no_winner:
         if n_worse == n:
             return "no", "No: all are {worse} than {baseline}."
         return "no", "No: none is measurably {better} than {baseline}."
@@ -241,7 +247,7 @@ class Check(Question):
             amount = "exactly" if factors.max() == 1 else f"within {percent:.2g}% of"
             return f"Yes: all {self.subject} are {amount} {self.reference}."
         most = "half of the" if 2 * n_close == len(factors) else "most"
-        start = f"Partly: {most}" if verdict == "it depends" else "No: few" if n_close else "No: no"
+        start = f"Partly: {most}" if verdict == "it depends" else "No: fewer than half of the" if n_close else "No: no"
         worst = format_factor(float(ratios[factors.idxmax()]))
         return (
             f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "

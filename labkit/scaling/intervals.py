@@ -17,7 +17,7 @@ from labkit.scaling import read_table
 from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.published import GENERIC, Ground, layout_kinds
 from labkit.scaling.runs import Flags, Runs, Texts
-from labkit.scaling.step_time import slow_engine_s
+from labkit.scaling.step_time import old_pipeline_s
 
 OTHERS = "other tables"
 """Published tables without widths of their own."""
@@ -91,7 +91,7 @@ def find_ends(runs: Runs, seconds: Numbers, exponents: tuple[Numbers, Numbers]) 
     If a run may have used its framework's slow pipeline engine, the upper end has that engine's extra time.
     """
     fastest = peak_s(runs) / runs["matmul_ceiling"]
-    slower = np.where(has_open_engine(runs), slow_engine_s(runs), 0.0)
+    slower = np.where(has_open_engine(runs), old_pipeline_s(runs), 0.0)
     low, high = seconds * np.exp(-exponents[0]), seconds * np.exp(exponents[1]) + slower
     return np.maximum(seconds, fastest), np.maximum(low, fastest), np.maximum(high, fastest)
 

@@ -1,13 +1,14 @@
-"""The time of one optimizer step as a sum of named parts, from operators and collectives up.
+"""The time of one optimizer step as a sum of named parts.
 
     step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication + stragglers
+         + what nanotron's pipeline lost before a fix
 
 Functions follow in the order of `breakdown`. Ranks are numbered tensor first, then context, data, pipeline
 (Megatron-LM's order), so that a group of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of
 fast links, which is a node or a rack of them.
 
-Letters of formulas: m micro-batches, T tokens and b sequences of one on a rank, h hidden, q width of the query heads,
-V vocabulary, t tensor-parallel ranks, S sequence.
+Letters in formulas: m micro-batches; T tokens and b sequences in one micro-batch on one rank; S tokens in a sequence;
+h hidden width; q width of all query heads; V vocabulary; t tensor-parallel ranks.
 """
 
 import numpy as np
@@ -38,7 +39,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
-        "engine_s": np.where(runs.has("old_pipeline"), slow_engine_s(runs), 0.0),
+        "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
         "bubble_s": bubble,
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
         "data_parallel_s": _data_parallel_s(runs, stage[slowest]),
@@ -93,7 +94,7 @@ def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
 
 
 def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Forward passes per step, 1 to 2, of matmuls, of the one that ends a layer, of attention, of other operators.
+    """How often a step runs the forward of matmuls, a layer's last matmul, attention, other operators: 1 to 2 each.
 
     Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5), except in
     torchtitan, which keeps every second matmul and attention, and in fms, which recomputes a share of the layers.
@@ -122,9 +123,9 @@ def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
 
 def _training_matmul_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
     """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and of the weight."""
-    m = runs.tokens
-    forward = _matmul_s(runs, m, n, k, fp8=fp8)
-    backward = _matmul_s(runs, m, k, n, fp8=fp8) + _matmul_s(runs, k, n, m, fp8=fp8)
+    tokens = runs.tokens
+    forward = _matmul_s(runs, tokens, n, k, fp8=fp8)
+    backward = _matmul_s(runs, tokens, k, n, fp8=fp8) + _matmul_s(runs, k, n, tokens, fp8=fp8)
     return forwards * forward + backward
 
 
@@ -162,9 +163,9 @@ def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
 
-    Tiled: 4 S^2 q FLOPs per sequence forward, half of them causal, 2.5 times that backward (arXiv:2307.08691).
-    Unfused: all S^2 scores, 11 bytes per score forward and 17 backward for masks, softmax and dropout. Heads of no
-    multiple of 16 bytes ran on float32 units in cuBLAS (arXiv:2401.14489).
+    Tiled: 4 S^2 q FLOPs per sequence forward, half of that because the mask is causal, 2.5 times that backward
+    (arXiv:2307.08691). Unfused: all S^2 scores, 11 bytes per score forward and 17 backward for masks, softmax and
+    dropout. Head dimensions that are no multiple of 16 bytes ran on float32 units in cuBLAS (arXiv:2401.14489).
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
@@ -207,22 +208,22 @@ class Group:
         local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
         inside = runs.link_gb_s * 1e9 * runs["link_efficiency"]
         across = runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
-        self.runs, self.size, self.nodes = runs, size, np.ceil(size / local)
-        self.bytes_per_s = np.where(self.nodes > 1, np.minimum(inside, across), inside)
+        self.runs, self.size, self.domains = runs, size, np.ceil(size / local)
+        self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)
 
     def half_ring_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
         """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes.
 
         In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
         """
-        outside = np.where(self.nodes > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
-        latency = self._call_s(np.ceil(self.size / self.nodes)) / 2 + outside
+        outside = np.where(self.domains > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
+        latency = self._call_s(np.ceil(self.size / self.domains)) / 2 + outside
         return self._seconds(1, n_bytes, calls * latency)
 
     def all_reduce_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
         """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
-        rounds = 2 * np.ceil(np.log2(np.maximum(self.nodes, 1)))
-        latency = self._call_s(self.size / self.nodes) + rounds * self.runs["network_step_s"]
+        rounds = 2 * np.ceil(np.log2(np.maximum(self.domains, 1)))
+        latency = self._call_s(self.size / self.domains) + rounds * self.runs["network_step_s"]
         return self._seconds(2, n_bytes, calls * latency)
 
     def _call_s(self, ranks: Numbers) -> Numbers:
@@ -267,11 +268,11 @@ def _pipeline_transfer_s(runs: Runs) -> Numbers:
     """A micro-batch's activations to the next stage and its gradients back, b S h each, per chunk."""
     ranks = Group(runs, runs.pp, runs.gpus / runs.pp)
     seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
-    seconds = seconds + np.where(ranks.nodes > 1, runs["network_step_s"], 0.0)
+    seconds = seconds + np.where(ranks.domains > 1, runs["network_step_s"], 0.0)
     return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
 
 
-def slow_engine_s(runs: Runs) -> Numbers:
+def old_pipeline_s(runs: Runs) -> Numbers:
     """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once through the stages."""
     exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
     return np.where(runs.pp > 1, runs["old_pipeline_s"] * exchanges, 0.0)
@@ -301,4 +302,4 @@ def _data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     whole = ranks.all_reduce_s(n_bytes, calls)
     kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
     seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
-    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)
+    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)  # backward's share of the stage

@@ -24,7 +24,7 @@ from labkit.lab.point import repeat_in_sessions
 from labkit.machine.description import Machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
-from labkit.studies.all_reduce.worker import AUTO, FLOOR, OVER, TORCH, AllReducePoint, measure, register
+from labkit.studies.all_reduce.worker import FLOOR, LABKIT, OVER, TORCH, AllReducePoint, measure, register
 
 KIB, MIB = 2**10, 2**20
 PEAK = "peak of the links"
@@ -32,7 +32,7 @@ SESSIONS_UP_TO_BYTES = MIB  # longer tensors have one session: their times hardl
 
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
 """Bytes of the whole tensor, a multiple of every dtype's size."""
-Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, AUTO))]
+Algorithm = Annotated[str, one_of(lambda: (TORCH, *ALGORITHMS, LABKIT))]
 
 
 class AllReduceConfig(TimedConfig):
@@ -40,14 +40,14 @@ class AllReduceConfig(TimedConfig):
 
     world_sizes: Some[Ranks] = [2, 4]
     sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
-    algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), AUTO]
+    algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), LABKIT]
     """Compared with torch's, point to point. "one_shot", which sends p/2 times a ring's bytes, must be asked for."""
     transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
     """labkit's `all_reduce` over each is compared with torch's."""
     scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
     """Sizes at which SCHED_BATCH is compared with the default scheduling policy."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    gloo_up_to_bytes: Bytes = 10**9
+    gloo_up_to_bytes: Bytes = 1024 * MIB
     """Longer tensors are not measured over gloo, whether or not there is NCCL."""
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
@@ -71,18 +71,18 @@ def _common_repeats(rows: pd.DataFrame) -> pd.DataFrame:
 POLICY_TIME = Metric("seconds", "scheduling", POLICY_KEYS, where={"sweep": "scheduling"}, prepare=_common_repeats)
 NAMES = {
     TORCH: "torch's all-reduce",
-    AUTO: "labkit's all_reduce",
+    LABKIT: "labkit's all_reduce",
     "ring": "the ring",
     "butterfly": "direct exchange",
     SHARED: "labkit's all_reduce through shared memory",
     POINT_TO_POINT: "labkit's all_reduce point to point",
     "batch": "an all-reduce under SCHED_BATCH",
-    "default": "one under the default policy",
+    "default": "one under the default policy",  # of a sentence that begins with the line above
 }
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """Plan gloo, with several GPUs NCCL first and gloo without `algorithms`; then short tensors in further sessions."""
+    """Plan every size over gloo; with several GPUs over NCCL, and then torch's over gloo. Repeat short ones later."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
         once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
@@ -91,7 +91,7 @@ def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint
 
 
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
-    over_transports = (TORCH, *(f"{AUTO}{OVER}{transport}" for transport in config.transports), FLOOR)
+    over_transports = (TORCH, *(f"{LABKIT}{OVER}{transport}" for transport in config.transports), FLOOR)
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
     sizes = [n for n in config.sizes_bytes if backend == "nccl" or n <= config.gloo_up_to_bytes]
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
@@ -102,7 +102,7 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
             yield point(sweep="transports", world_size=world_size, n_bytes=n_bytes, algorithms=over_transports)
     policies = product(worlds, ("batch", "default"), config.scheduling_bytes if backend == "gloo" else ())
     for world_size, policy, n_bytes in policies:
-        both = (TORCH, AUTO)
+        both = (TORCH, LABKIT)
         yield point(sweep="scheduling", world_size=world_size, n_bytes=n_bytes, scheduling=policy, algorithms=both)
 
 
@@ -119,7 +119,7 @@ def times(results: Results) -> pd.DataFrame:
 
 
 def torch_times(results: Results) -> pd.DataFrame:
-    """Return torch's all-reduce by size and ranks, over NCCL first if there is NCCL."""
+    """Return torch's all-reduce by size and ranks; NCCL's rows come before gloo's."""
     table, keys = times(results), list(CONFIGURATION)
     table = table[table["algorithm"] == TORCH].drop(columns="algorithm")
     return table.sort_values(keys, ascending=[key != "backend" for key in keys])
@@ -128,7 +128,7 @@ def torch_times(results: Results) -> pd.DataFrame:
 def bandwidth(results: Results) -> pd.DataFrame:
     """Bus bandwidth of torch's all-reduce by size and ranks, over NCCL if there is NCCL, with the peak of the links."""
     table = torch_times(results)[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
-    table = table[table["backend"] == table["backend"].max()]
+    table = table[table["backend"] == table["backend"].max()]  # "nccl" > "gloo"
     table = table.assign(line=[f"{ranks} ranks" for ranks in table["world_size"]])
     over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
     ends = pd.concat([over_nccl.head(1), over_nccl.tail(1)])

@@ -23,8 +23,8 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time
 
-TORCH, AUTO, FLOOR = "torch", "auto", "floor"
-RESERVED = frozenset((TORCH, AUTO, FLOOR, *ALGORITHMS))
+TORCH, LABKIT, FLOOR = "torch", "auto", "floor"
+RESERVED = frozenset((TORCH, LABKIT, FLOOR, *ALGORITHMS))
 OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
 N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
 CALLS_ON_GPU, SHORT_BYTES = 10, 2**24
@@ -97,7 +97,7 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         if algorithm == FLOOR:
             return {}, partial(_add_and_copy, tensor, own, base)
         options = {} if algorithm == TORCH else {"transport": transport or POINT_TO_POINT}
-        collectives: dict[str, Collective] = {TORCH: _torch_all_reduce, AUTO: all_reduce, **ALGORITHMS}
+        collectives: dict[str, Collective] = {TORCH: _torch_all_reduce, LABKIT: all_reduce, **ALGORITHMS}
         reduce = partial(collectives[algorithm], **options)
         dist.barrier()
         return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
