@@ -1,4 +1,4 @@
-"""A decorator for functions that torch.compile must not trace, since they communicate with other processes."""
+"""A decorator for functions that torch must neither trace nor replay, since they communicate with other processes."""
 
 import functools
 import sys
@@ -6,18 +6,22 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Apply `torch.compiler.disable` without importing the compiler, which takes seconds, unless the program has."""
+    """Hide the function from selective checkpoints and, if the program has imported it, from the compiler."""
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        if type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint":
+            with _pop_mode_temporarily():
+                return call(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes seconds
             return function(*args, **kwargs)
         if not disabled:
             torch._dynamo.decorators.skip(call)  # else it is compiled for each function and number of arguments

@@ -292,7 +292,8 @@ def _check_any_moment() -> list[str]:
         expected = {name: _local(value).shape for name, value in model.state_dict().items()}
 
         def look(what: str, model: FSDP = model, expected: Any = expected) -> None:
-            found = {name: _local(value).shape for name, value in model.state_dict().items()}
+            state = copy.deepcopy(model.state_dict())
+            found = {name: _local(value).shape for name, value in state.items()}
             if found != expected or any(type(p) is nn.Parameter for p in model.parameters()):
                 wrong.append(f"{what}: {found}")
 

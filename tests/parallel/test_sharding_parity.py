@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.nn.utils import parametrizations, prune, spectral_norm, vector_to_parameters, weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
@@ -259,6 +259,11 @@ def _in_checkpoint(model: nn.Module, x: Tensor, *_: int) -> Tensor:
     return checkpoint(model, x, use_reentrant=False).square().mean()
 
 
+def _in_selective_checkpoint(model: nn.Module, x: Tensor, *_: int) -> Tensor:
+    contexts = partial(create_selective_checkpoint_contexts, lambda _, operator, *args, **kwargs: "mm" in str(operator))
+    return checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()
+
+
 def _mark(module: nn.Module) -> None:
     module.weight._no_weight_decay = True  # type: ignore[union-attr]
 
@@ -284,6 +289,7 @@ SITUATIONS = {
     "in place on a view": Case(InPlace),
     "a layer in two checkpoints": Case(Twice, without=("ZeRO-1",)),
     "the model in a checkpoint": Case(loss=_in_checkpoint),
+    "the model in a selective checkpoint": Case(loss=_in_selective_checkpoint),
     "parameters without a module": Case(Loose),
     "a layer on some ranks": Case(LastLayerSometimes, without=("ZeRO-1", *WITH_UNITS)),
     "attention alone": Case(lambda: Attending(WIDTH, 2)),

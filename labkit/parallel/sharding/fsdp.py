@@ -166,12 +166,13 @@ class FSDP(nn.Module):
 
 
 def _save_shards(label: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Hook after a module's `state_dict`: replace parameters that are whole, in a forward pass, by shards."""
+    """Hook after a module's `state_dict`: it holds shards, even in a forward pass."""
     metadata[SHARD] = label
     for name, parameter in module._parameters.items():
-        shard = getattr(parameter, "sharded_parameter", None)
-        if shard is not None and prefix + name in state:
-            state[prefix + name] = shard.detach()
+        shard: Any = getattr(parameter, "sharded_parameter", parameter)
+        if isinstance(shard, DTensor) and prefix + name in state:  # at offset 0: torch cannot copy it at another
+            state[prefix + name] = rows = DTensor(shard._local_tensor.new_empty(0), shard._spec, requires_grad=False)
+            rows._local_tensor = shard._local_tensor
 
 
 def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
