@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
+T = TypeVar("T")
 
 
 def verdict(error: float, limit: float) -> str:
@@ -34,34 +35,26 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
+def gather_objects(value: T) -> list[T]:
+    """The values of all ranks, in order, on each of them; a collective if there are several."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def max_over_ranks(error: float) -> float:
     """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as infinite."""
-    return maxima_over_ranks([error])[0]
+    return max(math.inf if math.isnan(one) else one for one in gather_objects(error))
 
 
-def maxima_over_ranks(values: Sequence[float]) -> list[float]:
-    """The largest value of any rank at each place, on all ranks; NaN counts as infinite."""
-    maxima = torch.tensor(values, dtype=torch.float64).nan_to_num(math.inf, math.inf, -math.inf)  # MAX may skip NaN
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        maxima = maxima.to(_device_of_messages())
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    numbers: list[float] = maxima.tolist()
-    return numbers
-
-
-def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
+def first_failing_rank(report: Sequence[float]) -> tuple[int, Sequence[float]] | None:
     """The first rank whose report begins with a number that is not negative, and its report; None without one.
 
-    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities are kept.
+    A collective: all ranks get the same result. NaN and infinities are kept.
     """
-    local = torch.tensor(report, dtype=torch.float64, device=_device_of_messages())
-    reports = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(reports, local)
-    return next(((rank, numbers.tolist()) for rank, numbers in enumerate(reports) if numbers[0] >= 0), None)
-
-
-def _device_of_messages() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return next(((rank, numbers) for rank, numbers in enumerate(gather_objects(report)) if numbers[0] >= 0), None)
 
 
 @contextmanager

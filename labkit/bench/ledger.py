@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,33 +165,28 @@ def _calling_line(source: Callable[[str], str]) -> str:
 
 def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Peak:
     """The highest sum of live bytes from `start` (before its event) up to `end` (excluded)."""
-    totals = [(sum(live.values()), -moment) for moment, live in _replay(allocations, start, end)]
-    n_bytes, moment = max(totals)
-    return Peak(n_bytes, -moment, [a for a in allocations if a.is_alive(1 - moment)])
+    totals = _live_bytes(allocations, start, end)[1].sum(axis=1)
+    moment = start - 1 + int(totals.argmax())
+    return Peak(int(totals.max()), moment, [a for a in allocations if a.is_alive(moment + 1)])
 
 
 def timeline_between(
     allocations: Sequence[Allocation], start: int, end: int, points: int = 200
 ) -> list[tuple[int, dict[str, int]]]:
     """(moment, live bytes by category) of the highest moment of each of about `points` stretches."""
-    stretch = max(1, (end - start) // points)
-    highest: dict[int, tuple[int, dict[str, int]]] = {}
-    for moment, live in _replay(allocations, start, end):
-        moment = max(moment, start)
-        number = (moment - start) // stretch
-        if number not in highest or sum(live.values()) > sum(highest[number][1].values()):
-            highest[number] = (moment, dict(live))
-    return [*highest.values()]
+    categories, live = _live_bytes(allocations, start, end)
+    totals, stretch = live.sum(axis=1), max(1, (end - start) // points)
+    highest = [first + int(totals[first : first + stretch].argmax()) for first in range(0, len(totals), stretch)]
+    return [(max(start, start - 1 + row), dict(zip(categories, live[row].tolist(), strict=True))) for row in highest]
 
 
-def _replay(allocations: Sequence[Allocation], start: int, end: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """Each moment with the live bytes by category after its event, `start - 1` first; one dictionary, updated."""
-    live = dict.fromkeys({a.category for a in allocations}, 0)
+def _live_bytes(allocations: Sequence[Allocation], start: int, end: int) -> tuple[list[str], np.ndarray]:
+    """The categories, and live bytes (moments, categories) after the event before `start` and each one up to `end`."""
+    categories = list(dict.fromkeys(a.category for a in allocations))
+    changes = np.zeros((end + 1, len(categories)), dtype=np.int64)  # row 0: before the first event
     for allocation in allocations:
-        live[allocation.category] += allocation.n_bytes * allocation.is_alive(start)
-    births = [(a.born, a.n_bytes, a.category) for a in allocations if start <= a.born < end]
-    ends = [(a.freed, -a.n_bytes, a.category) for a in allocations if a.freed is not None and start <= a.freed < end]
-    yield start - 1, live
-    for moment, change, category in sorted(births + ends):
-        live[category] += change
-        yield moment, live
+        column = categories.index(allocation.category)
+        for moment, n_bytes in ((allocation.born, allocation.n_bytes), (allocation.freed, -allocation.n_bytes)):
+            if moment is not None and moment < end:
+                changes[moment + 1, column] += n_bytes
+    return categories, changes.cumsum(axis=0)[start:]

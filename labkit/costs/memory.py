@@ -11,13 +11,12 @@ import math
 from collections.abc import Mapping
 
 from labkit.costs.communication import STAGES
-from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters, parameters_by_part
+from labkit.costs.transformer import ADAMW_STATES, TransformerShape, n_parameters
 
 FLOAT32 = 4
 LOW_PRECISION = 2
 STATES_BYTES = (2 + ADAMW_STATES) * FLOAT32
 """Bytes of a parameter, its gradient, and AdamW's running means."""
-PHASES = ("inference", "forward", "full_step")
 PARTS = ("parameters", "gradients", "optimizer")
 
 
@@ -90,31 +89,25 @@ def peak_bytes(
     batch: int,
     sequence: int,
     *,
-    phase: str = "full_step",
+    is_full_step: bool = True,
     precision: str = "float32",
     checkpoint_segment: int = 0,
     device: str = "cpu",
 ) -> int:
-    """Peak bytes of a phase of `PHASES`; a full step has AdamW's states from an earlier one.
+    """Peak bytes of a full step, with AdamW's states from an earlier one, or of a forward pass, which peaks at the loss.
 
-    A forward pass peaks at the loss, or inside a layer if nothing is saved. A full step peaks in one of three places:
-    as backward begins, with all activations and two gradients of the logits; with checkpointing, in the segment that is
-    recomputed; or in the optimizer, with all gradients and AdamW's temporaries. These are two of the largest parameter,
-    and on CUDA one of every parameter. Gradients that are allocated while activations are freed are left out, so the
-    measured peak is a few percent higher (tested). ValueError for an unknown phase.
+    A full step peaks in one of three places: as backward begins, with all activations and two gradients of the logits;
+    with checkpointing, in the segment that is recomputed; or in the optimizer, with all gradients and AdamW's
+    temporaries. These are two of the largest parameter, and on CUDA one of every parameter. Gradients that are allocated
+    while activations are freed are left out, so the measured peak is a few percent higher (tested).
     """
     states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary
     # the loss reads float32 logits: under autocast a copy of the ones in low precision
     read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
-    if phase == "inference":
-        copies = 0 if precision == "float32" else LOW_PRECISION * _matrix_parameters(shape)  # kept until autocast ends
-        return states["parameters"] + copies + max(read + logits, _inside_a_layer(shape, batch, sequence))
     activations = activation_bytes(shape, batch, sequence, precision, checkpoint_segment, device=device)
-    if phase == "forward":
+    if not is_full_step:
         return states["parameters"] + activations + read
-    if phase != "full_step":
-        raise ValueError(f"expected a phase among {', '.join(PHASES)}, got {phase!r}")
     resting = states["parameters"] + states["optimizer"]
     again = 0
     if checkpoint_segment:
@@ -125,15 +118,3 @@ def peak_bytes(
     temporaries = states["parameters"] if device.startswith("cuda") else 2 * FLOAT32 * largest
     optimizing = states["gradients"] + temporaries
     return resting + max(activations + 2 * logits, again, optimizing)
-
-
-def _matrix_parameters(shape: TransformerShape) -> int:
-    parts = parameters_by_part(shape)
-    return n_parameters(shape) - parts["embedding"] - parts["norms"]
-
-
-def _inside_a_layer(shape: TransformerShape, batch: int, sequence: int) -> int:
-    """Peak bytes in a layer that saves nothing: two matrices of scores, or three of the feed-forward."""
-    tokens, d = batch * sequence, shape.d_model
-    attention = 2 * batch * shape.n_heads * sequence**2 + 7 * tokens * d
-    return FLOAT32 * max(attention, tokens * (2 * d + 3 * shape.d_ff))

@@ -23,11 +23,9 @@ are a multiple; query head h then uses their head h // group.
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -42,18 +40,13 @@ def check_attention_inputs(
 
     The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no dimension may be empty.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    expected = "expected q (..., queries, head_dim), k and v (..., keys, head_dim)"
-    if q.dim() < 2 or k.dim() < 2 or v.dim() < 2:
-        raise ValueError(f"{expected}; got {shapes}")
-    if k.shape != v.shape:
-        raise ValueError(f"{expected}, k and v of one shape; got {shapes}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{expected} with one head_dim; got {shapes}")
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"{expected}, no dimension empty; got {shapes}")
-    if q.dim() != k.dim() or q.shape[:-3] != k.shape[:-3] or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got {shapes}")
+    is_fitting = 2 <= q.dim() == k.dim() and k.shape == v.shape and q.shape[-1] == k.shape[-1]
+    is_fitting = is_fitting and 0 not in (*q.shape, *k.shape) and q.shape[:-3] == k.shape[:-3]
+    if not is_fitting or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
+        raise ValueError(
+            "expected q (..., queries, head_dim), k and v (..., keys, head_dim), with equal leading dimensions or heads "
+            f"of q a multiple of k's, none empty; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
         names = ", ".join(dtype_name(dtype) for dtype in dtypes)
         got = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
@@ -101,26 +94,6 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 def softmax_scale(q: Tensor, scale: float | None = None) -> float:
     """`scale`, by default 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
-class VersionWatch:
-    """Whether a tensor is modified in place from now on; holds none of its memory.
-
-    With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
-    again if a caller has changed it. Tensors of inference mode have no version, and no backward pass.
-    """
-
-    def __init__(self, x: Tensor):
-        self._token = x.detach()  # shares the version counter
-        if x.is_inference():
-            return
-        with _unsafe_preserve_version_counter(self._token):
-            cast(Any, self._token).set_()
-        self._version: int = self._token._version
-
-    @property
-    def is_modified(self) -> bool:
-        return bool(self._token._version != self._version)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -58,7 +58,7 @@ class MemoryPoint(TimedPoint):
             return STATES_BYTES * (count_parameters(self.size) or 0)
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
-        phase = self.phases[0] if self.kind == MEASURED else FULL_STEP
+        phase = FULL_STEP if self.kind != MEASURED or self.phases == (FULL_STEP,) else FORWARD
         extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
 
@@ -70,12 +70,14 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
-    """`predicted_bytes`, the formulas' peak of a phase; nothing for a model without formulas."""
-    if (shape := find_shape(point.size)) is None:
+    """`predicted_bytes`, the formula's peak of a forward pass or a full step; nothing for what has no formula."""
+    if (shape := find_shape(point.size)) is None or phase == INFERENCE:
         return {}
     options: dict[str, Any] = {"precision": point.precision, "checkpoint_segment": point.checkpoint_segment}
-    peak = peak_bytes(shape, point.batch, point.context_length, phase=phase, device=point.device, **options)
-    return {"predicted_bytes": peak}
+    sizes = point.batch, point.context_length
+    return {
+        "predicted_bytes": peak_bytes(shape, *sizes, is_full_step=phase == FULL_STEP, device=point.device, **options)
+    }
 
 
 def _step_arguments(point: MemoryPoint) -> dict[str, Any]:

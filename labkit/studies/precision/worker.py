@@ -55,7 +55,7 @@ class PrecisionPoint(TimedPoint):
         if self.part != SPEED:
             return 0
         sizes = SIZES[self.model], self.batch, self.context_length
-        peaks = [peak_bytes(*sizes, phase="forward", precision=one, device=self.device) for one in self.precisions]
+        peaks = [peak_bytes(*sizes, is_full_step=False, precision=one, device=self.device) for one in self.precisions]
         return HEADROOM * (max(peaks) + 2 * state_bytes(n_parameters(SIZES[self.model]))["gradients"])
 
 

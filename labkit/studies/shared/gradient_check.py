@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.bench.check import deterministic_math, first_failing_rank, largest_difference, max_over_ranks, verdict
-from labkit.bench.checksums import fill_part, first_deviation, rank_batches
+from labkit.bench.checksums import fill_part, first_deviation
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 """Errors of a gradient by the precision of the passes, relative to the largest of its tensor.
@@ -71,20 +71,18 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
 
     Gradients are float32 or float64; parameters lose them.
     """
-    for members in rank_batches(dist.get_world_size(), next(iter(parameters.values())).dtype):
-        with _whole_numbers(list(parameters.values()), members) as starts:
-            run()
-        gradients = _take_gradients(parameters.values())
-        deviations = [_deviation(*pair, members) for pair in zip(gradients, starts, strict=True)]
-        if wrong := describe_first(list(parameters), deviations):
-            return f"{wrong} in a mean of whole numbers, which is whole"
-    return "ok"
+    with _whole_numbers(list(parameters.values())) as starts:
+        run()
+    gradients = _take_gradients(parameters.values())
+    deviations = [_deviation(*pair) for pair in zip(gradients, starts, strict=True)]
+    wrong = describe_first(list(parameters), deviations)
+    return f"{wrong} in a mean of whole numbers, which is whole" if wrong else "ok"
 
 
-def _deviation(gradient: Tensor | None, starts: list[int], members: range) -> Deviation:
+def _deviation(gradient: Tensor | None, starts: list[int]) -> Deviation:
     if gradient is None:
         return MISSING, 0.0, 0.0
-    return first_deviation(gradient.contiguous(), members, starts=starts, within=HALF)
+    return first_deviation(gradient.contiguous(), dist.get_world_size(), starts=starts, within=HALF)
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
@@ -104,7 +102,7 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str
 
 
 @contextmanager
-def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterator[list[list[int]]]:
+def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int]]]:
     """Inside, each local gradient is this rank's part times the number of ranks, another one in every pass.
 
     Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer after each pass.
@@ -117,7 +115,7 @@ def _whole_numbers(parameters: Sequence[nn.Parameter], members: range) -> Iterat
         start = begins[index] + 7 * len(starts[index])
         starts[index].append(start)
         numbers = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        fill_part(numbers, rank, members, start=start, times=ranks)
+        fill_part(numbers, rank, ranks, start=start, times=ranks)
         return numbers
 
     hooks = [parameter.register_hook(partial(replace_gradient, index)) for index, parameter in enumerate(parameters)]

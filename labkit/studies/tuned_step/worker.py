@@ -46,7 +46,7 @@ class TunedStepPoint(TimedPoint):
 
     @property
     def needed_bytes(self) -> float:
-        return 2 * peak_bytes(SIZES[self.model], self.batch, self.context_length, phase="full_step")
+        return 2 * peak_bytes(SIZES[self.model], self.batch, self.context_length)
 
 
 def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
