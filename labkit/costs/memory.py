@@ -94,12 +94,12 @@ def peak_bytes(
     checkpoint_segment: int = 0,
     device: str = "cpu",
 ) -> int:
-    """Peak bytes of a full step, with AdamW's states from an earlier one, or of a forward pass, which peaks at the loss.
+    """Peak bytes of a full step with AdamW's states from an earlier one, or of a forward pass, which peaks at the loss.
 
     A full step peaks in one of three places: as backward begins, with all activations and two gradients of the logits;
     with checkpointing, in the segment that is recomputed; or in the optimizer, with all gradients and AdamW's
-    temporaries. These are two of the largest parameter, and on CUDA one of every parameter. Gradients that are allocated
-    while activations are freed are left out, so the measured peak is a few percent higher (tested).
+    temporaries. These are two of the largest parameter, and on CUDA one of every parameter. Gradients that are
+    allocated while activations are freed are left out, so the measured peak is a few percent higher (tested).
     """
     states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary

@@ -44,8 +44,8 @@ def check_attention_inputs(
     is_fitting = is_fitting and 0 not in (*q.shape, *k.shape) and q.shape[:-3] == k.shape[:-3]
     if not is_fitting or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
         raise ValueError(
-            "expected q (..., queries, head_dim), k and v (..., keys, head_dim), with equal leading dimensions or heads "
-            f"of q a multiple of k's, none empty; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            "expected q (..., queries, head_dim), k and v (..., keys, head_dim), none empty, with equal leading "
+            f"dimensions or heads of q a multiple of k's; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
         names = ", ".join(dtype_name(dtype) for dtype in dtypes)
