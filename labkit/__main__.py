@@ -150,7 +150,7 @@ def measure(
     if resume is None:
         require_device(getattr(config, "device", None))
         calibrate_first([study], profile)
-    with progress("measure", lab) as show:
+    with progress(lab) as show:
         if resume is None:
             run = measuring.measure(
                 study, config, profile=profile, on_progress=show, on_start=print_load, on_output=print_output
@@ -178,7 +178,6 @@ def report(
     profile: Profile = None,
     settings: Settings = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
-    resume: Resume = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
     as_json: Json = False,
 ) -> None:
@@ -186,18 +185,15 @@ def report(
     from labkit.lab.pages.execute import Kernel
     from labkit.lab.pages.record import write_index
     from labkit.lab.pages.report import check_report, report_lab
-    from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
-    if resume is not None and (settings or profile is not None or run is not None):
-        raise ParameterError("--resume takes its parameters from the run: leave out --profile, --set and --run")
-    if (name := resume if run is None else run) is not None and not labs:
-        folders = [project.recorded_directory()] * (resume is None) + [project.runs_directory()]
-        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], name)).header.lab]
+    if run is not None and not labs:
+        folders = (project.recorded_directory(), project.runs_directory())
+        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], run)).header.lab]
     studies = [load_lab(lab) for lab in (labs or LABS)]
-    if name is not None and len(studies) != 1:
-        raise ParameterError(f"--run and --resume belong to one lab, got {len(studies)}: {', '.join(labs or ())}")
+    if run is not None and len(studies) != 1:
+        raise ParameterError(f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
     output = output or project.reports_directory()
@@ -209,17 +205,12 @@ def report(
     if run is None:
         require_device(parameters.get("device"))
         print_load()
-    if run is None and resume is None:
         calibrate_first(studies, profile or "quick")
     results = []
     say = err if as_json else out
     with closing(Kernel(studies)) as kernel:
         for study in studies:
-            with progress("report", study.name) as show:
-                if resume is not None:
-                    path = find_run([project.runs_directory() / study.name], resume)
-                    resumed = measuring.resume(study, path, on_progress=show, on_output=print_output)
-                    parameters["run"] = str(resumed.path)
+            with progress(study.name) as show:
                 result = report_lab(study, parameters, output, kernel, show)
             results.append(result)
             outcome = f"failed: {result.error}" if result.error else "ok"

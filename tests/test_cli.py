@@ -85,15 +85,15 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
     said = "".join(process.communicate(timeout=120))
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert f"`labkit report all_reduce --resume {run.name}`" in said
+    assert f"`labkit measure all_reduce --resume {run.name}`" in said
 
     drawn = []
     monkeypatch.setattr(
         report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
     )
-    status, *_ = command("report", "--resume", run.name)  # whose lab the run knows
-    assert status == 0
-    assert drawn == [{"run": str(run.path)}]
+    assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
+    assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows
+    assert drawn == [{"run": run.name}]
     assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
 
 
@@ -120,9 +120,8 @@ MISTAKES = [
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "multiple of 8", "-1"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[4098]"], ["'sizes_bytes'", "multiple of 8"]),
     (["measure", "all_reduce", "--set", "world_sizes=[1000]"], ["'world_sizes'", "1000"]),
-    (["report", "--resume", "no-such-run"], ["no-such-run", "in data/runs"]),
     (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
-    (["report", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
+    (["measure", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
     (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (

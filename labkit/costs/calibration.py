@@ -6,10 +6,12 @@ its transport; beyond the measured number of ranks, costs grow in proportion to 
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import ClassVar
 
 from labkit.costs.communication import AT_ONCE, MessageCost
 
 ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
+OLDER_RUNS = {"extra": "ignore"}  # have rates of operators, too
 NCCL = "NCCL"
 """The transport between GPUs; the others move what lies in the CPU's memory."""
 ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
@@ -24,6 +26,7 @@ class Transport:
     (each sends to every other at once, which counts as one message of all their bytes).
     """
 
+    __pydantic_config__: ClassVar[dict[str, str]] = OLDER_RUNS
     way: str
     """ "gloo", "shared memory", or `NCCL`."""
     what: str
@@ -41,6 +44,7 @@ class Transport:
 class Calibration:
     """The numbers of one machine; `run` is the limits run that they are from."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = OLDER_RUNS
     run: str
     measured: datetime
     machine: str

@@ -45,7 +45,7 @@ def check_attention_inputs(
     if not is_fitting or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
         raise ValueError(
             "expected q (..., queries, head_dim), k and v (..., keys, head_dim), none empty, with equal leading "
-            f"dimensions or heads of q a multiple of k's; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"dimensions or heads of q a multiple of k's: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
         names = ", ".join(dtype_name(dtype) for dtype in dtypes)

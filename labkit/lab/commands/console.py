@@ -27,8 +27,8 @@ out, err = Console(**AS_IT_IS), Console(stderr=True, **AS_IT_IS)
 
 
 @contextmanager
-def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal on the progress of a lab; after Ctrl-C the command that resumes it."""
+def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
+    """A line in the terminal on the progress of a lab; after Ctrl-C the commands that finish its run and page."""
     from labkit.lab.runs.progress import terminal_line
 
     run: str | None = None
@@ -42,7 +42,8 @@ def progress(command: str, lab: str) -> "Iterator[Callable[[Progress], None]]":
         with terminal_line(err, lab) as show:
             yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        hint = f"; what was measured is kept: `labkit {command} {lab} --resume {run}` goes on from there"
+        hint = f"; what was measured is kept: `labkit measure {lab} --resume {run}` goes on from there, "
+        hint += f"`labkit report {lab} --run {run}` makes the page"
         err.print(f"interrupted{hint if run else ''}")
         raise typer.Exit(130) from None
 
@@ -59,7 +60,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
 
     if studies[0].name != LIMITS and needs_calibration(studies, profile):
         err.print(CALIBRATING)
-        with progress("measure", LIMITS) as show:
+        with progress(LIMITS) as show:
             calibrate(on_progress=show, on_output=print_output)
 
 

@@ -73,11 +73,9 @@ def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
     """`predicted_bytes`, the formula's peak of a forward pass or a full step; nothing for what has no formula."""
     if (shape := find_shape(point.size)) is None or phase == INFERENCE:
         return {}
-    options: dict[str, Any] = {"precision": point.precision, "checkpoint_segment": point.checkpoint_segment}
-    sizes = point.batch, point.context_length
-    return {
-        "predicted_bytes": peak_bytes(shape, *sizes, is_full_step=phase == FULL_STEP, device=point.device, **options)
-    }
+    names = ("precision", "checkpoint_segment", "device")
+    options: dict[str, Any] = {name: getattr(point, name) for name in names} | {"is_full_step": phase == FULL_STEP}
+    return {"predicted_bytes": peak_bytes(shape, point.batch, point.context_length, **options)}
 
 
 def _step_arguments(point: MemoryPoint) -> dict[str, Any]:
