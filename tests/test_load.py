@@ -1,11 +1,6 @@
 """What else the machine does during a measurement: recorded, named on the page, and never in the way."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from statistics import median_low
 from types import SimpleNamespace
 
@@ -17,49 +12,9 @@ from labkit.lab.pages import cards
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
-from labkit.machine.load import Load, LoadMeter, announced, busy_points, busy_reason, other_measurements
+from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
 from labkit.parallel.launch import run_ranks
 from tests.lab.fake_lab import FAKE, FakeConfig
-
-ANNOUNCE = "from labkit.machine.load import announced\nwith announced():\n    print(flush=True)\n    input()"
-
-
-@pytest.fixture(autouse=True)
-def name_of_these_tests(monkeypatch):
-    """Labs that others measure on this machine at the same time are not seen here."""
-    name = f"labkit-tested-{os.getpid()}-"
-    monkeypatch.setattr("labkit.machine.load._NAME", name)
-    return name
-
-
-@pytest.fixture
-def other(name_of_these_tests):
-    """Another process that says it measures."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    code = f"from labkit.machine import load\nload._NAME = {name_of_these_tests!r}\n{ANNOUNCE}"
-    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_another_measurement_counts_as_long_as_it_lasts(other, killed):
-    assert other_measurements() == 1
-    if killed:
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-    else:
-        other.communicate(b"\n")
-    assert other_measurements() == 0
-
-
-def test_a_measurement_does_not_count_itself_and_leaves_nothing_behind(name_of_these_tests):
-    with announced():
-        assert name_of_these_tests in Path("/proc/net/unix").read_text()
-        assert other_measurements() == 0
-    assert name_of_these_tests not in Path("/proc/net/unix").read_text()
 
 
 def _load(**fields):

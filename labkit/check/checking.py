@@ -1,5 +1,6 @@
 """The course of a check: correctness of every implementation first, then the fixed set, then the baseline."""
 
+import fcntl
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
 from labkit.lab.user_checks import Correctness, verdicts
 from labkit.machine.description import Machine, describe_machine
-from labkit.machine.load import announced, other_measurements
 from labkit.studies import load_lab
 
 CPU_RANKS = 2
@@ -106,14 +106,18 @@ def check_machine(
 ) -> CheckResult:
     """Check correctness, then measure the fixed set and compare it with the baseline.
 
-    Raises ParameterError while another measurement runs on this machine.
+    Raises ParameterError while another check runs in this project.
     """
-    if other := other_measurements():
-        raise ParameterError(f"labkit measures here already ({other}): check this machine when that has ended")
-    check_writable(checks_directory())
-    with announced():
+    folder = checks_directory()
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ParameterError("another check runs here: start this one when that has ended") from None
         correctness = list(check_correctness(show, on_output))
-        options: Any = {"directory": checks_directory(), "on_progress": show, "on_output": on_output}
+        options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}
         run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
     notes = differences(baseline[-1], run, decisive=False) if baseline else []
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)

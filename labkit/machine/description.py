@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from labkit.machine import gpus as cuda_gpus
 from labkit.machine.cgroups import available_cores, memory_limit_bytes, quota_cores
@@ -57,12 +57,12 @@ class Machine(BaseModel):
     """The GPUs that labs can use: all, or none."""
     gpu_links: str | None = None
     """Their connection by `nvidia-smi topo`, such as "NV18"."""
-    no_gpu_reason: str | None = Field(None, validation_alias=AliasChoices("no_gpu_reason", "why_no_gpus"))
+    no_gpu_reason: str | None = None
     """Why present GPUs are not used (driver too old, no kernels for them), or None."""
     system: str
     python: str
     versions: dict[str, str | None]
-    source: Source | None = Field(validation_alias=AliasChoices("source", "git"))  # `git` in older runs
+    source: Source | None = None
     """None in older runs, for a labkit outside a git checkout."""
     float32_products: dict[str, str] | None = None
     """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in older runs."""

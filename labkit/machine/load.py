@@ -1,11 +1,9 @@
 """Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot GPUs."""
 
 import os
-import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import suppress
 from statistics import median_low
 from typing import NamedTuple
 
@@ -21,7 +19,6 @@ BUSY = ("user", "nice", "system", "irq", "softirq")  # guests that this machine 
 MIN_BUSY_SHARE = 0.15
 """Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
 MIN_THROTTLED_SHARE = 0.05
-_SOCKETS, _NAME = Path("/proc/net/unix"), "labkit-measuring-"
 LATE_PING, SLOW_COPY = 5.0, 2.0
 """Ratios from which ranks wake up late (round trip over the fastest of the run) or memory is slow (copy over the median
 one). On a quiet machine copies take up to 1.85 times the median, in slow phases of the memory 2 to 4 times."""
@@ -133,20 +130,3 @@ def busy_reason(load: Load, cores: int) -> str:
     if (load.throttled_share or 0.0) >= MIN_THROTTLED_SHARE:
         return f"a CPU quota held processes back in {100 * (load.throttled_share or 0.0):.0f}% of all periods"
     return ""
-
-
-@contextmanager
-def announced() -> Iterator[None]:
-    """Announce this process to the `other_measurements` of others, by an abstract socket, which ends with it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sign:
-        with suppress(OSError):  # not on Linux; the measurement matters more
-            sign.bind(f"\0{_NAME}{os.getpid()}-{time.monotonic_ns()}")
-        yield
-
-
-def other_measurements() -> int:
-    """Number of other processes of this machine that measure now, of any user and any checkout."""
-    names: list[str] = []
-    with suppress(OSError):
-        names = [line.rpartition("@")[2] for line in _SOCKETS.read_text().splitlines()]
-    return sum(name.startswith(_NAME) and not name.startswith(f"{_NAME}{os.getpid()}-") for name in names)

@@ -1,6 +1,7 @@
 """`labkit check` from its arguments to its exit status, with a set that is quickly measured or made up."""
 
 import errno
+import fcntl
 import json
 import zipfile
 from dataclasses import replace
@@ -28,9 +29,8 @@ WRONG = replace(OK, verdict="wrong", reason="element 3")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A folder of its own, on a machine on which no other test measures."""
+    """A folder of its own."""
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    monkeypatch.setattr(checking, "other_measurements", lambda: 0)
     return tmp_path
 
 
@@ -104,7 +104,7 @@ def test_a_baseline_is_saved_and_compared_with(home, measured):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"load": {"average": 3.0, "other_measurements": 0, "busy_cores": 1.0}}, "other programs took"),
+        ({"load": {"average": 3.0, "busy_cores": 1.0}}, "other programs took"),
         ({"status": "failed"}, "rank 0 died"),
     ],
 )
@@ -186,9 +186,10 @@ def test_two_at_once_are_refused_and_an_interrupted_check_saves_nothing(home, mo
     monkeypatch.setattr(checking, "check_correctness", Mock(side_effect=KeyboardInterrupt))
     assert _labkit("check", "--save").exit_code == 130
     assert not baseline_folder(describe_machine()).exists()
-    monkeypatch.setattr(checking, "other_measurements", lambda: 1)
-    with pytest.raises(ParameterError, match="already"):
-        _check()
+    with (checking.checks_directory() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ParameterError, match="another check runs"):
+            _check()
 
 
 def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):

@@ -21,7 +21,7 @@ from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine.description import describe_machine
-from labkit.machine.load import announced, load_before_measuring
+from labkit.machine.load import load_before_measuring
 from labkit.parallel.ranks.torchrun import (
     broadcast_from_first_rank,
     describe_hosts,
@@ -68,7 +68,7 @@ def measure(
         if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
             raise SystemExit(0)
-        with RunWriter.create(folder, header) as writer, announced():
+        with RunWriter.create(folder, header) as writer:
             on_start(writer.path)
             for point in points if unavailable else ():
                 writer.end_point(point, "skipped", reason=unavailable)
@@ -103,7 +103,7 @@ def resume(
         if job_rank() > 0:
             run_as_worker_rank(study, remaining, plugins)
             raise SystemExit(0)
-        with RunWriter.reopen(path) as writer, announced():
+        with RunWriter.reopen(path) as writer:
             if Run.load(path).pending != run.pending:  # the run was read before its file was locked
                 raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
             if remaining:
