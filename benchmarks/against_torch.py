@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from labkit.bench.check import gather_objects
+from labkit.bench.check import gather_numbers
 from labkit.bench.clock import time_interleaved
 from labkit.bench.statistics import compare
 from labkit.costs.transformer import TransformerShape
@@ -185,7 +185,7 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
             before=start_together,
             rounds_s=options.seconds * len(contest.alternatives),
         )
-        times = {name: np.max(gather_objects(samples_s), axis=0) for name, samples_s in samples.items()}
+        times = {name: np.max(gather_numbers(samples_s), axis=0) for name, samples_s in samples.items()}
         times |= {name: derive(times) for name, derive in contest.derived.items()}
         lines += [_line(contest, pair, times, bandwidth) for pair in contest.pairs]
     return lines
@@ -223,7 +223,7 @@ def _copy_bandwidth() -> float:
     source, target = torch.ones(COPY_BYTES // 4), torch.ones(COPY_BYTES // 4)
     copy = {"copy": partial(target.copy_, source)}
     samples_s = time_interleaved(copy, warmup=1, repeats=5, before=start_together)["copy"]
-    return COPY_BYTES / median(np.max(gather_objects(samples_s), axis=0))
+    return COPY_BYTES / median(np.max(gather_numbers(samples_s), axis=0))
 
 
 def main() -> int:

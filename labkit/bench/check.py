@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
-T = TypeVar("T")
 
 
 def verdict(error: float, limit: float) -> str:
@@ -35,26 +34,28 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
-def gather_objects(value: T) -> list[T]:
-    """The values of all ranks, in order, on each of them; a collective if there are several."""
+def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
+    """The numbers of all ranks, equally many on each, in order of ranks; a collective if there are several."""
     if not dist.is_initialized():
-        return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return [list(numbers)]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    local = torch.tensor(numbers, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return [one.tolist() for one in gathered]
 
 
 def max_over_ranks(error: float) -> float:
     """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as infinite."""
-    return max(math.inf if math.isnan(one) else one for one in gather_objects(error))
+    return max(math.inf if math.isnan(one) else one for (one,) in gather_numbers([error]))
 
 
-def first_failing_rank(report: Sequence[float]) -> tuple[int, Sequence[float]] | None:
+def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
     """The first rank whose report begins with a number that is not negative, and its report; None without one.
 
-    A collective: all ranks get the same result. NaN and infinities are kept.
+    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities are kept.
     """
-    return next(((rank, numbers) for rank, numbers in enumerate(gather_objects(report)) if numbers[0] >= 0), None)
+    return next(((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0), None)
 
 
 @contextmanager

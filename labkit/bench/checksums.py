@@ -36,7 +36,7 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
     if (failure := first_failing_rank(first_deviation(tensor, ranks))) is None:
         return None
     rank, (element, expected, got) = failure
-    return f"wrong: rank {rank}, element {element}: expected {expected:g}, got {got:g} (sum of whole numbers)"
+    return f"wrong: rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of whole numbers)"
 
 
 def first_deviation(

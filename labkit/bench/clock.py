@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from labkit.bench.check import gather_objects
+from labkit.bench.check import gather_numbers
 from labkit.bench.intervals import MIN_SAMPLES, estimate_paired
 
 Action = Callable[[], Any]
@@ -125,7 +125,7 @@ class Stopping:
             return False
         table = np.array(columns)
         self._next_check = math.ceil(rounds * GROWTH)
-        elapsed_s, *slowest = np.max(gather_objects([time.perf_counter() - self._start, *table.ravel()]), axis=0)
+        elapsed_s, *slowest = np.max(gather_numbers([time.perf_counter() - self._start, *table.ravel()]), axis=0)
         if elapsed_s >= self._rounds_s:
             return True
         if rounds < MIN_ROUNDS or min(slowest) <= 0:
