@@ -48,8 +48,7 @@ Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Measure what th
 def main() -> None:
     """Entry point: a mistake of the caller is one line and exit status 2, never a traceback."""
     # Imported objects are never garbage: collecting them takes a second, and another one at exit.
-    if "WORLD_SIZE" not in os.environ:  # under torchrun this process is measured, with Python's own setting
-        gc.set_threshold(50_000)
+    gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for an unknown name
     # jsonschema, which checks notebooks, would take a second to build a parser of addresses that no notebook has.

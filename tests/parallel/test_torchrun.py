@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -54,6 +53,8 @@ def worker(point):
             current_alternative.explain("failed: deliberately")
             raise ValueError("one")
         all_reduce(torch.ones(1))
+    if point == "dies" and rank == 1:
+        os._exit(3)
     if point == "hangs":
         current_alternative.begin("one")
         time.sleep(1000 if rank == 1 else 0)
@@ -76,6 +77,8 @@ def summarize():
         "works": measure(["a", "b"]),
         "other size": measure(["a"], world_size=4),
         "fails": measure(["a", "fails", "fails", "b", "one fails", "b"]),
+        "dies": measure(["dies", "b"]),
+        "hangs": measure(["hangs", "b"], timeout_s=3),
         "fails at the end": measure(["fails"]),
     }
     for item in launch(worker, ["a", "b"], world_size=2, timeout_s=3600):
@@ -84,33 +87,22 @@ def summarize():
     results["hosts"] = [*torchrun.ranks_by_host().values()]
     results["loopback"] = os.environ.get("GLOO_SOCKET_IFNAME")
     dist.init_process_group("gloo")  # the caller's
-    results["callers group"] = total()
-    try:
-        measure(["a"])
-    except ValueError as error:
-        results["refused"] = str(error)
+    results["callers group"] = [len(measure(["a"])), total()]
     dist.destroy_process_group()  # torch may abort at exit otherwise
     return {"rank": rank, "pid": os.getpid(), "is job": torchrun.is_job_rank(), **results}
 
-if os.environ["ACTION"] == "hang":
-    measure(["hangs"], timeout_s=1.0)
-else:
-    print(json.dumps(summarize()) + "\\n", end="")
+print(json.dumps(summarize()) + "\\n", end="")
 """
-
-
-def run_job(directory: Path, action: str) -> CompletedProcess[str]:
-    script = directory / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "ACTION": action}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed, by rank. One job has all launches: it is three programs that import torch."""
-    job = run_job(tmp_path_factory.mktemp("job"), "all")
+    script = tmp_path_factory.mktemp("job") / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "TMPDIR": str(script.parent), "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     lines = [json.loads(line) for line in job.stdout.splitlines()]
     assert (job.returncode, len(lines)) == (0, 2), job.stderr
     return sorted(lines, key=lambda line: line["rank"])
@@ -125,7 +117,9 @@ def test_points_run_in_the_ranks_of_the_job(ranks: list[dict[str, Any]]) -> None
     assert ranks[1]["works"] == []  # the others take part and yield nothing
     rows = [item[1:] for item in items if item[0] == "row"]
     assert [row[:2] for row in rows] == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    assert [row[2]["pid"] for row in rows] == [rank["pid"] for rank in ranks] * 2
+    pids = [row[2]["pid"] for row in rows]
+    assert pids[:2] == pids[2:]
+    assert len({*pids, *(rank["pid"] for rank in ranks)}) == 4  # two processes of the job, and a rank of each
     assert {(row[2]["sum"], row[2]["loopback"]) for row in rows} == {(3.0, "lo")}
     assert [row[2]["place"] for row in rows] == [[2, 0], [2, 1]] * 2
     assert ends(items) == [[0, "ok", None], [1, "ok", None]]
@@ -136,8 +130,7 @@ def test_points_run_in_the_ranks_of_the_job(ranks: list[dict[str, Any]]) -> None
 
 
 def test_the_callers_process_group_is_not_replaced(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["callers group"] for rank in ranks] == [3.0, 3.0]
-    assert all("expected no process group" in rank["refused"] for rank in ranks)
+    assert [rank["callers group"] for rank in ranks] == [[3, 3.0], [0, 3.0]]
 
 
 def test_another_world_size_skips_every_point(ranks: list[dict[str, Any]]) -> None:
@@ -154,10 +147,12 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(ranks: list[dict[str, Any]]) 
     assert ends(ranks[0]["fails at the end"]) == [[0, *failed]]
 
 
-def test_a_hang_ends_the_job_and_names_the_alternative(tmp_path: Path) -> None:
-    job = run_job(tmp_path, "hang")
-    assert job.returncode == 1
-    assert "rank 1 still running after 1 s (timeout_s), in one: ending the job" in job.stderr
+def test_a_death_and_a_hang_cost_a_point(ranks: list[dict[str, Any]]) -> None:
+    assert ends(ranks[0]["dies"]) == [[0, "failed", "rank 1 exited with code 3"], [1, "ok", None]]
+    (hang, after) = ends(ranks[0]["hangs"])
+    assert hang[:2] == [0, "timeout"]
+    assert "still running after 3 s (timeout_s), in one" in hang[2]
+    assert after == [1, "ok", None]
 
 
 # Variables of a job that is not there

@@ -68,7 +68,8 @@ class Executor:
         """Record points that cannot be measured here, with the reason; return the others."""
         machine, remaining = describe_machine(), []
         for point in points:
-            reason = point.skip_reason(machine) or self._size_reason(point) or _ranks_reason(point)
+            reason = point.skip_reason(machine) or self._size_reason(point)
+            reason = reason or (None if is_job_rank() else too_many_ranks_reason(point.world_size))
             if reason is None:
                 remaining.append(point)
             else:
@@ -160,12 +161,6 @@ def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> Non
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in launch_points(study, to_measure, plugins):
                 pass
-
-
-def _ranks_reason(point: Point) -> str | None:
-    if not is_job_rank():
-        return too_many_ranks_reason(point.world_size)
-    return "needs new processes, and the ranks of a torchrun job are there already" if point.fresh_ranks else None
 
 
 def _details(failure: RankFailure | None) -> str:

@@ -1,1 +1,1 @@
-"""Processes that measure: forked by a server (`fork_server`, `group`), or those of a torchrun job (`JobGroup`)."""
+"""Processes that measure: forked by a server, all by one caller or, under torchrun, one by each process of a job."""

@@ -66,14 +66,14 @@ def start_server() -> int:
         return _server[0][1].pid
 
 
-def open_group(directory: Path, ranks: int, environment: Mapping[str, str], payload: bytes) -> socket.socket:
+def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, str], payload: bytes) -> socket.socket:
     """Start a group of ranks with a private directory, which its leader makes. Closing the connection ends the group.
 
     Each rank gets these variables, this process's `sys.path` and working directory, and the payload.
     """
     state = {"environment": dict(environment), "path": list(map(str, sys.path)), "argv": list(map(str, sys.argv))}
     state |= {"cwd": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
-    request = json.dumps({"directory": str(directory), "ranks": ranks}).encode()
+    request = json.dumps({"directory": str(directory), "ranks": list(ranks)}).encode()
     ours, theirs = socket.socketpair()
     with theirs, os.fdopen(_open_unnamed_file(), "w+b") as content:
         content.write(json.dumps(state).encode() + b"\n" + payload)
@@ -171,7 +171,7 @@ def _clean_up(leader: int, leaders: dict[int, Path], flags: int) -> None:
             end_session(leader, directory)
 
 
-def _lead_group(directory: Path, n_ranks: int, group: int, content: int, *callers: int) -> None:
+def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: int, *callers: int) -> None:
     """Fork the ranks and report their starts and ends, until the caller ends or closes the group.
 
     Whatever the caller sends makes the ranks write their stacks. `callers`: a descriptor that becomes ready when the
@@ -183,7 +183,7 @@ def _lead_group(directory: Path, n_ranks: int, group: int, content: int, *caller
     try:
         directory.mkdir(mode=0o700)
         serve = _adopt_state(content)
-        for rank in range(n_ranks):
+        for rank in numbers:
             if connection.wait([reports, *callers], 0.0):
                 return
             ranks[rank] = _fork_rank(rank, directory, serve, reports, ended, waking)

@@ -1,7 +1,8 @@
 """The caller's view of a group of ranks: start it, run points, close it.
 
 The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe to each rank. The
-group's private directory has the rendezvous file, and each rank's output, stacks, turn and temporary files.
+group's private directory has the rendezvous file, and each rank's output, stacks, turn and temporary files. Under
+torchrun each process of the job starts one of the ranks (`JobGroup`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from labkit.machine.cgroups import oom_kills
-from labkit.parallel.ranks import fork_server
+from labkit.parallel.ranks import fork_server, torchrun
 from labkit.parallel.ranks.results import (
     PointEnd,
     RankFailure,
@@ -30,7 +31,7 @@ from labkit.parallel.ranks.results import (
     read_turn,
     slowest_alternative,
 )
-from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
+from labkit.parallel.ranks.worker import GROUP_NUMBER, LOOPBACK, START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import shared_memory
 
 # After a first failure, others that may be its cause have this time; more if all failures so far are consequences.
@@ -95,29 +96,34 @@ class _Rank:
 class RankGroup:
     """Ranks with a process group among them, which serve one point after another until one fails."""
 
-    def __init__(self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None]) -> None:
-        """`payload`: pickled, the plan, the worker and its points."""
+    def __init__(
+        self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None], numbers: Sequence[int] | None = None
+    ) -> None:
+        """`payload`: pickled, the plan, the worker and its points. `numbers`: the ranks to start; None: all."""
         self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
         self._plan, self._payload, self._on_output = plan, payload, on_output
-        self._environment = os.environ | LOOPBACK
+        self._numbers = range(plan.world_size) if numbers is None else numbers
         self._connection: socket.socket | None = None
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
-        self._ranks: list[_Rank] = []
+        self._ranks: dict[int, _Rank] = {}
         self._leader = -1
         self._kills_before = oom_kills() or 0
 
-    def start(self) -> RankFailure | None:
-        """Start the ranks and wait until their process group is made; return the failure if it is not."""
+    def start(self, number: int = 0) -> RankFailure | None:
+        """Start the ranks and wait until their process group is made; return the failure if it is not.
+
+        `number`: of the group, in a job.
+        """
+        is_on_one_host = torchrun.ranks_here(self._plan.world_size) == self._plan.world_size
+        environment = os.environ | {GROUP_NUMBER: str(number)} | (LOOPBACK if is_on_one_host else {})
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
             reason = shared_memory.unavailable_reason()
             self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
-            self._environment |= {shared_memory.FAILURE: reason} if reason else {}
+            environment |= {shared_memory.FAILURE: reason} if reason else {}
         begun, messages = time.monotonic(), list[dict[str, Any]]()
         failure: RankFailure | None
         try:
-            self._connection = fork_server.open_group(
-                self._directory, self._plan.world_size, self._environment, self._payload
-            )
+            self._connection = fork_server.open_group(self._directory, self._numbers, environment, self._payload)
             next(self._listen("ready", START_TIMEOUT_S, -1))
         except StopIteration as end:  # as always: a rank that is not ready sends no rows
             messages, failure = end.value
@@ -140,7 +146,7 @@ class RankGroup:
         """
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.send(json.dumps([index, excluded]).encode())
         messages, failure = yield from self._listen("done", self._plan.timeout_s, index)
         if failure:
@@ -150,10 +156,6 @@ class RankGroup:
             ended = max(message["at"] for message in messages)
             self._forward_output()
         return PointEnd(index, failure, ended - begun, self.facts)
-
-    def has_lost_ranks(self) -> bool:
-        """Return whether a rank has died since the last point."""
-        return self._connection is not None and bool(connection.wait([self._connection], 0.0))
 
     def close(self) -> None:
         """End the ranks and all their children, and remove the directory. Safe to repeat."""
@@ -167,13 +169,13 @@ class RankGroup:
             self._connection.close()
         if self._directory.exists():  # the leader was killed, and perhaps the server
             fork_server.end_session(self._leader, self._directory)
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             rank.pipe.close()
-        self._connection, self._ranks = None, []
+        self._connection, self._ranks = None, {}
 
     def _listen(self, kind: str, timeout_s: float, index: int) -> Generator[Row, None, _Outcome]:
         """Wait for a message of this kind from every rank; yield rows. Returns the messages and the failure, if any."""
-        missing, deadline = set(range(self._plan.world_size)), time.monotonic() + timeout_s
+        missing, deadline = set(self._numbers), time.monotonic() + timeout_s
         messages: list[dict[str, Any]] = []
         failures: list[RankFailure] = []
         while missing:
@@ -200,7 +202,7 @@ class RankGroup:
     def _receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Wait until ranks start, send something or end; return (rank, message), in each rank's order."""
         assert self._connection is not None, "the group was started"
-        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks if rank.is_open}
+        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks.values() if rank.is_open}
         ready = connection.wait([self._connection, *watched], timeout_s)
         messages = ((rank.number, rank.receive()) for pipe, rank in watched.items() if pipe in ready)
         received = [(number, message) for number, message in messages if message]
@@ -208,11 +210,11 @@ class RankGroup:
             return received
         report = fork_server.read_report(self._connection) | {"at": time.monotonic()}
         if "pipe" in report:
-            self._ranks.append(_Rank(report["rank"], report["pipe"], self._directory))
+            self._ranks[report["rank"]] = _Rank(report["rank"], report["pipe"], self._directory)
             self._leader = report["leader"]
             return received
-        for number in [report["rank"]] if "rank" in report else range(self._plan.world_size):
-            if number < len(self._ranks):
+        for number in [report["rank"]] if "rank" in report else self._numbers:
+            if number in self._ranks:
                 received += [(number, message) for message in iter(self._ranks[number].receive, None)]
             received.append((number, {"kind": "died", **report}))
         return received
@@ -234,7 +236,7 @@ class RankGroup:
         )
 
     def _describe_lateness(self, kind: str, timeout_s: float, missing: set[int]) -> RankFailure:
-        late = [rank for rank in self._ranks if rank.number in missing]
+        late = [self._ranks[number] for number in sorted(missing & self._ranks.keys())]
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
         lateness = f"not ready after {timeout_s:g} s"
         if kind == "done":
@@ -252,11 +254,57 @@ class RankGroup:
         deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
-            before, now = now, [rank.stacks() for rank in self._ranks]
-        return "\n".join(f"rank {number}:\n{dump or '(no answer)'}" for number, dump in enumerate(now))
+            before, now = now, [rank.stacks() for rank in self._ranks.values()]
+        return "\n".join(f"rank {n}:\n{dump or '(no answer)'}" for n, dump in zip(self._ranks, now, strict=False))
 
     def _forward_output(self) -> None:
-        for rank in self._ranks:
+        for rank in self._ranks.values():
             lines, rank.n_forwarded = rank.output(rank.n_forwarded)
             for line in lines:
                 self._on_output(f"[rank {rank.number}] {line}")
+
+
+class JobGroup:
+    """This process's rank of a torchrun job, in step with the other processes, which call the same methods.
+
+    Rank 0's process yields the rows of all ranks at the end of a point. A rank that fails ends all others.
+    """
+
+    def __init__(self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None]) -> None:
+        """Arguments of `RankGroup`."""
+        self._group = RankGroup(plan, payload, on_output, [torchrun.job_rank()])
+        self.facts = self._group.facts
+
+    def start(self) -> RankFailure | None:
+        """Start the rank; return the failure, on all ranks, if one could not."""
+        failure = self._agree(self._group.start(torchrun.begin_step()))
+        self.facts["start_method"] = "torchrun"
+        return failure
+
+    def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
+        """Run one point, as `RankGroup.run`."""
+        torchrun.begin_step()
+        rows, items = list[Any](), self._group.run(index, excluded)
+        try:
+            while True:
+                rows.append(next(items).values)
+        except StopIteration as stop:
+            end: PointEnd = stop.value
+        torchrun.job_store().set(f"rows of rank {torchrun.job_rank()}", json.dumps(rows))
+        failure = self._agree(end.failure)
+        for rank in range(torchrun.job_world_size() if torchrun.job_rank() == 0 else 0):
+            for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
+                yield Row(index, rank, values)
+        return replace(end, failure=failure)
+
+    def close(self) -> None:
+        """End the rank. Safe to repeat."""
+        self._group.close()
+
+    def _agree(self, failure: RankFailure | None) -> RankFailure | None:
+        """Exchange how a step ended on each rank; return the failure to show."""
+        ends = torchrun.gather_from_ranks(failure and asdict(failure))
+        if failures := [RankFailure(**end) for end in ends if end]:
+            self.close()
+            return first_failure(failures)
+        return None

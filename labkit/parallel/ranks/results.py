@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch.utils._pytree import tree_map_with_path
+
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 
@@ -174,27 +176,25 @@ def slowest_alternative(turns: Iterable[tuple[int, str]]) -> str:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row to JSON's types: scalars of numpy and torch become numbers, tuples become lists.
+    """Convert a row for JSON: scalars of numpy and torch become numbers.
 
     TypeError for a value that JSON cannot carry or would change: a tensor with dimensions, a key that is no string.
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"expected a row to be a mapping from names to values, the worker yielded {row!r:.80}")
-    return {name: _to_plain(value, name) for name, value in row.items()}
 
+    def convert(path: Sequence[Any], value: Any) -> Any:
+        names = [part.key for part in path if hasattr(part, "key")]
+        if any(not isinstance(name, str) for name in names):
+            raise TypeError(f"expected names to be strings, got {names}")
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            return value.item()
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise TypeError(f"row value {names[-1]!r} is not JSON-able: {value!r:.80}")
 
-def _to_plain(value: Any, place: Any) -> Any:
-    if not isinstance(place, str):
-        raise TypeError(f"expected names to be strings, got {place!r:.80}")
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_to_plain(inside, place) for inside in value]
-    if isinstance(value, Mapping):
-        return {key: _to_plain(inside, key) for key, inside in value.items()}
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"row value {place!r} is not JSON-able: {value!r:.80}")
+    plain: dict[str, Any] = tree_map_with_path(convert, dict(row))
+    return plain
 
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:

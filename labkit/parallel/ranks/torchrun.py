@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Ranks wait for one that downloads a large file or shows a figure. When a rank dies, torchrun ends the job.
+# Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends the job.
 PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)
 

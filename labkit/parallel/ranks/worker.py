@@ -3,8 +3,6 @@
 A forked rank (`serve_points`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
 ``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
 lost connection, and the caller would have to guess which came first.
-
-Under torchrun the processes of the job are the ranks (`JobGroup`).
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ import os
 import pickle
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -33,16 +30,7 @@ import torch.distributed as dist
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
-from labkit.parallel.ranks.results import (
-    PointEnd,
-    RankFailure,
-    Row,
-    Worker,
-    current_alternative,
-    exception_failure,
-    first_failure,
-    plain_row,
-)
+from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 
 # A tenth of the memory there is: the caller may hold that much more than a rank before the kernel kills it instead.
 OOM_SCORE = 100
@@ -50,9 +38,11 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable by which torch finds what it has compiled."""
 # Ranks of one host need no other interface, whatever a cluster has set.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+GROUP_NUMBER = "LABKIT_GROUP"
+"""Variable by which the ranks of a torchrun job find their group in its store."""
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
-"""Between one deadline and the next, which is for the case that the first is missed."""
+"""From the caller's deadline to that of the process group."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,10 @@ def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: 
 
     try:
         plan, worker, points = pickle.loads(payload)
-        store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
+        if torchrun.is_job_rank():
+            store: Any = dist.PrefixStore(os.environ[GROUP_NUMBER], torchrun.job_store())  # type: ignore[attr-defined]
+        else:
+            store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
         send("ready", facts=_join_group(plan, rank, store))
         while True:
             index, excluded = json.loads(caller.recv_bytes())
@@ -91,87 +84,6 @@ def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: 
         with contextlib.suppress(EOFError, OSError):  # the caller has ended
             send("failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
             caller.recv_bytes()  # until killed
-
-
-class JobGroup:
-    """The ranks of a torchrun job: this process is one of them, and all of them call the same methods.
-
-    Rank 0's process yields the rows of all ranks at the end of a point. A rank that raises closes its process group,
-    so that no other rank waits for it. One that dies, or hangs beyond all deadlines, ends the job.
-    """
-
-    def __init__(self, plan: GroupPlan, worker: Worker, points: Sequence[Any]) -> None:
-        self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
-        self._plan, self._worker, self._points, self._rank = plan, worker, points, torchrun.job_rank()
-        self._before: tuple[dict[str, str], int] | None = None
-
-    def start(self) -> RankFailure | None:
-        """Make the process group; return the failure, on all ranks, if one could not."""
-        number, failure = torchrun.begin_step(), None
-        self._before = dict(os.environ), torch.get_num_threads()
-        if torchrun.ranks_here(self._plan.world_size) == self._plan.world_size:
-            os.environ.update(LOOPBACK)
-        try:
-            store = dist.PrefixStore(f"group {number}", torchrun.job_store())  # type: ignore[attr-defined]
-            self.facts |= _join_group(self._plan, self._rank, store)
-        except RuntimeError as error:
-            failure = exception_failure(self._rank, error, time.monotonic())
-        self.facts["start_method"] = "torchrun"
-        return self._agree(failure)
-
-    def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
-        """Run one point, as `RankGroup.run`."""
-        torchrun.begin_step()
-        begun, failure, rows = time.monotonic(), None, list[Any]()
-        current_alternative.begin_point(index, excluded)
-        deadline = threading.Timer(self._plan.timeout_s + 2 * MARGIN_S, self._end_job)
-        deadline.start()
-        try:
-            rows.extend(map(plain_row, self._worker(self._points[index]) or ()))
-            _release_device_memory()
-        except (Exception, SystemExit) as error:
-            failure = exception_failure(self._rank, error, time.monotonic())
-            if failure.is_consequence and time.monotonic() - begun > self._plan.timeout_s:
-                failure = RankFailure(self._rank, "timeout", self._lateness(), failure.traceback)
-            self.close()
-        finally:
-            deadline.cancel()
-        torchrun.job_store().set(f"rows of rank {self._rank}", json.dumps(rows))
-        failure = self._agree(failure)
-        for rank in range(self._plan.world_size if self._rank == 0 else 0):
-            for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
-                yield Row(index, rank, values)
-        return PointEnd(index, failure, time.monotonic() - begun, self.facts)
-
-    def close(self) -> None:
-        """Destroy the process group, and restore what it changed in this process. Safe to repeat."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            gc.collect()  # its connections close when the last reference goes
-        if self._before is not None:
-            variables, threads = self._before
-            os.environ.clear()
-            os.environ.update(variables)
-            torch.set_num_threads(threads)
-            use_scheduling("default")
-            self._before = None
-
-    def _agree(self, failure: RankFailure | None) -> RankFailure | None:
-        """Exchange how a step ended on each rank; return the failure to show."""
-        ends = torchrun.gather_from_ranks(failure and asdict(failure))
-        if failures := [RankFailure(**end) for end in ends if end]:
-            self.close()
-            return first_failure(failures)
-        return None
-
-    def _lateness(self) -> str:
-        place = f", in {current_alternative.name}" if current_alternative.name else ""
-        return f"rank {self._rank} still running after {self._plan.timeout_s:g} s (timeout_s){place}"
-
-    def _end_job(self) -> None:
-        print(f"{self._lateness()}: ending the job", file=sys.stderr)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        os._exit(1)
 
 
 def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
