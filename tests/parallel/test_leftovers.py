@@ -248,7 +248,7 @@ os._exit(0)
     "requests are pending": """
 server = psutil.Process(fork_server.start_server())
 server.suspend()
-group = fork_server.open_group(Path(sys.argv[1], "group"), 1, os.environ, b"")
+group = fork_server.open_group(Path(sys.argv[1], "group"), [0], os.environ, b"")
 parent, child = os.getpid(), os.fork()
 if child:
     print(child, flush=True)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,26 +413,19 @@ def test_what_is_missing_to_compile_is_named_with_what_to_install(
     assert package in str(shared_memory.unavailable_reason())
 
 
-def test_folders_that_others_can_write_to_or_that_forbid_execution_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trouble", ["others may write", "no execution", "a file"])
+def test_a_folder_that_cannot_hold_code_is_not_used(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
-    (cache / "labkit").mkdir(parents=True)
-    temporary.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(temporary))
-    (cache / "labkit").chmod(0o777)
-    assert shared_memory._cache_folder().parent == temporary
-    (cache / "labkit").chmod(0o700)
-    assert shared_memory._cache_folder().parent == cache
-    real = os.statvfs
-
-    class NoExec:
-        f_flag = os.ST_NOEXEC
-
-    monkeypatch.setattr(os, "statvfs", lambda path: NoExec if Path(path).is_relative_to(cache) else real(path))
-    assert shared_memory._cache_folder().parent == temporary
-    monkeypatch.setattr(os, "statvfs", lambda path: NoExec)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert shared_memory._cache_folder() == tmp_path / "labkit"
+    if trouble == "others may write":
+        (tmp_path / "labkit").chmod(0o777)
+    elif trouble == "a file":
+        (tmp_path / "labkit").rmdir()
+        (tmp_path / "labkit").touch()
+    else:
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     monkeypatch.setattr(shared_memory, "_libraries", [])
     reason = str(shared_memory.unavailable_reason())
     assert "XDG_CACHE_HOME" in reason

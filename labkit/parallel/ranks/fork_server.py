@@ -75,7 +75,7 @@ def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, 
     state |= {"cwd": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
     request = json.dumps({"directory": str(directory), "ranks": list(ranks)}).encode()
     ours, theirs = socket.socketpair()
-    with theirs, os.fdopen(_open_unnamed_file(), "w+b") as content:
+    with theirs, tempfile.TemporaryFile() as content:
         content.write(json.dumps(state).encode() + b"\n" + payload)
         content.seek(0)
         passed = [theirs.fileno(), content.fileno()]
@@ -93,13 +93,6 @@ def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, 
         finally:
             for descriptor in passed[2:]:
                 os.close(descriptor)
-
-
-def _open_unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("labkit-state")
-    with tempfile.TemporaryFile() as file:  # it may have a name for a moment
-        return os.dup(file.fileno())
 
 
 def read_report(group: socket.socket) -> dict[str, Any]:

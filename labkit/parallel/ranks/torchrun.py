@@ -142,14 +142,11 @@ def host_identity() -> str:
 
 def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
     """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by rank."""
-    hosts: dict[tuple[str, ...], list[int]] = {}
-    for rank, host in enumerate(ranks):
-        hosts.setdefault(host, []).append(rank)
-    names = [name for name, _ in hosts]
-    return {
-        name if names.count(name) == 1 else f"{name}-{identity[:4]}": members
-        for (name, identity), members in hosts.items()
-    }
+    hosts: dict[str, list[int]] = {}
+    for rank, (name, identity) in enumerate(ranks):
+        is_only_one = all(other == identity for same, other in ranks if same == name)
+        hosts.setdefault(name if is_only_one else f"{name}-{identity[:4]}", []).append(rank)
+    return hosts
 
 
 def describe_hosts(hosts: dict[str, list[int]] | None) -> str:

@@ -255,18 +255,12 @@ def _build_key() -> str:
 
 
 def _cache_folder() -> Path:
-    """Return a folder that only this user can write to, and from which code can be loaded."""
-    candidates = [Path(tempfile.gettempdir()) / f"labkit-{os.getuid()}"]
-    with suppress(RuntimeError):  # a user without a home
-        cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        candidates.insert(0, Path(cache) / "labkit")
-    for folder in candidates:
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.stat()
-            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-            is_executable = not os.statvfs(folder).f_flag & os.ST_NOEXEC
-            if is_private and is_executable and os.access(folder, os.W_OK | os.X_OK):
-                return folder
-    tried = " and ".join(map(str, candidates))
-    raise SharedMemoryUnavailable(f"no private folder that may hold code: set XDG_CACHE_HOME to one (tried {tried})")
+    """Return the user's cache folder, to which nobody else can write: code is loaded from it."""
+    with suppress(OSError, RuntimeError):  # a user without a home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "labkit"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status, flags = folder.stat(), os.statvfs(folder).f_flag
+        is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+        if is_private and not flags & (os.ST_NOEXEC | os.ST_RDONLY):
+            return folder
+    raise SharedMemoryUnavailable("expected ~/.cache/labkit to be private and to hold code: set XDG_CACHE_HOME")
