@@ -61,8 +61,6 @@ class FSDP(nn.Module):
         reshard_after_backward: release them after backward. If not, nor after forward, and a unit is gathered again
             once an optimizer has stepped or torch has changed a shard of it. Shards are then views of whole parameters.
         prefetch: how many units are gathered ahead, in the order of the last forward pass.
-        replicate: classes of modules whose parameters are not sharded: ordinary tensors, whole on every rank and used
-            in their own dtype. torch's gradient clipping rejects a mixture of these and shards.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
 
@@ -86,7 +84,6 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         reshard_after_backward: bool = True,
         prefetch: int = 1,
-        replicate: tuple[type[nn.Module], ...] = (),
         group: dist.ProcessGroup | None = None,
         transport: str = AUTO,
     ):
@@ -96,7 +93,7 @@ class FSDP(nn.Module):
         self._shard = f"rank {members.rank()} of {members.size()}"
         reshard_after_forward &= reshard_after_backward
         dtypes, reshard = (compute_dtype, reduce_dtype), (reshard_after_forward, reshard_after_backward)
-        options = Options(*dtypes, *reshard, prefetch, replicate, transport)
+        options = Options(*dtypes, *reshard, prefetch, transport)
         parts = list[Part]()
 
         def check() -> dict[str, object]:
@@ -113,10 +110,9 @@ class FSDP(nn.Module):
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
-            if compute_dtype is not None and isinstance(each, (_BatchNorm, *replicate)):
+            if compute_dtype is not None and isinstance(each, _BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
-        replicated = [p for p in module.parameters() if not isinstance(p, DTensor)]
-        self._scheduler = UnitScheduler(self._units, options, channel, replicated)
+        self._scheduler = UnitScheduler(self._units, options, channel)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

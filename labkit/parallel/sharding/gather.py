@@ -26,7 +26,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
 from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
-from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.collectives import all_gather
 from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.sharding.unit import Options, Token, Unit
 
@@ -37,11 +37,8 @@ OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 class UnitScheduler:
     """Gathers, releases and averages the units of a model, the last of which is the model itself."""
 
-    def __init__(
-        self, units: Sequence[Unit], options: Options, channel: CheckedChannel, replicated: list[nn.Parameter]
-    ) -> None:
-        """Every rank has the `replicated` parameters whole."""
-        self._units, self._options, self._channel, self._replicated = list(units), options, channel, replicated
+    def __init__(self, units: Sequence[Unit], options: Options, channel: CheckedChannel) -> None:
+        self._units, self._options, self._channel = list(units), options, channel
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._depth = 0
@@ -216,21 +213,16 @@ class UnitScheduler:
 
     def _finish(self) -> None:
         """Average the rest, and assign all averages. A collective."""
-        units, replicated = self._exchange_flags()
-        for unit in units:
+        for unit in self._exchange_flags():
             self._start_average(unit)
-        for p in replicated:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            average = partial(all_reduce, p.grad, transport=self._channel.transport)
-            self._waits.append(self._channel.start_checked(END_OF_PASS, average))
         self._wait()
         for parameter in self._parameters:
             parameter.assign_means()
 
-    def _exchange_flags(self) -> tuple[list[Unit], list[nn.Parameter]]:
-        """Note which parameters were used on any rank; return the units, and replicated parameters, to be averaged."""
+    def _exchange_flags(self) -> list[Unit]:
+        """Note which parameters were used on any rank; return the units to be averaged."""
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
-        flags += [unit.has_gradients for unit in self._units] + [p.grad is not None for p in self._replicated]
+        flags += [unit.has_gradients for unit in self._units]
         self._channel.exchange(END_OF_PASS, 0)
         notes = self._channel.notes
         by_rank = torch.zeros(notes.world_size, len(flags), dtype=torch.uint8)
@@ -239,7 +231,7 @@ class UnitScheduler:
         on_any = iter(by_rank.any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)
-        return [unit for unit in self._units if next(on_any)], [p for p in self._replicated if next(on_any)]
+        return [unit for unit in self._units if next(on_any)]
 
     def _wait(self) -> None:
         waits, self._waits = self._waits, []

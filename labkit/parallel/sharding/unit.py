@@ -38,7 +38,6 @@ class Options:
     reshard_after_forward: bool
     reshard_after_backward: bool
     prefetch: int
-    replicate: tuple[type[nn.Module], ...]
     transport: str
 
 
@@ -121,15 +120,13 @@ class Unit:
     """Modules whose parameters are whole at the same time."""
 
     def __init__(self, part: Part, mesh: DeviceMesh, options: Options, channel: CheckedChannel) -> None:
-        """Cut parameters into shards, unless only `replicate` modules have them, and put these into the modules."""
+        """Cut parameters into shards, and put these into the modules."""
         self.name, self.module, self.modules = part.name, part.module, part.modules
         self.ends_with_pass = part.ends_with_pass
         self._reduce_dtype, self._keeps_memory = options.reduce_dtype, not options.reshard_after_backward
         self._channel = channel
         self.parameters = [
-            UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory)
-            for slot in part.slots
-            if not all(isinstance(owner, options.replicate) for owner, _ in slot.owners)
+            UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory) for slot in part.slots
         ]
         self.is_whole = self.is_attached = True
         """Gathered, or being gathered; modules have whole parameters."""
