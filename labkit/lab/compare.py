@@ -6,6 +6,7 @@ configuration differ if their intervals are apart and they differ by more than o
 
 import base64
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -76,7 +77,9 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     excluded: dict[str, str] = {}
     for name in names:
         if kind_of_path(name) == "folder":
-            below = sorted(Path(name).rglob("*.jsonl"))
+            below = sorted(
+                Path(at, file) for at, _, files in os.walk(name) for file in files if file.endswith(".jsonl")
+            )
             if not below:
                 raise ParameterError(f"expected a folder with runs (*.jsonl), got {name}: it holds no run")
             paths |= dict.fromkeys(below)

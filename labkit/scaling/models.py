@@ -149,22 +149,21 @@ def find_model(name: str) -> Model:
 
 
 def read_model(path: Path) -> Model:
-    """The model that a `config.json`, or its folder, describes.
-
-    ValueError, in one line, for another kind of file, more than 1 MiB, or another architecture.
-    """
+    """The model that a `config.json`, or its folder, describes. ValueError, in one line, for any other file."""
     path = path / "config.json" if path.is_dir() else path
     try:
         if not path.is_file() or path.stat().st_size > MAX_BYTES:  # a device or a pipe may never end
             raise ValueError("it is larger than 1 MiB" if path.is_file() else "there is no such file")
-        config = json.loads(path.read_text("utf-8-sig"))
+        pairs = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
+        config = dict(pairs) if isinstance(pairs, tuple) else {}
+        if config and len(config) < len(pairs):
+            raise ValueError("a name stands in it twice: which one counts?")
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        kinds = ", ".join(_ARCHITECTURES)
-        raise ValueError(f"expected a config.json with a model_type among {kinds}; got {str(kind)[:40]!r}")
+        raise ValueError(f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {str(kind)[:40]!r}")
     return _model(config, _folder_name(path.absolute().parent))
 
 

@@ -1,6 +1,7 @@
 """Runs side by side by their answers: what agrees, differs or is lost, which runs are copies, and bad input by name."""
 
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -179,11 +180,14 @@ def test_nothing_that_a_run_says_becomes_markup(evil, tmp_path):
     assert not [name for name in attributes if name.startswith("on") or "'" in name]
 
 
-def test_folders_of_runs_are_read_and_what_cannot_be_is_listed(tmp_path):
+def test_folders_of_runs_are_read_and_what_cannot_be_is_listed(tmp_path, monkeypatch):
     for number in range(2):
         student = tmp_path / f"student{number}"
         run_file(student / f"data/runs/lab/{number}.jsonl", cpu=f"cpu {number}", seed=number)
     (tmp_path / "student0/data/runs/empty.jsonl").touch()
+    scandir, gone = os.scandir, tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.setattr(os, "scandir", lambda path: scandir(path if str(path) != str(gone) else gone / "elsewhere"))
     runs, left_out = load_runs([str(tmp_path)])
     assert [run.name for run in runs] == ["0", "1"]
     write_comparison(compare_runs(runs, load_lab), "labkit compare", tmp_path / "compare.html", left_out)

@@ -273,6 +273,7 @@ HOSTILE = {
     "not a number": b'{"model_type": "llama", "hidden_size": NaN}',
     "a number of a million digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10**6 + b"}",
     "zero": LLAMA | {"vocab_size": 0},
+    "a name twice": json.dumps(LLAMA).replace("{", '{"hidden_size": 1024, ').encode(),
     "enormous": LLAMA | {"hidden_size": 10**12},
     "heads that do not divide": LLAMA | {"num_attention_heads": 33},
     "another type of flag": LLAMA | {"tie_word_embeddings": "no"},
