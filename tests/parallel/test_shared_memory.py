@@ -10,8 +10,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +106,15 @@ def _replace_process(transport: Any, rank: int) -> None:
     os.close(ended)
 
 
-def _check_death() -> list[str]:
+def _members(n: int) -> dist.ProcessGroup | None:
+    """A new group of the first ranks, and None on the others."""
+    group = dist.new_group(range(n))
+    return group if dist.get_rank() < n else None
+
+
+def _check_death(group: dist.ProcessGroup) -> list[str]:
     """A rank that dies ends the wait of the others with its number."""
-    transport, wrong = find_transport(None, CPU, SHARED), []
+    transport, wrong = find_transport(group, CPU, SHARED), []
     if dist.get_rank() < 2:
         _replace_process(transport, 2)
         for expected in ("rank 2 ended", "cut short"):  # and the group is of no use afterwards
@@ -117,118 +123,51 @@ def _check_death() -> list[str]:
                 wrong.append("no error")
             except RuntimeError as error:
                 wrong += [] if expected in str(error) else [str(error)]
-    dist.barrier()
     return wrong
 
 
-def _check_leaving() -> list[str]:
+def _check_leaving(group: dist.ProcessGroup) -> list[str]:
     """What a rank sent before it left still arrives."""
-    transport, received = find_transport(None, CPU, SHARED), torch.zeros(3)
+    transport, received = find_transport(group, CPU, SHARED), torch.zeros(3)
     if dist.get_rank() == 0:
         transport.run([Step(torch.ones(3), 1, None, 0)])
-    dist.barrier()
+    dist.barrier(group)
     if dist.get_rank() == 1:
         _replace_process(transport, 0)
         transport.run([Step(None, 0, received, 0)])
-    dist.barrier()
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
-def _check_left_group() -> list[str]:
+def _check_left_group(group: dist.ProcessGroup) -> list[str]:
     """A rank whose group is destroyed ends the wait of the others, long before the time-out."""
-    group = dist.new_group([0, 1])
-    transport = find_transport(group, CPU, SHARED)
-    if dist.get_rank() == 1:
-        dist.destroy_process_group(group)
-        del group, transport
-        return []
-    try:
-        transport.run([Step(None, 0, torch.empty(3), 1)])
-        return ["no error"]
-    except RuntimeError as error:
-        return [] if "rank 1 ended" in str(error) else [str(error)]
-
-
-def _check_time_out() -> list[str]:
-    """A rank that does not come ends the wait at the time-out."""
-    group = dist.group.WORLD
-    assert group is not None
-    transport, wrong = SharedTransport(group, 2.0), []
+    left, wrong = dist.new_group([0, 1], use_local_synchronization=True), []
+    transport = find_transport(left, CPU, SHARED)
     if dist.get_rank() == 0:
         try:
-            all_reduce(torch.ones(10), transport=transport)
+            transport.run([Step(None, 0, torch.empty(3), 1)])
             wrong.append("no error")
-        except TimeoutError as error:
-            wrong += [] if "rank 1" in str(error) else [str(error)]
-    dist.barrier()
+        except RuntimeError as error:
+            wrong += [] if "rank 1 ended" in str(error) else [str(error)]
+    dist.destroy_process_group(left)
     return wrong
 
 
-def _reduce(length: int, op: str = "sum", dtype: torch.dtype = torch.float32) -> Callable[[], None]:
-    return lambda: all_reduce(torch.ones(length, dtype=dtype), op=op, transport=SHARED)
+def _check_time_out(group: dist.ProcessGroup) -> list[str]:
+    """A rank that does not come ends the wait at the time-out."""
+    transport, wrong = SharedTransport(group, 0.5), []
+    if dist.get_rank() == 0:
+        try:
+            all_reduce(torch.ones(10), group, transport=transport)
+            wrong.append("no error")
+        except TimeoutError as error:
+            wrong += [] if "rank 1" in str(error) else [str(error)]
+    dist.barrier(group)
+    return wrong
 
 
-def _gather(length: int) -> Callable[[], None]:
-    return lambda: all_gather(torch.ones(length), transport=SHARED)
-
-
-def _exchange(length: int) -> None:
-    others = 1 - dist.get_rank()
-    exchange(torch.ones(3 << 17), others, torch.ones(length), others, transport=SHARED)
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        *(map(_reduce, lengths) for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10), (10, 1_000_000, 10, 10))),
-        (_gather(4), _gather(5)),
-        (_reduce(4, "mean"), _reduce(4)),
-        (_reduce(4, "mean", torch.float16), _reduce(4, "mean", torch.bfloat16)),
-        (_gather(8), _reduce(4)),
-        (partial(_exchange, 3 << 17), partial(_exchange, 2 << 17)),
-        (_reduce(4), _reduce(0)),
-        (_gather(1), _gather(1), _gather(2)),
-        (_reduce(4), _reduce(4, "max"), _reduce(4)),
-        (_reduce(4), _reduce(4, "mean", torch.int64)),
-    ],
-)
-def test_ranks_that_make_different_calls_say_so(calls: Iterable[Callable[[], None]]) -> None:
-    calls = list(calls)
-    errors = run_ranks(_error_text, calls, world_size=len(calls), timeout_s=60)
-    assert any("the same call, with one shape and dtype" in error for error in errors)
-    assert [
-        error for error in errors if not re.search("same call|ended or failed|op must be|dtypes float64", error)
-    ] == []
-
-
-def test_a_call_that_all_ranks_refuse_costs_the_group_nothing() -> None:
-    results = run_ranks(_refused_then_made, world_size=3, timeout_s=60)
-    assert results == [[6.0, 3.0]] * 3
-
-
-def _refused_then_made() -> list[float]:
-    for op in ("max", "min"):
-        with pytest.raises(ValueError, match="op must be"):
-            _reduce(4, op)()
-    values = torch.full((1,), 1.0 + dist.get_rank()), torch.ones(1)
-    for tensor in values:
-        all_reduce(tensor, op="sum", transport=SHARED)
-    return [float(tensor) for tensor in values]
-
-
-def _error_text(calls: list[Callable[[], None]]) -> str:
-    """The error of this rank's call, or of the next one."""
-    try:
-        calls[dist.get_rank()]()
-        all_reduce(torch.ones(1), transport=SHARED)
-        return ""
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-
-
-def _check_parts() -> list[str]:
+def _check_parts(group: dist.ProcessGroup) -> list[str]:
     """Parts that cannot be sent are refused before any message."""
-    transport, wrong = find_transport(None, CPU, SHARED), []
+    transport, wrong = find_transport(group, CPU, SHARED), []
     other = 1 - transport.rank
     long, integers = torch.zeros(transport.piece_bytes(1) + 1, dtype=torch.uint8), torch.ones(3, dtype=torch.int32)
     for part, add in ((long, False), (torch.arange(200.0)[::2], False), (integers, True)):
@@ -240,6 +179,119 @@ def _check_parts() -> list[str]:
     x = torch.ones(3)
     transport.run([Step(x, other, x, other, True)])
     return wrong if x.tolist() == [2.0] * 3 else [*wrong, f"{x}"]
+
+
+def _check_mappings(group: dist.ProcessGroup) -> list[str]:
+    """Nothing has a name, and there is a mapping for each rank of the group."""
+    all_reduce(torch.ones(200_000), group, transport=SHARED)
+    wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return wrong + ([] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"])
+
+
+def _count_mappings() -> int:
+    return sum("memfd:labkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _check_refused(group: dist.ProcessGroup) -> list[str]:
+    """A call that all ranks refuse costs the group nothing."""
+    for op in ("max", "min"):
+        with pytest.raises(ValueError, match="op must be"):
+            _reduce(4, op)(group)
+    values = torch.full((1,), 1.0 + dist.get_rank()), torch.ones(1)
+    for tensor in values:
+        all_reduce(tensor, group, op="sum", transport=SHARED)
+    return [] if [float(tensor) for tensor in values] == [6.0, 3.0] else [str(values)]
+
+
+# Each check, on how many ranks
+CHECKS = {
+    _check_death: 3,
+    _check_leaving: 2,
+    _check_left_group: 2,
+    _check_time_out: 2,
+    _check_parts: 2,
+    _check_mappings: 3,
+    _check_refused: 3,
+}
+
+Call = Callable[[dist.ProcessGroup], None]
+
+
+def _reduce(length: int, op: str = "sum", dtype: torch.dtype = torch.float32) -> Call:
+    return lambda group: all_reduce(torch.ones(length, dtype=dtype), group, op, transport=SHARED)
+
+
+def _gather(length: int) -> Call:
+    return lambda group: all_gather(torch.ones(length), group, transport=SHARED)
+
+
+def _exchange(length: int) -> Call:
+    other = 1 - dist.get_rank()
+    tensors = torch.ones(3 << 17), torch.ones(length)
+    return lambda group: exchange(tensors[0], other, tensors[1], other, group, transport=SHARED)
+
+
+def _different_calls() -> list[list[Call]]:
+    """Calls of two to four ranks, one each, that do not fit together."""
+    return [
+        *([_reduce(n) for n in lengths] for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10))),
+        [_reduce(10), _reduce(1_000_000), _reduce(10), _reduce(10)],
+        [_gather(4), _gather(5)],
+        [_reduce(4, "mean"), _reduce(4)],
+        [_reduce(4, "mean", torch.float16), _reduce(4, "mean", torch.bfloat16)],
+        [_gather(8), _reduce(4)],
+        [_exchange(3 << 17), _exchange(2 << 17)],
+        [_reduce(4), _reduce(0)],
+        [_gather(1), _gather(1), _gather(2)],
+        [_reduce(4), _reduce(4, "max"), _reduce(4)],
+        [_reduce(4), _reduce(4, "mean", torch.int64)],
+    ]
+
+
+def _error_text(call: Call, group: dist.ProcessGroup) -> str:
+    """The error of this rank's call, or of the next one."""
+    try:
+        call(group)
+        all_reduce(torch.ones(1), group, transport=SHARED)
+        return ""
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+def _go_through_all() -> tuple[dict[str, list[str]], list[str | None]]:
+    """On a rank: what was wrong, by check; and its error in each case of different calls, if it takes part."""
+    wrong, errors = dict[str, list[str]](), list[str | None]()
+    for check, n in CHECKS.items():
+        wrong[check.__name__] = check(group) if (group := _members(n)) else []
+        dist.barrier()
+        if group is not None:
+            dist.destroy_process_group(group)
+        del group
+        if _count_mappings():
+            wrong[check.__name__].append(f"{_count_mappings()} mappings are left")
+    for calls in _different_calls():
+        group = _members(len(calls))
+        errors.append(_error_text(calls[dist.get_rank()], group) if group else None)
+        dist.barrier()
+    return wrong, errors
+
+
+@cache
+def _results() -> list[tuple[dict[str, list[str]], list[str | None]]]:
+    return run_ranks(_go_through_all, world_size=4, timeout_s=120)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(check: Callable[..., list[str]]) -> None:
+    assert [text for wrong, _ in _results() for text in wrong[check.__name__]] == []
+
+
+@pytest.mark.parametrize("case", range(13))
+def test_ranks_that_make_different_calls_say_so(case: int) -> None:
+    by_rank = [errors[case] for _, errors in _results() if errors[case] is not None]
+    assert any("the same call, with one shape and dtype" in error for error in by_rank)
+    expected = "same call|ended or failed|op must be|dtypes float64"
+    assert [error for error in by_rank if not re.search(expected, error)] == []
 
 
 WAITING_AT_THE_END = """
@@ -263,70 +315,43 @@ def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None
     assert (result.returncode, result.stderr) == (3, "")
 
 
-def _check_mappings() -> list[str]:
-    """Nothing has a name, and mappings go with the group."""
-    group = dist.new_group([0, 1, 2])
-    all_reduce(torch.ones(200_000), group, transport=SHARED)
-    wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-    wrong += [] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"]
-    dist.destroy_process_group(group)
-    del group
-    return wrong + ([f"{_count_mappings()} mappings are left"] if _count_mappings() else [])
+def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> None:
+    check_on_ranks(_check_fallbacks, world_size=3)
 
 
-def _count_mappings() -> int:
-    return sum("memfd:labkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def _check_fallbacks() -> list[str]:
+    """One of three ranks lacks what shared memory needs, one thing after another."""
+    denied = _refuse(PermissionError, "not allowed")
+    closed = "rank 1: another rank's memory or process cannot be opened: not allowed"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wrong = []
+    for place, name, replaced, expected in (
+        (shared_memory, "load_library", _refuse(SharedMemoryUnavailable, "none here"), "rank 1: none here"),
+        (shared_memory, "available_memory_bytes", lambda: 0, "rank 1: 3 ranks need 6 MiB, 0 MiB are"),
+        (shared_memory, "host_identity", lambda: "another", "several hosts"),
+        (shared_memory, "_open_mailbox", denied, closed),
+        (os, "pidfd_open", denied, closed),
+        (resource, "RLIMIT_FSIZE", resource.RLIMIT_FSIZE, "rank 1: [Errno 27] File too large"),
+    ):
+        group = dist.new_group()
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank() == 1:
+                patched.setattr(place, name, replaced)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 if place is resource else soft, hard))
+            wrong += [f"{name}: {text}" for text in _check_fallback(group, expected)]
+    return wrong
 
 
-@pytest.mark.parametrize(
-    ("check", "world_size"),
-    [
-        (_check_death, 3),
-        (_check_leaving, 2),
-        (_check_left_group, 2),
-        (_check_time_out, 2),
-        (_check_parts, 2),
-        (_check_mappings, 3),
-    ],
-)
-def test_on_ranks(check: Callable[..., list[str]], world_size: int) -> None:
-    check_on_ranks(check, world_size=world_size)
-
-
-@pytest.mark.parametrize("cause", ["library", "memory", "limit", "hosts", "open", "processes"])
-def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why(cause: str) -> None:
-    check_on_ranks(_check_fallback, cause, world_size=3)
-
-
-def _check_fallback(cause: str) -> list[str]:
+def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
     rank, wrong = dist.get_rank(), []
-    expected = {
-        "library": "rank 1: none here",
-        "memory": "rank 1: 3 ranks need 6 MiB, 0 MiB are available",
-        "limit": "rank 1: [Errno 27] File too large",
-        "hosts": "several hosts",
-        "open": "rank 1: another rank's memory or process cannot be opened: not allowed",
-        "processes": "rank 1: another rank's memory or process cannot be opened: not allowed",
-    }[cause]
-    if rank == 1 and cause == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
-    elif rank == 1:
-        place, name, value = {
-            "library": (shared_memory, "load_library", _refuse(SharedMemoryUnavailable, "none here")),
-            "memory": (shared_memory, "available_memory_bytes", lambda: 0),
-            "hosts": (shared_memory, "host_identity", lambda: "another"),
-            "open": (shared_memory, "_open_mailbox", _refuse(PermissionError, "not allowed")),
-            "processes": (os, "pidfd_open", _refuse(PermissionError, "not allowed")),
-        }[cause]
-        setattr(place, name, value)
-    name, reason = transport_in_use()
+    name, reason = transport_in_use(group)
     if name != POINT_TO_POINT or expected not in reason:
         wrong.append(f"rank {rank}: {name}, {reason}")
     x = torch.full((1000,), float(rank))
-    all_reduce(x)
+    all_reduce(x, group)
     wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
     try:
-        butterfly_all_reduce(x, transport=SHARED)
+        butterfly_all_reduce(x, group, transport=SHARED)
         wrong.append("shared memory was used after all")
     except ValueError as error:
         wrong += [] if "cannot share memory" in str(error) and expected in str(error) else [str(error)]
@@ -342,31 +367,21 @@ def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
 
 # Compiling the library: once, by one process, for this user; and what happens if that fails
 
-LOAD = """
-from labkit.parallel.transport import shared_memory
-from labkit.parallel.transport.base import SharedMemoryUnavailable
-try:
-    print(shared_memory.load_library()._name)
-except SharedMemoryUnavailable as error:
-    print("none:", error)
-"""
+
+def _load() -> str:
+    """The library's file, loaded as in a process that has not loaded it yet; or why there is none."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shared_memory, "_libraries", [])
+        return shared_memory.unavailable_reason() or str(shared_memory.load_library()._name)
 
 
-def _start(cache: Path, **variables: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache.parent), **variables}
-    return subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=-1, stderr=-1, text=True)
-
-
-def _output(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=200)
-    assert (process.returncode, error) == (0, "")
-    return out.strip()
-
-
-def _compiler(folder: Path, script: str) -> str:
+def _set_compiler(patch: pytest.MonkeyPatch, folder: Path, script: str) -> str:
+    """Have the library compiled by a script, which notes its calls, into an empty cache."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\necho called >> {folder}/calls\n{script}\n")
     path.chmod(0o700)
+    patch.setenv("CXX", str(path))
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     return str(path)
 
 
@@ -377,27 +392,34 @@ def compiled() -> str:
     return f'while [ "$1" != -o ]; do shift; done; exec cp {library} "$2"'
 
 
-def test_processes_that_start_together_build_it_once_and_print_nothing(tmp_path: Path, compiled: str) -> None:
-    cache, compiler = tmp_path / "cache", _compiler(tmp_path, compiled)
-    files = {_output(process) for process in [_start(cache, CXX=compiler) for _ in range(2)]}
-    (file,) = files
-    assert _output(_start(cache)) == file
+def test_processes_that_start_together_build_it_once_and_print_nothing(
+    tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _set_compiler(monkeypatch, tmp_path, f"sleep 0.2; {compiled}")
+    (file,) = set(run_ranks(_load, world_size=2))
+    assert _load() == file
     assert (tmp_path / "calls").read_text() == "called\n"
     assert {path.name for path in Path(file).parent.iterdir()} == {"library.so", "lock"}
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_failure_is_one_line_and_not_kept(tmp_path: Path) -> None:
+def test_a_failure_is_one_line_and_not_kept(tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     message = "cc1plus: error: cannot write: No space left on device"
-    compiler = _compiler(tmp_path, f'echo "In file x:"; echo "{message}" >&2; exit 1')
-    assert _output(_start(tmp_path / "cache", CXX=compiler)) == f"none: {compiler} failed: {message}"
-    assert _output(_start(tmp_path / "cache", CXX=compiler, LABKIT_SHARED_MEMORY_FAILURE="none")) == "none: none"
+    compiler = _set_compiler(monkeypatch, tmp_path, f'echo "In file x:"; echo "{message}" >&2; exit 1')
+    assert _load() == f"{compiler} failed: {message}"
+    with monkeypatch.context() as patched:
+        patched.setenv(shared_memory.FAILURE, "none")
+        assert _load() == "none"
     assert (tmp_path / "calls").read_text() == "called\n"  # ranks take their launcher's word
-    assert _output(_start(tmp_path / "cache")).endswith("library.so")  # by the real one
+    _set_compiler(monkeypatch, tmp_path, compiled)
+    assert _load().endswith("library.so")
 
 
-def test_a_full_temporary_folder_does_not_matter(tmp_path: Path, compiled: str) -> None:
-    compiler = _compiler(tmp_path, f'case "$TMPDIR" in */cache/labkit/*) {compiled};; esac; exit 1')
-    assert _output(_start(tmp_path / "cache", CXX=compiler)).endswith("library.so")
+def test_a_full_temporary_folder_does_not_matter(
+    tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_compiler(monkeypatch, tmp_path, f'case "$TMPDIR" in */cache/labkit/*) {compiled};; esac; exit 1')
+    assert _load().endswith("library.so")
 
 
 @pytest.mark.parametrize(("missing", "package"), [("PATH", "g++"), ("CXX", "g++"), ("headers", "python3-dev")])
