@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from tests.fork_server import OF_TESTS, preload
+from tests.fork_server import OF_TESTS, borrow, lend, preload
 
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
@@ -24,7 +24,7 @@ FIRST = (
     *("parallel/test_leftovers.py", "parallel/test_collectives.py", "parallel/test_shared_memory.py"),
     *("studies/test_own_alternatives.py", "test_cli.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
     *("faults/test_measurements.py", "parallel/test_torchrun.py", "check/test_class.py", "check/test_comparison.py"),
-    *("lab/test_comparison.py", "test_start_here.py", "parallel/test_pipeline.py"),
+    *("lab/test_comparison.py", "parallel/test_pipeline.py"),
     *("parallel/test_tensor.py", "studies/test_one_rank_fails.py", "parallel/test_fsdp.py", "lab/test_torchrun.py"),
     *("rehearsal/test_machines.py", "parallel/test_launch.py", "rehearsal/test_missing_rows.py"),
 )
@@ -36,9 +36,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LABKIT_HOME"] = home.name
 
 preload(*OF_TESTS)
+SERVER = Path(os.environ["LABKIT_HOME"]) / "fork-server"
+if SERVER.exists() and "PYTEST_XDIST_WORKER" in os.environ:
+    borrow(SERVER)
 
 # What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        lend(SERVER)
 
 
 def pytest_collection_modifyitems(items):

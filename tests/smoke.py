@@ -1,9 +1,9 @@
-"""Notebooks of all labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER`.
+"""The tour, and all labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER`.
 
 The cells, in IPython, the pages and the index are those of `labkit report`; without a kernel and its imports for each
 lab, and the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's:
-`tests/test_adding_a_lab.py` reports by command, and `make test-all` all labs. The model called nano is a ninth of it,
-so runs belong in a $LABKIT_HOME of their own, where nobody takes them for what they are not.
+`tests/test_adding_a_lab.py` reports by command, and `make test-all` all labs, and the tour by papermill. The model
+called nano is a ninth of it, so runs belong in a $LABKIT_HOME of their own, where nobody takes them for others.
 """
 
 import gc
@@ -25,10 +25,13 @@ from traitlets.config import Config
 
 from labkit.lab.pages.record import write_index
 from labkit.lab.pages.report import export_page
-from labkit.lab.project import notebook_path
+from labkit.lab.project import notebook_path, notebooks_directory
 from labkit.studies import LABS, load_lab
 from tests import small_nano  # noqa: F401  which makes nano small
 from tests.fork_server import preload
+
+PROGRAM = sys.modules["__main__"]
+TOUR = notebooks_directory() / "00_start_here.ipynb"
 
 preload("tests.small_nano")
 
@@ -68,10 +71,11 @@ class _Shell(InteractiveShell):
     displayhook_class = Type(_Hook)
 
 
-def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
-    """Every cell of the lab's notebook; raises what a cell raises."""
-    node = load_notebook_node(str(notebook_path(lab)))
-    node = parameterize_notebook(node, {"profile": "smoke"}, kernel_name="python3")
+def execute(source: Path, shell: InteractiveShell, notebook: Path, **parameters: Any) -> None:
+    """Every cell of a notebook; raises what a cell raises."""
+    node = load_notebook_node(str(source))
+    node = parameterize_notebook(node, {"profile": "smoke"} | parameters, kernel_name="python3")
+    sys.modules["__main__"] = PROGRAM  # the ranks' own, which a shell would be
     shell.reset(new_session=True)
     for cell in node.cells:
         if cell.cell_type == "code":
@@ -87,14 +91,14 @@ def execute(lab: str, shell: InteractiveShell, notebook: Path) -> None:
 
 def main(folder: Path) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the fork server, which loads tests.small_nano
-    program = sys.modules["__main__"]
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)
     gc.freeze()  # modules stay: each shell that is emptied looks for garbage
+    os.chdir(folder)  # notebooks run from any directory
+    execute(TOUR, shell, folder / "notebooks" / TOUR.name, repeats=6)
     for lab in LABS:
-        sys.modules["__main__"] = program  # the ranks' own, which a shell would be
         notebook = folder / "notebooks" / f"{lab}.ipynb"
-        execute(lab, shell, notebook)
+        execute(notebook_path(lab), shell, notebook)
         export_page(notebook, folder / f"{lab}.html", load_lab(lab))
     write_index(map(load_lab, LABS), folder)
 

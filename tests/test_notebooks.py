@@ -9,8 +9,10 @@ import re
 import shutil
 import sys
 from functools import cache
+from unittest.mock import Mock
 
 import nbformat
+import pandas as pd
 import pytest
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
@@ -18,13 +20,14 @@ from papermill.iorw import load_notebook_node
 from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.parameters import COMMON_PARAMETERS
-from labkit.lab.project import checkout, notebook_path
+from labkit.lab.project import checkout, notebook_path, notebooks_directory
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
 from tests.commands import carry_out, mounted
 from tests.lab.test_labs import check_headline
 
+TOUR = notebooks_directory() / "00_start_here.ipynb"
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 
 
@@ -37,6 +40,18 @@ def report(request, tmp_path_factory):
     outcome = carry_out([sys.executable, "-m", *program], checkout(), {"LABKIT_HOME": str(pages / "home")})
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages
+
+
+@pytest.fixture(scope="module")
+def tour(request, report):
+    """What each code cell of the tour left, by its first line; by papermill, or in `make test` for less."""
+    executed = report / "notebooks" / TOUR.name
+    if "not slow" not in request.config.option.markexpr:
+        command = [sys.executable, "-m", "papermill", str(TOUR), str(executed), "-p", "repeats", "6"]
+        outcome = carry_out(command, report)
+        assert outcome.returncode == 0, outcome.stderr
+    cells = nbformat.read(executed, as_version=4).cells
+    return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
 
 
 @pytest.fixture
@@ -201,14 +216,51 @@ def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report,
     assert 'id="largest"' not in index
 
 
-def test_a_failed_lab_is_named_and_its_page_shows_the_failure(tmp_path):
+def test_a_failed_lab_is_named_and_its_page_shows_the_failure(tmp_path, command):
     """The run to draw is damaged, which only the notebook finds out."""
     run, pages = tmp_path / "broken.jsonl", tmp_path / "pages"
     run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
-    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run), "--output", str(pages)]
-    result = carry_out(command, checkout())
-    assert result.returncode == 1
-    assert "all_reduce: failed" in result.stdout
+    status, said, _ = command("report", "all_reduce", "--run", str(run), "--output", str(pages))
+    assert status == 1
+    assert "all_reduce: failed" in said
     assert "damaged header" in (pages / "all_reduce.html").read_text()
     assert "damaged header" in (pages / "index.html").read_text()
     assert not list((pages / "notebooks").glob("*.running*"))
+
+
+# The tour for newcomers
+
+
+def _shown(tour, kind):
+    return [output.data[kind] for outputs in tour.values() for output in outputs if kind in output.get("data", {})]
+
+
+def test_the_tour_runs_from_any_directory_without_noise(tour):
+    assert {output.output_type for outputs in tour.values() for output in outputs} <= {"display_data", "execute_result"}
+    assert sum(html.count("data:image/svg+xml;base64,") for html in _shown(tour, "text/html")) == 2
+
+
+def test_a_function_of_the_reader_has_run_on_four_ranks(tour):
+    (table,) = [html for html in _shown(tour, "text/html") if "average that each rank has" in html]
+    assert table.count("[1.5, 1.5, 1.5]") == 4
+
+
+def test_the_point_that_was_added_is_measured_alone(tour):
+    first, second = [html for html in _shown(tour, "text/html") if re.search("points? planned", html)]
+    assert re.search(r"(\d+) points planned, \1 measured", first)
+    assert re.search(r"\b(\d+) points? planned, \1 measured", second)
+
+
+def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with():
+    (source,) = [cell.source for cell in nbformat.read(TOUR, as_version=4).cells if "One size more" in cell.source]
+    lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
+    namespace = {"open_lab": lambda *_: lab, "load_lab": load_lab, "pd": pd, "frame": pd.DataFrame(), "more": None}
+    with pytest.raises(KeyboardInterrupt):
+        exec(source, namespace)
+    assert namespace["more"] is lab
+
+
+def test_the_table_has_every_lab_with_a_link_to_its_notebook(tour):
+    (table,) = _shown(tour, "text/markdown")
+    for lab in LABS:
+        assert f"]({notebook_path(lab).name}) | {load_lab(lab).summary} |" in table

@@ -41,15 +41,14 @@ def assert_nothing_left(hit):
     hit.assert_nothing_left()
 
 
-def test_a_damaged_archive_stops_before_there_is_a_run(victim):
-    hit = victim("0", lab="cifar100")
-    _torn(archive := hit.folder / "archive.tar.gz")
-    status, output = hit.start(*training(archive)).finish()
-    assert status == 2, output
-    assert f"{archive}: cannot be read as a whole .tar.gz" in output
-    assert "Traceback" not in output
-    assert hit.runs() == []
-    assert_nothing_left(hit)
+def test_a_damaged_archive_stops_before_there_is_a_run(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+    _torn(archive := tmp_path / "archive.tar.gz")
+    status, _, complaints = command("measure", "cifar100", *training(archive))
+    assert status == 2
+    assert f"{archive}: cannot be read as a whole .tar.gz" in complaints
+    assert "Traceback" not in complaints
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [archive]
 
 
 @pytest.mark.faults

@@ -3,8 +3,6 @@
 import json
 import re
 
-import pytest
-
 from labkit.lab.pages.cards import stepper
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.parallel.collectives import ALGORITHMS
@@ -21,28 +19,29 @@ def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_r
     assert len(schedules["ring"]["3"]["messages"]) == 12
 
 
-@pytest.mark.parametrize("is_page", [True, False])
-def test_it_is_used_by_keyboard_alone(is_page, tmp_path):
+def test_it_is_used_by_keyboard_alone(tmp_path):
     steps = stepper(world_sizes=[3, 4])
-    html = f"<!DOCTYPE html><title>stepper</title>{steps.data}"  # a notebook, which has nothing of a page
-    if is_page:
-        piece = steps.on_page
-        head = f"{render('head.html.j2')}<title>stepper</title><style>{style_sheet()}</style>"
-        html = f"<!DOCTYPE html><html><head>{head}</head><body>{piece}<script>{script()}</script></body></html>"
-    (tmp_path / "page.html").write_text(html)
+    title, head = "<title>stepper</title>", f"{render('head.html.j2')}<style>{style_sheet()}</style>"
+    notebook = f"<!DOCTYPE html>{title}{steps.data}"  # which has nothing of a page
+    body = f"{steps.on_page}<script>{script()}</script>"
     with opened_browser() as visit:
-        page, _, errors = visit(tmp_path / "page.html", width=380)
-        status, arrows = page.locator("[role=status]"), page.locator(".labkit-stepper .message")
-        page.keyboard.press("Tab")
-        page.keyboard.type("halv")
-        page.keyboard.press("Tab")
-        page.keyboard.press("4")
-        page.keyboard.press("Tab")  # past a button that cannot go back
-        assert "4 steps" in status.inner_text()
-        for step in range(1, 5):
-            page.keyboard.press("ArrowRight")
-            assert f"Step {step} of 4" in status.inner_text()
-            assert arrows.count() == 4
-        assert "100% of the result" in status.inner_text()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        for html in (f"<!DOCTYPE html><html><head>{head}{title}</head><body>{body}</body></html>", notebook):
+            (tmp_path / "page.html").write_text(html)
+            _go_through(*visit(tmp_path / "page.html", width=380))
+
+
+def _go_through(page, _, errors):
+    status, arrows = page.locator("[role=status]"), page.locator(".labkit-stepper .message")
+    page.keyboard.press("Tab")
+    page.keyboard.type("halv")
+    page.keyboard.press("Tab")
+    page.keyboard.press("4")
+    page.keyboard.press("Tab")  # past a button that cannot go back
+    assert "4 steps" in status.inner_text()
+    for step in range(1, 5):
+        page.keyboard.press("ArrowRight")
+        assert f"Step {step} of 4" in status.inner_text()
+        assert arrows.count() == 4
+    assert "100% of the result" in status.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
     assert errors == []

@@ -1,4 +1,7 @@
-"""`labkit measure` in the ranks of a torchrun job: the first writes, the others take part, all sizes are answered."""
+"""`labkit measure` in the ranks of a torchrun job: the first writes, the others take part, all sizes are answered.
+
+In `make test` a part of the job of tests/parallel/test_torchrun.py.
+"""
 
 import os
 import subprocess
@@ -7,8 +10,21 @@ import sys
 import pytest
 
 from labkit.lab.runs.store import Run
-from tests.cases import thinned
 from tests.commands import all_runs, runs_by
+
+MEASURE = ["measure", "all_reduce", "--profile", "smoke", "--set", "algorithms=['torch', 'ring']"]
+for setting in ("sizes_bytes=[4096]", "world_sizes=[2, 3]", "transports=[]", "scheduling_bytes=[]"):
+    MEASURE += ["--set", setting]
+
+
+def assert_measured(run):
+    """Two ranks are measured, and points of others are skipped."""
+    coverage = run.coverage()
+    gloo = coverage[coverage["backend"] == "gloo"]
+    assert set(gloo.loc[gloo["world_size"] == 2, "status"]) == {"ok"}
+    others = gloo[gloo["world_size"] != 2]
+    assert set(others["status"]) == {"skipped"}
+    assert all("this job has 2" in reason for reason in others["reason"])
 
 
 def _torchrun(*arguments):
@@ -19,31 +35,19 @@ def _torchrun(*arguments):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("is_resumed", thinned([False, True], lambda is_resumed: not is_resumed))
-def test_a_lab_is_measured_by_the_ranks_that_exist_and_a_run_resumed_by_them(is_resumed):
-    arguments = ["measure", "all_reduce", "--profile", "smoke", "--set", "algorithms=['torch', 'ring']"]
-    for setting in ("sizes_bytes=[4096]", "world_sizes=[2, 3]", "transports=[]", "scheduling_bytes=[]"):
-        arguments += ["--set", setting]
+@pytest.mark.slow
+def test_a_run_is_resumed_by_the_ranks_that_exist():
     before = all_runs()
-    _torchrun(*arguments)
-    (path,) = runs_by(arguments, before)
-    coverage = Run.load(path).coverage()
-    gloo = coverage[coverage["backend"] == "gloo"]
-    assert set(gloo.loc[gloo["world_size"] == 2, "status"]) == {"ok"}
-    others = gloo[gloo["world_size"] != 2]
-    assert set(others["status"]) == {"skipped"}
-    assert all("this job has 2" in reason for reason in others["reason"])
-
-    if not is_resumed:
-        return
+    _torchrun(*MEASURE)
+    (path,) = runs_by(MEASURE, before)
+    assert_measured(whole := Run.load(path))
     # As if it had been killed before the end of the last point that these ranks measured.
     lines = path.read_text().splitlines(keepends=True)
     last = max(number for number, line in enumerate(lines) if '"status":"ok"' in line)
     path.write_text("".join(lines[:last]))
-    pending = Run.load(path).pending
-    assert pending
+    assert Run.load(path).pending
     _torchrun("measure", "all_reduce", "--resume", path.stem)
     run = Run.load(path)
     assert run.pending == []
     assert len(run.resumptions) == 1
-    assert run.coverage()["status"].tolist() == coverage["status"].tolist()
+    assert run.coverage()["status"].tolist() == whole.coverage()["status"].tolist()

@@ -94,9 +94,9 @@ def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None)
 @pytest.mark.parametrize(
     ("world_size", "lengths"),
     [
-        (3, LENGTHS),
+        (3, (*SHORT, 2**18 + 1)),
         *((p, SHORT) for p in (1, 2, 4, 5)),
-        *(pytest.param(p, LENGTHS, marks=pytest.mark.slow) for p in (1, 2, 4, 5, 8)),
+        *(pytest.param(p, LENGTHS, marks=pytest.mark.slow) for p in (1, 2, 3, 4, 5, 8)),
     ],
     ids=lambda value: f"to {value[-1]}" if isinstance(value, tuple) else str(value),
 )

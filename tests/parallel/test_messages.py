@@ -85,11 +85,18 @@ def test_model_parallel_examples_of_the_docs_run(part):
     run_ranks(_run_block, example, world_size=2)
 
 
+# Forked, not spawned: one process imports torch, not three.
+FORKED = """
+import torch.multiprocessing as mp
+mp.spawn = lambda *args, **options: mp.start_processes(*args, **options, start_method="fork")
+"""
+
+
 def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
     """The example of the docs, as it stands."""
     blocks = PAGE.read_text().split("```python\n")[1:]
     (example,) = (block.split("```")[0] for block in blocks if "multiprocessing.spawn(" in block)
-    (tmp_path / "spawned.py").write_text(example)
+    (tmp_path / "spawned.py").write_text(FORKED + example)
     environment = {"PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -62,6 +63,7 @@ def inputs_from(start: int, dtype: torch.dtype) -> Tensor:
     return activations.to(dtype).requires_grad_() if start else TOKENS
 
 
+@cache
 def reference(dtype: torch.dtype = torch.float64, start: int = 0) -> dict[str, Tensor]:
     """Loss and gradients of one process, and that of the activations if they are the inputs."""
     model, inputs = nn.Sequential(*build(dtype)[start:]), inputs_from(start, dtype)
@@ -103,7 +105,7 @@ def check_parity() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4], lambda world_size: world_size != 2))
+@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4], lambda world_size: world_size in (1, 3)))
 def test_it_computes_what_one_process_does(world_size: int) -> None:
     assert run_ranks(check_parity, world_size=world_size, timeout_s=300) == [[]] * world_size
 

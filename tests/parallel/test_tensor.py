@@ -1,6 +1,7 @@
 """Tensor parallelism computes what one process does, sends what its formula says, and needs every message."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, gather_state, rows
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
+from tests.cases import thinned
 from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
@@ -46,6 +48,7 @@ def build(dtype: torch.dtype = torch.float64, *, seed: int = 0, shape: Any = SHA
         torch.set_default_dtype(torch.float32)
 
 
+@cache
 def reference(dtype: torch.dtype = torch.float64, targets: Tensor = TARGETS) -> dict[str, Tensor]:
     model = build(dtype)
     logits = model(TOKENS)
@@ -78,7 +81,7 @@ def check_parity() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", thinned([1, 2, 4], lambda world_size: world_size != 2))
 def test_it_computes_what_one_process_does(world_size: int) -> None:
     assert run_ranks(check_parity, world_size=world_size) == [[]] * world_size
 

@@ -11,14 +11,15 @@ from labkit.check.checking import CHECK, CheckResult
 from labkit.check.commands import describe, describe_peak_share
 from labkit.check.comparison import Change, compare
 from labkit.check.worker import CheckPoint, Sizes
+from tests.cases import thinned
 from tests.check.made_up import made_run
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pretended_cuda import pretended_gpu
 
-of_every_machine = pytest.mark.parametrize("name", MACHINES)
+QUICK = ("eight H100", "MIG", "container")
 
 
-@of_every_machine
+@pytest.mark.parametrize("name", MACHINES)
 def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
     machine = MACHINES[name]
     points = list(CHECK.points(CHECK.configure("quick", {"sessions": 3}), machine))
@@ -30,7 +31,7 @@ def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
     assert len(points) == 3 * len(places)
 
 
-@of_every_machine
+@pytest.mark.parametrize("name", thinned(MACHINES, lambda name: name in QUICK))
 def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_path):
     machine = MACHINES[name]
     now = made_run(2, tmp_path / "check.jsonl", machine=machine, slower={"matmul bfloat16": 2.0})

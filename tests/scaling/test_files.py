@@ -12,7 +12,6 @@ from labkit.scaling.hardware import HARDWARE, find_hardware
 from labkit.scaling.models import MAX_BYTES, NAMED, find_model, read_model
 from labkit.scaling.prediction import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
-from tests.commands import labkit
 
 GOOD = {
     **{"group": "mosaic", "gpu": "H100-SXM-80GB", "gpus": "8", "layers": "32", "hidden": "4096", "heads": "32"},
@@ -126,18 +125,17 @@ def test_other_files_are_refused_in_a_line(case, tmp_path):
         read_rows(_table(tmp_path, content))
 
 
-def test_the_command_writes_predictions_and_names_refused_rows(tmp_path):
+def test_the_command_writes_predictions_and_names_refused_rows(tmp_path, command):
     table = _table(tmp_path, _text([GOOD | {"note": "größer"}, GOOD | {"gpu": "Z9"}]))
-    done = labkit("predict", str(table), "--output", str(tmp_path / "out.csv"))
-    assert done.returncode == 1
-    assert "line 3: unknown GPU 'Z9'" in done.stderr
+    status, _, complaints = command("predict", str(table), "--output", str(tmp_path / "out.csv"))
+    assert status == 1
+    assert "line 3: unknown GPU 'Z9'" in complaints
     written = list(csv.DictReader((tmp_path / "out.csv").open(encoding="utf-8")))
     assert [bool(row["step_s"]) for row in written] == [True, False]
     assert written[0]["published_note"] == "größer"
-    again = labkit("predict", str(tmp_path / "out.csv"))
-    assert again.returncode == 2
-    assert "output of labkit predict" in again.stderr
-    assert "Traceback" not in labkit("predict", str(tmp_path / "none.csv")).stderr
+    for name, words in (("out.csv", "output of labkit predict"), ("none.csv", "No such file")):
+        status, _, complaints = command("predict", str(tmp_path / name))
+        assert (status, words in complaints, "Traceback" in complaints) == (2, True, False)
 
 
 def test_a_terminal_without_unicode_gets_the_table_all_the_same(tmp_path):

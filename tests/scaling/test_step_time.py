@@ -56,7 +56,7 @@ def part(one, name, constants=None):
     return float(breakdown(Runs([one], constants))[name][0])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_every_breakdown_adds_up_and_nothing_is_negative(one):
     prediction = predict_runs(Runs([one])).prediction(0)
@@ -71,13 +71,13 @@ def test_every_breakdown_adds_up_and_nothing_is_negative(one):
     assert 0 < prediction.mfu < 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(possible_runs(), st.sampled_from(["peak", "memory", "link", "network"]), st.floats(1.01, 50))
 def test_better_hardware_is_never_slower(one, name, factor):
     assert seconds(faster(one, **{name: factor})) <= seconds(one) * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(possible_runs(), st.floats(0.1, 10))
 def test_seconds_are_seconds(one, factor):
     """All rates times k and all times over k is the same machine with another clock: the step is k times shorter."""
@@ -90,7 +90,7 @@ def test_seconds_are_seconds(one, factor):
     assert seconds(other, replace(constants, table=table)) * factor == pytest.approx(seconds(one), rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(possible_runs(), st.sampled_from(["layers", "ffn", "vocab"]))
 def test_larger_models_take_longer_and_more_memory(one, name):
     larger = replace(one, model=replace(one.model, **{name: 2 * getattr(one.model, name)}))
@@ -99,7 +99,7 @@ def test_larger_models_take_longer_and_more_memory(one, name):
     assert large.peak_gib[0] >= small.peak_gib[0] * (1 - 1e-9)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_a_row_does_not_depend_on_its_neighbors(one):
     others = [run(LLAMA_70B, "a100", tp=8, pp=16, framework="megatron", global_batch=64), run(GPT_1B)]
