@@ -20,13 +20,14 @@ from tests.fork_server import OF_TESTS, borrow, lend, preload
 TESTS = Path(__file__).parent
 # Of the files that the processes of `make test` share, those that take longest, so that both end together.
 FIRST = (
-    *("test_notebooks.py", "parallel/test_sharding_parity.py", "nn/test_flash_attention.py"),
-    *("parallel/test_leftovers.py", "parallel/test_collectives.py", "parallel/test_shared_memory.py"),
-    *("studies/test_own_alternatives.py", "test_cli.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
-    *("faults/test_measurements.py", "parallel/test_torchrun.py", "check/test_class.py", "check/test_comparison.py"),
-    *("lab/test_comparison.py", "parallel/test_pipeline.py"),
-    *("parallel/test_tensor.py", "studies/test_one_rank_fails.py", "parallel/test_fsdp.py", "lab/test_torchrun.py"),
-    *("rehearsal/test_machines.py", "parallel/test_launch.py", "rehearsal/test_missing_rows.py"),
+    *("test_notebooks.py", "rehearsal/test_tries.py", "parallel/test_sharding_parity.py", "test_cli.py"),
+    *("parallel/test_leftovers.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
+    *("nn/test_flash_attention.py", "parallel/test_collectives.py", "faults/test_measurements.py"),
+    *("check/test_class.py", "studies/test_cifar100_training.py", "parallel/test_torchrun.py"),
+    *("studies/test_one_rank_fails.py", "studies/test_own_alternatives.py", "parallel/test_launch.py"),
+    *("nn/test_tiled_attention.py", "costs/test_memory.py", "nn/test_transformer.py", "parallel/test_tensor.py"),
+    *("parallel/test_pipeline.py", "parallel/test_fsdp.py", "test_layout.py", "scaling/test_published.py"),
+    *("rehearsal/test_machines.py", "lab/test_measure.py", "parallel/test_context.py"),
 )
 
 if "PYTEST_XDIST_WORKER" not in os.environ:

@@ -36,12 +36,18 @@ def test_list_names_every_lab_and_the_version_is_known_in_any_directory(command,
     assert __version__ in said
 
 
-def test_help_comes_without_what_measuring_needs():
-    program = (
-        "import sys; sys.argv[1:] = ['measure', '--help']; from labkit.__main__ import app; app(standalone_mode=False)"
-    )
-    code = f"{program}; print(sorted({{'torch', 'pandas', 'matplotlib'}} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+LIGHT = """
+import sys
+from labkit.__main__ import app
+for line in (["measure", "--help"], ["advise", "--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100"]):
+    sys.argv[1:] = line
+    app(standalone_mode=False)
+print(sorted({"torch", "pandas", "matplotlib", "scipy", "jinja2"} & set(sys.modules)))
+"""
+
+
+def test_help_and_advice_come_without_what_measuring_needs():
+    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,6 @@ from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 from labkit.studies import load_lab as load_real
-from tests.browser import CONTRASTS, opened_browser
 
 EVIL = "<script>alert(1)</script>"
 QUOTED = "\" onerror='alert(1)"
@@ -193,25 +191,3 @@ def test_folders_of_runs_are_read_and_what_cannot_be_is_listed(tmp_path, monkeyp
     write_comparison(compare_runs(runs, load_lab), "labkit compare", tmp_path / "compare.html", left_out)
     assert left_out.pop(str(tmp_path / "student0/data/runs/empty.jsonl")).startswith("not a run")
     assert "empty.jsonl</code>: not a run" in (tmp_path / "compare.html").read_text()
-
-
-def test_the_page_of_many_machines_opens_offline_fits_a_narrow_screen_and_runs_its_own_script_alone(tmp_path):
-    cpus = [f"CPU {number}" for number in range(20)]
-    runs = [
-        run_file(tmp_path / lab / f"{cpu}.jsonl", lab=lab, cpu=cpu, ring=0.5 + at / 10, seed=at, sizes=SIZES[:2])
-        for lab, machines in (("one", cpus), ("two", cpus[:2]))
-        for at, cpu in enumerate(machines)
-    ]
-    page_file, foreign = Path(tmp_path / "compare.html"), "<script>document.title = 'run'</script>"
-    lines = write_comparison(compare_runs(runs, load_lab), "labkit compare", page_file, {})
-    assert len(lines) == 19 + 1
-    page_file.write_text(page_file.read_text().replace("<h1>", f"{foreign}<h1>"))
-    with opened_browser() as visit:
-        for scheme in ("light", "dark"):
-            page, requests, _ = visit(page_file, scheme, 380)
-            assert page.title() == "labkit compare"
-            assert page.evaluate("document.documentElement.scrollWidth") <= 380
-            assert page.evaluate(CONTRASTS) == []
-            page.locator("table.labkit-table thead button").first.click()  # made by the page's script
-            assert page.locator("th[aria-sort=ascending]").count() == 1
-            assert [url for url in requests if not url.startswith("data:")] == [page_file.as_uri()]

@@ -6,17 +6,14 @@ import json
 import re
 
 import nbformat
-import pandas as pd
 import pytest
 
 from labkit.lab.answers import TOPICS, Answer
-from labkit.lab.pages import cards
 from labkit.lab.pages.html import split_change, statement, with_nonbreaking_units
 from labkit.lab.pages.record import OTHER_FORMAT, PAGE_MIME, AnswerRecord, LabRecord, RunRecord, write_index
 from labkit.lab.pages.report import export_page
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
-from tests.browser import opened_browser
 from tests.lab.fake_lab import FAKE
 
 MAX_WORDS = 1500
@@ -152,23 +149,6 @@ def test_a_page_is_written_with_its_record_and_both_whole_or_not_at_all(tmp_path
     with pytest.raises(OSError, match="No space left"):
         write_page(tmp_path, profile="quick")
     assert (page.read_bytes(), sorted(tmp_path.iterdir())) == before
-
-
-UNCUT = """() => [...document.querySelectorAll(".labkit-scroll")].map((box) =>
-  [box.checkVisibility(), box.scrollHeight - box.clientHeight <= 1, box.scrollWidth - box.clientWidth <= 1])"""
-
-
-def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path):
-    frame = pd.DataFrame({f"name of column {at}": [f"value {at} {row}" for row in range(60)] for at in range(14)})
-    page_file = write_page(tmp_path, piece=cards.table(frame))
-    with opened_browser() as visit:
-        page, _, _ = visit(page_file, width=794)  # a sheet of A4
-        page.emulate_media(media="print")
-        page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        assert page.evaluate(UNCUT) == [[True, True, True]]
-        page.evaluate("dispatchEvent(new Event('afterprint'))")
-        assert not page.locator("details.labkit-numbers").get_attribute("data-printing")
-        assert page.locator("details[open]").count() == 0
 
 
 def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tmp_path):
