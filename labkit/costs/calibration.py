@@ -1,21 +1,73 @@
-"""Costs of messages on one machine, measured once by the lab `limits`.
+"""Rates of one machine, measured once by the lab `limits`, and the times that follow for operators and messages.
 
-Every prediction of every lab uses these numbers and no others. An algorithm takes messages * alpha + bytes * beta of
-its transport; beyond the measured number of ranks, costs grow in proportion to the ranks.
+Every prediction of every lab uses these numbers and no others. An operator takes
+
+    max(time of a square matmul of its FLOPs, time of an addition that moves its bytes)
+
+read off measured curves, which include the call itself. An algorithm of messages takes messages * alpha + bytes * beta
+of its transport; beyond the measured number of ranks, costs grow in proportion to the ranks.
 """
 
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import ClassVar
 
+import numpy as np
+
 from labkit.costs.communication import AT_ONCE, MessageCost
 
+Curve = tuple[tuple[float, float], ...]
+"""Pairs (FLOPs or bytes, seconds), from small to large."""
 ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
 OLDER_RUNS = {"extra": "ignore"}  # have rates of operators, too
 NCCL = "NCCL"
 """The transport between GPUs; the others move what lies in the CPU's memory."""
 ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
 """Also timed, to separate a message from its call: successive messages, and an all-reduce made of messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autograd:
+    """The cost of a forward and backward pass on top of its operators, when something else ran before it."""
+
+    begin_s: float
+    """Both passes together, once."""
+    operator_s: float
+    """Each operator with next to nothing to do, forward or backward, with the Python that calls it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Times of one rank on `device`, "cpu" or "cuda", while `ranks` compute at once."""
+
+    device: str
+    ranks: int
+    products: dict[str, Curve]
+    """By dtype: FLOPs and seconds of square matmuls."""
+    additions: Curve
+    """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model creates it."""
+    copies: Curve = ()
+    """In older runs; unused."""
+    autograd: Autograd | None = None
+    """None on a GPU, and in older runs."""
+
+    def operator_s(self, flops: float, n_bytes: float, dtype: str = "float32") -> float:
+        """Seconds of one operator with its call; NaN for a matmul in a dtype that was not measured."""
+        moving_s = _interpolate(self.additions, n_bytes)
+        if not flops:
+            return moving_s
+        return max(_interpolate(self.products[dtype], flops), moving_s) if dtype in self.products else float("nan")
+
+    def autograd_s(self, operators: float, *, begin: bool = True) -> float:
+        """Seconds that autograd adds to `operator_s` of this number of operators; 0 if unknown.
+
+        `begin`: include the start of both passes.
+        """
+        if self.autograd is None:
+            return 0.0
+        call_s = min(seconds for _, seconds in self.additions)  # next to nothing to do
+        extra_s = operators * max(0.0, self.autograd.operator_s - call_s)
+        return extra_s + self.autograd.begin_s if begin else extra_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +87,8 @@ class Transport:
     beta_s_per_byte: float
     call_s: float = 0.0
     """Before the first of any number of messages."""
+    error: float | None = None
+    """In older runs; unused."""
 
     def predict_s(self, cost: MessageCost) -> float:
         return self.call_s + cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
@@ -49,11 +103,19 @@ class Calibration:
     measured: datetime
     machine: str
     cores: int
+    threads: int
+    """Threads of one rank that has the machine to itself."""
+    rates: tuple[Rates, ...]
+    """By device, and number of ranks that compute at once."""
     transports: tuple[Transport, ...] = ()
     source: str = ""
     """The labkit that measured it; empty in older runs."""
     is_disturbed: bool = False
     """Whether the machine was busy meanwhile, and no other calibration is as new."""
+
+    def rates_on(self, device: str) -> Rates | None:
+        """The rates of a single rank; None for a device that was not measured."""
+        return next((one for one in self.rates if (one.device, one.ranks) == (device, 1)), None)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
         """Costs of a transport between this number of ranks; None if it was not measured.
@@ -87,3 +149,11 @@ class Calibration:
         if transport is None:
             return None
         return calls * (transport.call_s + transport.alpha_s) + n_bytes * transport.beta_s_per_byte
+
+
+def _interpolate(curve: Curve, work: float) -> float:
+    """Interpolate between two points in logarithms; beyond the last one at its rate, below the first its time."""
+    sizes, times = zip(*curve, strict=True)
+    if work >= sizes[-1]:
+        return float(times[-1] * work / sizes[-1])
+    return float(np.exp(np.interp(np.log(max(work, sizes[0])), np.log(sizes), np.log(times))))

@@ -6,7 +6,19 @@ from datetime import UTC, datetime, timedelta
 
 import pandas as pd
 
-from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, ROW, Calibration, Transport
+from labkit.costs.calibration import (
+    ALL_REDUCE,
+    BURST,
+    DOUBLING,
+    IN_A_ROW,
+    MESSAGE,
+    ROW,
+    Autograd,
+    Calibration,
+    Curve,
+    Rates,
+    Transport,
+)
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.metric import Metric
 from labkit.lab.project import runs_directory
@@ -15,32 +27,43 @@ from labkit.machine.description import Machine
 
 LIMITS = "limits"
 FRESH = timedelta(days=1)
+LEAST_ROWS = 512
+"""Rows of the largest matrices: smaller products measure the cost of their calls."""
+PRODUCTS = Metric("seconds", "shape", ("world_size", "device", "dtype", "flops"), where={"sweep": "products"})
+MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "bytes"), where={"sweep": "memory"})
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
+CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep": "autograd"})
+NEW = "new"  # operation of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> Calibration | None:
-    """Calibrate a machine from its limits run; None if the run lacks messages between ranks."""
-    measured = tuple(transports(run.frame()))
-    if not measured:
+    """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which predictions need."""
+    frame = run.frame()
+    rates = tuple(_rates(frame))
+    if not any(rate.ranks == 1 for rate in rates):
         return None
+    threads = frame.get("threads", pd.Series(dtype=float)).max()
     return Calibration(
         run=run.name,
         measured=run.header.started,
         machine=run.header.machine.label,
         cores=run.header.machine.cores,
-        transports=measured,
+        threads=int(threads) if threads == threads else 1,
+        rates=rates,
+        transports=tuple(transports(frame)),
         source=str(run.header.machine.source),
     )
 
 
 def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
-    """The calibration from the newest complete limits run of this machine, at most `within` old, and not at `smoke`."""
+    """The calibration from the newest complete and large enough limits run of this machine, at most `within` old."""
     for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
-        if run.pending or run.header.profile == "smoke" or not _is_same_machine(run.header.machine, machine):
+        if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
             continue
-        if (calibration := calibrate_machine(run)) is not None:
+        calibration = calibrate_machine(run)
+        if calibration is not None and calibration.rates_on(machine.device("auto")):
             return replace(calibration, is_disturbed=bool(run.busy))
     return None
 
@@ -56,10 +79,66 @@ def describe_calibration(run: Run) -> str:
     return text
 
 
+def _is_enough(run: Run) -> bool:
+    """Return whether a run planned large matrix products and messages between ranks, which predictions need."""
+    planned = run.header.planned.values()
+    products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]
+    is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
+    return run.header.profile != "smoke" and is_large and any(point.get("sweep") == "exchange" for point in planned)
+
+
 def _is_same_machine(theirs: Machine, here: Machine) -> bool:
     """Return whether cores and torch are the same, too: other ones multiply at another rate."""
     one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (theirs, here))
     return one == other
+
+
+def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
+    products, memory = _least(PRODUCTS, frame), _least(MEMORY, frame)
+    products = products[products["shape"].str.startswith("square")]
+    for (device, ranks), some in products.groupby(["device", "world_size"]):
+        here = memory[(memory["world_size"] == ranks) & (memory["device"] == device)]
+        if additions := _curve(here[here["operation"] == NEW], "bytes"):
+            curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
+            yield Rates(
+                device=str(device),
+                ranks=int(ranks),
+                products=curves,
+                additions=additions,
+                autograd=autograd(frame[(frame["world_size"] == ranks) & (frame["device"] == device)]),
+            )
+
+
+def autograd(frame: pd.DataFrame) -> Autograd | None:
+    """Fit the cost of autograd from chains of few and many operators, on one device; None without both.
+
+    Medians count, not minima: passes in training run after others, too.
+    """
+    table = CHAINS.medians(frame).sort_values("operators")
+    if len(table) < 2:
+        return None
+    (few, short_s), (many, long_s) = table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
+    operator_s = max(0.0, (long_s - short_s) / (many - few))
+    return Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
+
+
+def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the shortest of the repeats: other programs only add to the time of a rank."""
+    return metric.samples(frame).groupby(metric.columns, as_index=False)["seconds"].min()
+
+
+def _curve(table: pd.DataFrame, work: str) -> Curve:
+    """(work, seconds) by size. If something larger took less time, which is noise, its time holds for both."""
+    ordered = table.sort_values(work)
+    seconds = ordered["seconds"][::-1].cummin()[::-1]
+    return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
+
+
+def _faster_with_size(table: pd.DataFrame) -> Curve:
+    """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are disturbances."""
+    ordered = table.sort_values("flops")
+    rate = (ordered["flops"] / ordered["seconds"]).cummax()
+    return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
 
 
 def transports(frame: pd.DataFrame) -> Iterator[Transport]:

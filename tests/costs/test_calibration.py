@@ -1,11 +1,35 @@
-"""A made-up machine: more ranks than cores share them."""
+"""A made-up machine: what it takes is read off its curves, and more ranks than cores share them."""
+
+import math
+from dataclasses import replace
 
 import pytest
 from pydantic import TypeAdapter
 
-from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Calibration
+from labkit.costs.calibration import ALL_REDUCE, MESSAGE, Autograd, Calibration
 from labkit.costs.communication import MessageCost
-from tests.calibrated import made_up
+from tests.calibrated import BYTES_PER_S, CALL_S, FLOPS_PER_S, made_up
+
+
+def test_an_operator_takes_its_call_its_arithmetic_or_its_memory():
+    rates = made_up().rates_on("cpu")
+    assert rates.operator_s(0, 4) == pytest.approx(CALL_S, rel=0.02)
+    assert rates.operator_s(0, 1e9) == pytest.approx(1e9 / BYTES_PER_S, rel=0.02)
+    assert rates.operator_s(1e10, 1e6) == pytest.approx(1e10 / FLOPS_PER_S, rel=0.02)
+    assert rates.operator_s(1e6, 1e8) == pytest.approx(1e8 / BYTES_PER_S, rel=0.02)
+    assert math.isnan(rates.operator_s(1e10, 1e6, "float16"))  # its products were not measured: no prediction
+    assert rates.operator_s(0, 1e9, "float16") == rates.operator_s(0, 1e9)
+    for machine, device in ((made_up(), "cuda"), (made_up(ranks=(2,)), "cpu")):
+        assert machine.rates_on(device) is None
+
+
+def test_operators_under_autograd_cost_more_than_calls_in_a_row():
+    plain = made_up().rates_on("cpu")
+    assert plain.autograd_s(100) == 0  # an older run
+    rates = replace(plain, autograd=Autograd(begin_s=5e-5, operator_s=3e-6))
+    call_s = rates.operator_s(0, 1)
+    assert rates.autograd_s(100) == pytest.approx(5e-5 + 100 * (3e-6 - call_s))
+    assert rates.autograd_s(100, begin=False) == pytest.approx(100 * (3e-6 - call_s))
 
 
 def test_a_transport_costs_its_call_its_messages_and_its_bytes():

@@ -28,6 +28,7 @@ MIN_LIMIT_S = 0.5  # for a matmul, however short rounds are
 CALLS = "calls"
 SAMPLE_S = 1e-3  # short calls are repeated until a sample takes about this long
 MAX_CALLS = 200
+CHAINS = (2, 16, 64)  # operators, each with another one in the backward pass
 ATTENTION_BATCH = 8  # a batched matmul has the sides of the largest, divided by this
 
 
@@ -156,6 +157,26 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         yield row | {"operation": operation, "threads": int(threads)}
 
 
+def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
+    """Forward and backward passes over chains of tiny operators.
+
+    A long copy takes turns with them: a model's passes do not find in the caches what they left there, either.
+    """
+    ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+
+    def pass_over(operators: int) -> None:
+        value = weight
+        for _ in range(operators):
+            value = value * ones
+        value.backward()
+
+    others = _elementwise(point.sizes[0], device)["copy"].run
+    actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
+    samples = time_interleaved(actions, **point.rounds)
+    for n in CHAINS:
+        yield {"operators": 2 * n, "check": "ok", "seconds": samples[str(n)]}
+
+
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Time an operator in turns with itself: two alternatives that do not differ."""
     size, n_bytes = point.sizes
@@ -211,6 +232,7 @@ _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {
     "products": _products,
     "memory": _memory,
     "threads": _threads,
+    "autograd": _autograd,
     "itself": _itself,
     "exchange": lambda point, device: exchange(point, point.sizes, device),
     "operators": _operators,

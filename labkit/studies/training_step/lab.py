@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit.bench.kernel_names import FAMILIES
 from labkit.costs.transformer import SIZES, backward_flops, forward_flops
-from labkit.lab.answers import Compare, Report
+from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
@@ -21,6 +21,7 @@ from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine.description import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
+from labkit.studies.training_step.operators import list_operators, predict_seconds
 from labkit.studies.training_step.worker import TrainingStepPoint
 
 Size = Annotated[str, one_of(model_names)]
@@ -107,6 +108,22 @@ def _flops(row: dict[str, Any]) -> int:
     return sum(sum(counts[phase](shape, *sizes).values()) for phase in PHASES[row["phase"]] if phase in counts)
 
 
+def predictions(results: Results) -> pd.DataFrame:
+    """Measured times of each phase, and its operators' times at the machine's rates."""
+    table = TIME.medians(results.frame)
+    with recorded_shapes(results.frame):
+        return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
+
+
+def _predict(row: dict[str, Any], results: Results) -> float | None:
+    calibration, shape = results.calibration, find_shape(row["size"])
+    if calibration is None or shape is None or (rates := calibration.rates_on(row["device"])) is None:
+        return None
+    sizes = int(row["batch"]), int(row["context_length"])
+    operators = list_operators(shape, *sizes, row["precision"], row["device"])
+    return predict_seconds(rates, operators, PHASES[row["phase"]])
+
+
 def shares(results: Results) -> pd.DataFrame:
     """Return the share of each family of operators or GPU kernels in each kind of pass, a mean over passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
@@ -185,6 +202,15 @@ LAB = Lab(
             configuration=("device", "size"),
             says="Matmuls take {matmul_percent}% of a {view} of {size}.",
             figure=Bars(source=shares, x="size", y="share_percent", hue="family", panel="view", stacked=True),
+        ),
+        Check(
+            id="predicted",
+            needs_calibration=True,
+            text="Do the machine's rates of matmuls, memory and calls predict how long each part takes?",
+            table=predictions,
+            measured="seconds",
+            predicted="predicted_s",
+            figure=Lines(x="size", y="measured_over_predicted", hue="phase", log="y"),
         ),
         Compare(
             id="compile",
