@@ -13,7 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
@@ -254,6 +259,19 @@ def _joined_with_own_buffers(wrap):
     return int(model.module[1].num_batches_tracked) == dist.get_rank() + 1
 
 
+def _joined_with_shared_buffers(wrap):
+    """Which rank's buffers are broadcast is torch's choice."""
+    states = []
+    for kind in (DistributedDataParallel, wrap):
+        torch.manual_seed(0)
+        model = kind(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        with model.join():
+            for number in range(dist.get_rank() + 1):
+                model(batch(10 * number + dist.get_rank())).square().mean().backward()
+        states.append(list(model.module.state_dict().values()))
+    return all(torch.allclose(a, b) for a, b in zip(*states, strict=True))
+
+
 def _two_passes_of_batch_norm(wrap):
     """Buffers that are broadcast and updated between two forward passes leave the first one's graph intact."""
     torch.manual_seed(0)
@@ -453,6 +471,7 @@ RIGHT = {
     "join": _joined(True),
     "join, divided by those with a batch": _joined(False),
     "join, with buffers of each rank": _joined_with_own_buffers,
+    "join, with buffers of one rank": _joined_with_shared_buffers,
     "two forward passes, batch norm": _two_passes_of_batch_norm,
     "a copied module": _copied_module,
     "gradient of an input": _inputs_gradient,
@@ -509,6 +528,11 @@ OF_ONE = {
     "two threads, a parameter a bucket": (None, "overlapped", _use_as_two_threads_would),
     "compressed to bfloat16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), bf16_compress_hook)),
     "compressed to float16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), fp16_compress_hook)),
+    "compressed by a hook around another": (
+        None,
+        "bucketed",
+        lambda wrap: _compressed(wrap(plain()), fp16_compress_wrapper(allreduce_hook)),
+    ),
 }
 """Situations of one wrapper: what the refusal says, or None."""
 

@@ -71,10 +71,10 @@ class UnevenInputs(Joinable, JoinHook):
         """Average gradients; parameters at `absent` count as zeros."""
 
     def _exchange(self, state: int) -> tuple[int, int]:
-        """Return the first active rank and its state. A collective."""
+        """Return the last active rank, whose buffers are broadcast as in torch, and its state. A collective."""
         states = torch.zeros(dist.get_world_size(self.group), dtype=torch.int32, device=self.join_device)
         states[dist.get_rank(self.group)] = state
         dist.all_reduce(states, group=self.group)
         active = [rank for rank, value in enumerate(states.tolist()) if value]
         self._mean_factor = len(states) / len(active) if self._divides_by_active else 1.0
-        return active[0], int(states[active[0]])
+        return active[-1], int(states[active[-1]])

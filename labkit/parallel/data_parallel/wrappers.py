@@ -147,7 +147,7 @@ class BucketedDDP(DataParallel):
         super()._reset_pass()
         self._waits = []
         for bucket in self._buckets:
-            bucket.n_missing = len(bucket.parameters)
+            bucket.n_missing, bucket.sent = len(bucket.parameters), bucket.memory
 
 
 class OverlappedDDP(BucketedDDP):
@@ -192,12 +192,9 @@ class Bucket:
     def allocate(self) -> None:
         """Take new memory. Gradients of earlier passes keep the old one alive."""
         first = next(iter(self.parameters.values()))
-        sizes = [parameter.numel() for parameter in self.parameters.values()]
-        self.memory = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = {
-            index: part.as_strided(parameter.shape, strides_like(parameter))
-            for (index, parameter), part in zip(self.parameters.items(), self.memory.split(sizes), strict=True)
-        }
+        numel = sum(parameter.numel() for parameter in self.parameters.values())
+        self.memory = self.sent = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views = dict(zip(self.parameters, self.gradients(), strict=True))
         self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
         self._references = _count_references(self.memory)
 
@@ -215,12 +212,18 @@ class Bucket:
     # The interface of torch's communication hooks
 
     def buffer(self) -> Tensor:
-        """Return the memory, (n,)."""
-        return self.memory
+        """Return the memory, (n,), or what a hook has put in its place."""
+        return self.sent
+
+    def set_buffer(self, vector: Tensor) -> None:
+        """Send another vector in this pass, (n,), for example in another dtype."""
+        self.sent = vector
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients, views of the memory."""
-        return list(self.views.values())
+        """Return the gradients, views of the buffer."""
+        parts = self.sent.split([parameter.numel() for parameter in self.parameters.values()])
+        pairs = zip(parts, self.parameters.values(), strict=True)
+        return [part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs]
 
     def index(self) -> int:
         """Return the number of the bucket, from 0 up."""
