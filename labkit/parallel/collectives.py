@@ -12,8 +12,8 @@ vector into pieces, and lists steps for `transport.run(steps, depth)`, which doe
         message = receive from step.source
         step.incoming = (step.incoming + message if step.add else message) / step.divisor
 
-Messages travel through memory that the ranks of a host share, or point to point (`labkit.parallel.transport`). Results
-do not depend on it, to the bit. The first call in a group is a collective.
+Messages travel through memory that the ranks of a host share, or point to point: with the same results, to the bit. The
+first call in a group is a collective.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.
@@ -63,6 +63,7 @@ class AllReduce(Protocol):
 
 ALGORITHMS: dict[str, AllReduce] = {}
 """The algorithms that the all-reduce lab checks, times, predicts and plots."""
+_functions: dict[str, Algorithm] = {}  # on vectors
 
 # Above these lengths another algorithm overtakes: time over gloo's `dist.all_reduce`, point to point, by
 # benchmarks/against_torch.py (RD recursive doubling, D direct exchange, R ring; medians, 2 cores, SCHED_BATCH).
@@ -72,7 +73,9 @@ ALGORITHMS: dict[str, AllReduce] = {}
 #     1 MiB     RD 1.0  D 1.0  R 1.0    RD .91  D .84  R .94    RD 1.0  D .90  R 1.0    RD 1.2  D .78  R 1.1
 #     100 MiB           D .96  R .92            D 1.0  R 1.0
 SHORT_BYTES, MIDDLE_BYTES = 512 << 10, 16 << 20
-SHARED_SHORT_BYTES = 192 << 10  # through shared memory, RD over D: 64 KiB .73 to .91, 256 KiB .82 to 1.2
+ONE_SHOT_BYTES, PAUSE = 512 << 10, Step(None, 0, None, 0)
+# Through shared memory, RD over D: 2 ranks 256 KiB .87, 1 MiB .96, 4 MiB .97; 4 ranks 64 KiB .83, 256 KiB 1.05.
+PAIR_SHORT_BYTES, SHARED_SHORT_BYTES = 2 << 20, 192 << 10
 
 
 @disable_compile
@@ -83,16 +86,17 @@ def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transpo
     "mean" and "sum", for a tensor that is not of a float dtype or whose elements share memory, and for a group that
     this rank is not in.
     """
-    transport = find_transport(group, tensor.device, transport)
-    name = select_algorithm(tensor.numel() * tensor.itemsize, transport.world_size, transport.name)
-    ALGORITHMS[name](tensor, group, op, transport=transport)
+    via = find_transport(group, tensor.device, transport)
+    name = select_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)
+    run_collective(("all_reduce", name), _functions[name], tensor, group, op, via)
 
 
 def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:
     """Return the name of the algorithm for `n_bytes` per rank: few messages if short, few bytes if long."""
     if world_size < 1 or n_bytes < 0:
         raise ValueError(f"expected n_bytes >= 0 and world_size >= 1, got {n_bytes} and {world_size}")
-    if n_bytes <= (SHARED_SHORT_BYTES if transport == SHARED else SHORT_BYTES):
+    shared_bytes = PAIR_SHORT_BYTES if world_size == 2 else SHARED_SHORT_BYTES
+    if n_bytes <= (shared_bytes if transport == SHARED else SHORT_BYTES):
         return "recursive_doubling"
     return "butterfly" if transport == SHARED or n_bytes <= MIDDLE_BYTES else "ring"
 
@@ -100,6 +104,7 @@ def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_PO
 def all_reduce_algorithm(function: Algorithm) -> AllReduce:
     """Make an all-reduce of an algorithm on vectors, and add it to `ALGORITHMS`."""
     name = function.__name__.removesuffix("_all_reduce")
+    _functions[name] = function
 
     def call(tensor: Tensor, group: Group = None, op: str = "mean", *, transport: Via = AUTO) -> None:
         run_collective(("all_reduce", name), function, tensor, group, op, transport)
@@ -128,8 +133,7 @@ def ring_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
         for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
             copies.append(Step(sent, right, received, left))
     depth = min(2, len(pieces[r]))
-    transport.run(adds, depth)
-    transport.run(copies, depth)
+    transport.run(adds + copies, depth)
 
 
 @all_reduce_algorithm
@@ -149,10 +153,10 @@ def butterfly_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> 
     pieces = cut(shards, transport, depth)
     adds = add_steps(pieces, pieces[transport.rank], transport, divisor)
     copies = copy_steps(pieces, transport)
-    in_turns = [(adds[i + depth : i + 2 * depth], copies[i : i + depth]) for i in range(0, len(adds) - depth, depth)]
-    transport.run(adds[:depth], depth)
-    transport.run([step for add, copy in in_turns for step in add + copy], depth)
-    transport.run(copies[-depth:], depth)
+    steps, later = adds[:depth], adds[depth:] + [PAUSE] * depth  # the last piece is copied once it is complete
+    for i in range(0, len(copies), depth):
+        steps += later[i : i + depth] + copies[i : i + depth]
+    transport.run(steps, depth)
 
 
 def add_steps(pieces: Pieces, results: Sequence[Tensor], transport: Transport, divisor: int) -> list[Step]:
@@ -181,22 +185,15 @@ def one_shot_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> N
 
     1 message in a row (p-1 at a time), n (p-1) bytes sent per rank; through shared memory n bytes are written once.
     """
-    if transport.world_size > 1 and len(vector):
-        for piece in cut([vector], transport, depth=transport.world_size)[0]:
-            _sum_all_parts(piece, transport, divisor)
-
-
-def _sum_all_parts(part: Tensor, transport: Transport, divisor: int) -> None:
-    """Exchange the ranks' parts, and add them up in the order of ranks, so that sums are the same to the bit."""
     p, r = transport.world_size, transport.rank
-    parts = transport.scratch(p, len(part), part.dtype)
-    steps = [Step(part, (r + s) % p, parts[(r - s) % p], (r - s) % p) for s in range(1, p)]
-    transport.run(steps, depth=p - 1)
-    parts[r].copy_(part)
-    torch.add(parts[0], parts[1], out=part)
-    for other in parts[2:]:
-        part.add_(other)
-    if divisor > 1:
+    length = min(ONE_SHOT_BYTES, transport.piece_bytes(p)) // vector.itemsize
+    for part in vector.split(length) if p > 1 and len(vector) else ():
+        parts = transport.scratch(p, len(part), part.dtype)
+        transport.run([Step(part, (r + s) % p, parts[(r - s) % p], (r - s) % p) for s in range(1, p)], p - 1)
+        parts[r].copy_(part)
+        torch.add(parts[0], parts[1], out=part)  # in the order of ranks, so that sums are the same to the bit
+        for other in parts[2:]:
+            part.add_(other)
         part.div_(divisor)
 
 
@@ -210,15 +207,12 @@ def recursive_doubling_all_reduce(vector: Tensor, transport: Transport, divisor:
 
     log2 q messages in a row, n log2 q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    ranks, distance = power_of_two_ranks(transport.world_size), 1
+    ranks, partners = power_of_two_ranks(transport.world_size), find_partners(transport.rank, transport.world_size)
     _fold(vector, ranks, transport, inward=True)
-    pieces, steps = cut([vector], transport, depth=2)[0], []
-    while transport.rank in ranks and distance < len(ranks):
-        partner = ranks[ranks.index(transport.rank) ^ distance]
-        round_divisor = divisor if 2 * distance == len(ranks) else 1
-        steps += [Step(piece, partner, piece, partner, add=True, divisor=round_divisor) for piece in pieces]
-        distance *= 2
-    transport.run(steps, depth=min(2, len(pieces)))
+    pieces = cut([vector], transport, depth=2)[0]
+    rounds = [(partner, divisor if partner == partners[-1] else 1) for partner in partners]
+    steps = [Step(piece, partner, piece, partner, True, by) for partner, by in rounds for piece in pieces]
+    transport.run(steps, min(2, len(pieces)))
     _fold(vector, ranks, transport, inward=False)
 
 
@@ -233,15 +227,15 @@ def halving_doubling_all_reduce(vector: Tensor, transport: Transport, divisor: i
     2 log2 q messages in a row, 2 n (q-1)/q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
     ranks = power_of_two_ranks(transport.world_size)
-    distances = [1 << i for i in range(len(ranks).bit_length() - 1)] if transport.rank in ranks else []
-    k = ranks.index(transport.rank) if distances else 0
+    partners = [(1 << i, rank) for i, rank in enumerate(find_partners(transport.rank, transport.world_size))]
+    k = ranks.index(transport.rank) if partners else 0
     _fold(vector, ranks, transport, inward=True)
-    for d in reversed(distances):
+    for d, partner in reversed(partners):
         own, other = _two_ranges(vector, k, d, len(ranks))
-        _swap(other, own, ranks[k ^ d], transport, add=True, divisor=divisor if d == 1 else 1)
-    for d in distances:
+        _swap(other, own, partner, transport, add=True, divisor=divisor if d == 1 else 1)
+    for d, partner in partners:
         complete, missing = _two_ranges(vector, k, d, len(ranks))
-        _swap(complete, missing, ranks[k ^ d], transport, add=False)
+        _swap(complete, missing, partner, transport, add=False)
     _fold(vector, ranks, transport, inward=False)
 
 
@@ -257,6 +251,14 @@ def power_of_two_ranks(world_size: int) -> tuple[int, ...]:
     q = 1 << (world_size.bit_length() - 1)
     folded = world_size - q
     return tuple(2 * k if k < folded else k + folded for k in range(q))
+
+
+@cache
+def find_partners(rank: int, world_size: int) -> list[int]:
+    """Return a rank's partners at distances 1, 2, 4, ... of the q ranks; none if it is folded in."""
+    ranks = power_of_two_ranks(world_size)
+    rounds = range(len(ranks).bit_length() - 1) if rank in ranks else ()
+    return [ranks[ranks.index(rank) ^ 1 << i] for i in rounds]
 
 
 def _fold(vector: Tensor, ranks: Sequence[int], transport: Transport, *, inward: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -104,8 +105,8 @@ def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None)
 
 def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> list[list[torch.Tensor]]:
     """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
-    longest, n_bytes = max([shard.nbytes for shard in shards]), transport.piece_bytes(depth)
-    if longest <= n_bytes:  # the usual case, and for short vectors every microsecond counts
+    n_bytes = transport.piece_bytes(depth)
+    if n_bytes == sys.maxsize or (longest := max([shard.nbytes for shard in shards])) <= n_bytes:  # usually, and quick
         return [[shard] for shard in shards]
     length = n_bytes // shards[0].itemsize
     number = -(-longest // (length * shards[0].itemsize))

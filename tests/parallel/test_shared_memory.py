@@ -169,8 +169,7 @@ def _check_parts(group: dist.ProcessGroup) -> list[str]:
     """Parts that cannot be sent are refused before any message."""
     transport, wrong = find_transport(group, CPU, SHARED), []
     other = 1 - transport.rank
-    long, integers = torch.zeros(transport.piece_bytes(1) + 1, dtype=torch.uint8), torch.ones(3, dtype=torch.int32)
-    for part, add in ((long, False), (torch.arange(200.0)[::2], False), (integers, True)):
+    for part, add in ((torch.arange(200.0)[::2], False), (torch.ones(3, dtype=torch.int32), True)):
         try:
             transport.run([Step(torch.ones(1), other, torch.ones(1), other), Step(part, other, part, other, add)], 2)
             wrong.append(f"{part.dtype} {len(part)} was accepted")

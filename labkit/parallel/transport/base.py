@@ -8,8 +8,9 @@ An algorithm promises:
 * A message has the same step number on both sides, in runs of equally many steps. So among the oldest unfinished steps
   of all ranks there is always one that both its sides have started, and nothing waits forever.
 * The two parts of a message have the same length and dtype. An empty part is not sent.
-* With `depth` steps in flight, a step sends nothing that the `depth - 1` steps before it write, and writes nothing that
-  they send. Several steps may add to the same memory. Within a step the same memory may be sent and added to.
+* Steps come in rounds of `depth`. A step sends nothing that the `depth - 1` steps before it write, and writes nothing
+  that they send. Several steps may add to the same memory. Within a step the same memory may be sent and added to.
+* Parts that are cut stay in order: what a step sends from element i on, the round before has written from i on.
 
 A transport promises:
 
@@ -79,7 +80,7 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        """Carry out `steps`. Step i may start once step i - `depth` is complete."""
+        """Carry out `steps`. Step i, or piece k of it, may start once step i - `depth`, or its piece k, is complete."""
 
     def start(self, step: Step) -> Callable[[], None]:
         """Start a step of any length, without `add`; return a function that completes it.
@@ -95,7 +96,7 @@ class Transport(ABC):
 
     @abstractmethod
     def piece_bytes(self, depth: int) -> int:
-        """Bytes of the longest parts that may be sent with `depth` steps in flight; alike on all ranks."""
+        """Return the bytes of the longest parts that it takes with `depth` steps in flight; the same on all ranks."""
 
     def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return `count` vectors, (numel,), whose content is lost at the next call."""

@@ -1,18 +1,18 @@
 // Messages between the ranks of one host, through memory that all of them map (`shared_memory.py`).
 //
-// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, four slots for messages, a mark that
-// the rank has left the group, or failed in a call, and a count of collectives that are over.
+// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, slots for messages, a mark that the
+// rank has left the group, or failed in a call, and a count of collectives that are over. Parts are cut to fit slots.
 //
-//     send      copy the part into a free slot, write a note (which slot, how many bytes, of which call), post `filled`
+//     send      copy the piece into a free slot, write a note (which slot, how many bytes, of which call), post `filled`
 //     receive   wait for `filled`, read the note, copy or add from the slot straight into place, post `taken`
 //     end       count the collective: whoever still waits for this rank gives up
 //
 // Order. Slot and note are written before `filled` is posted, and again only after the reader's `taken` has been taken.
 // POSIX promises that what a process wrote before sem_post is visible after the wait that took it.
 //
-// Progress. A rank blocks only for its oldest unfinished step: for that step's message, or for the slot or note that
-// its own message needs, which older messages hold until their readers, at older steps still, have taken them. So the
-// rank whose oldest unfinished step is the oldest of all can always go on. Sends of later steps are tried only.
+// Progress. A rank blocks only for its oldest unfinished piece: for that piece's message, or for the slot or note that
+// its own message needs, which older messages hold until their readers, at older pieces still, have taken them. So the
+// rank whose oldest unfinished piece is the oldest of all can always go on. Sends of later pieces are tried only.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -56,22 +56,29 @@ void (*const COMBINE[])(void*, const void*, const void*, long, long) = {
     combine<double>, combine<float>, combine<c10::Half>, combine<c10::BFloat16>, combine<int64_t>};
 const int N_DTYPES = 5, UNKNOWN = -1;
 
-const long CACHE_LINE = 64, NOTES = 16, SLOTS = 4, SLOT_BYTES = 512 << 10;
-// A rank that waits looks, yields between looks, then sleeps. 4 ranks on 2 cores, time over gloo's at 4 KiB, 64 KiB,
-// 1 MiB, 10 MiB: 30 yields .26 .31 .48 .41; 300 yields .23 .28 .32 .38; 1000 yields .25 .27 .35 .40.
+const long CACHE_LINE = 64, NOTES = 16, SLOTS = 8, SLOT_BYTES = 256 << 10, AHEAD = 4;  // AHEAD: pieces sent early
+// A rank that waits looks, yields between looks, then sleeps. 4 ranks on 2 cores take least time with 300 yields, up to
+// a third more with 30 and up to a tenth more with 1000 (4 KiB to 10 MiB).
 const int LOOKS = 1000, YIELDS = 300;
 const long SPIN_NS = 500'000, SLEEP_NS = 200'000'000;
 
 struct Part {  // a contiguous vector; no bytes: no message
-    PyObject* tensor;
     char* data = nullptr;
     long n_bytes = 0, dtype = UNKNOWN;
+    long n_pieces() const { return (n_bytes + SLOT_BYTES - 1) / SLOT_BYTES; }
+    Part piece(long k) const {
+        return {data + k * SLOT_BYTES, std::clamp(n_bytes - k * SLOT_BYTES, 0L, SLOT_BYTES), dtype};
+    }
 };
 
-struct Step {  // as in base.py
+struct Step {  // as in base.py, or a piece of one
     Part outgoing, incoming, into;
     long target, source, divisor;
     bool is_added;
+    long after;  // how many pieces are complete before it is sent
+    Step piece(long k, long after) const {
+        return {outgoing.piece(k), incoming.piece(k), into.piece(k), target, source, divisor, is_added, after};
+    }
 };
 
 struct Message {
@@ -90,17 +97,10 @@ template <class... Words>
     throw Failure{type, text.str()};
 }
 
-// Give a new reference back: somebody else keeps the object alive.
-PyObject* borrow(PyObject* result) {
-    if (!result) throw Failure{nullptr, ""};
-    Py_DECREF(result);
-    return result;
-}
-
 long as_long(PyObject* number) {
     long value = number ? PyLong_AsLong(number) : -1;
     if (value == -1 && PyErr_Occurred()) throw Failure{nullptr, ""};
-    Py_DECREF(number);
+    Py_XDECREF(number);
     return value;
 }
 
@@ -114,8 +114,8 @@ struct Mailboxes {
     long p = long(addresses.size());
     std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent;  // messages, by the other rank
     std::vector<Message> in_slot[SLOTS] = {};                // that may not have been taken yet
-    PyObject* staged = nullptr;  // the part that was copied last
-    long slots_used = 0, staged_step = 0, staged_slot = 0, sent_call = 0, expected_call = 0;
+    Step staged = {};  // the one whose part was copied last
+    long slots_used = 0, staged_slot = 0, sent_call = 0, expected_call = 0;
     bool is_busy = false;
     PyThreadState* thread = nullptr;
 
@@ -178,18 +178,18 @@ struct Mailboxes {
     }
 
     // Send the part of a step; return false instead of waiting if not `is_patient`.
-    bool send(const Step& step, long number, long depth, bool is_patient) {
+    bool send(const Step& step, bool is_patient) {
         const Part& part = step.outgoing;
         if (!part.n_bytes) return true;
         Message message{step.target, sent[step.target]};
         if (!is_taken({step.target, message.number - NOTES}, is_patient)) return false;  // its note is free
-        // One copy serves all targets. Steps less than `depth` apart leave each other's parts unchanged.
-        if (part.tensor != staged || number - staged_step >= depth) {
+        // One copy serves all targets. Steps of a round leave each other's parts unchanged.
+        if (part.data != staged.outgoing.data || part.n_bytes != staged.outgoing.n_bytes || step.after != staged.after) {
             auto& readers = in_slot[slots_used % SLOTS];
             for (Message earlier : readers)
                 if (!is_taken(earlier, is_patient)) return false;
             readers.clear();
-            staged_slot = slots_used++ % SLOTS, staged = part.tensor, staged_step = number;
+            staged_slot = slots_used++ % SLOTS, staged = step;
             memcpy(slot(rank, staged_slot), part.data, part.n_bytes);
         }
         long* place = note(rank, message.target, message.number);
@@ -209,7 +209,7 @@ struct Mailboxes {
             refuse(PyExc_RuntimeError, "every rank must make the same call, with one shape and dtype: rank ", step.source,
                    " sent ", place[1], " bytes to rank ", rank, ", which expected ", part.n_bytes,
                    place[1] == part.n_bytes ? " of another call" : "");
-        char *message = slot(step.source, place[0]), *result = step.into.data ? step.into.data : part.data;
+        char *message = slot(step.source, place[0]), *result = step.into.n_bytes ? step.into.data : part.data;
         if (step.is_added)
             COMBINE[part.dtype](result, part.data, message, part.n_bytes, step.divisor);
         else
@@ -217,13 +217,24 @@ struct Mailboxes {
         sem_post(taken_by(rank, step.source));
     }
 
+    // `depth` steps are a round, cut into pieces that fit slots: piece k of a round follows piece k of the last round.
     void carry_out(const std::vector<Step>& steps, long depth) {
-        long count = long(steps.size()), begun = 0;
-        staged = nullptr;
-        for (long number = 0; number < count; number++) {
-            for (; begun <= number; begun++) send(steps[begun], begun, depth, true);
-            while (begun < std::min(count, number + depth) && send(steps[begun], begun, depth, false)) begun++;
-            receive(steps[number]);
+        long n = long(steps.size()), rounds = (n + depth - 1) / depth, most = 1;
+        for (const Step& step : steps) most = std::max({most, step.outgoing.n_pieces(), step.incoming.n_pieces()});
+        std::vector<Step> pieces;
+        std::vector<long> ends(rounds);
+        for (long time = 0; time < rounds + most - 1; time++)
+            for (long round = std::min(time, rounds - 1); round >= std::max(0L, time - most + 1); round--) {
+                for (long i = round * depth; i < std::min(n, (round + 1) * depth); i++)
+                    pieces.push_back(steps[i].piece(time - round, round ? ends[round - 1] : 0));
+                ends[round] = long(pieces.size());
+            }
+        long count = long(pieces.size()), ahead = std::max(depth, AHEAD);
+        staged = {};
+        for (long number = 0, begun = 0; number < count; receive(pieces[number++])) {
+            for (; begun <= number; begun++) send(pieces[begun], true);
+            long last = std::min(count, number + ahead);
+            while (begun < last && pieces[begun].after <= number && send(pieces[begun], false)) begun++;
         }
     }
 
@@ -232,15 +243,15 @@ struct Mailboxes {
         static PyObject* const DATA_PTR = PyUnicode_InternFromString("data_ptr");
         static PyObject* const NBYTES = PyUnicode_InternFromString("nbytes");
         static PyObject* const DTYPE = PyUnicode_InternFromString("dtype");
-        Part part{tensor};
+        Part part;
         if (tensor == Py_None) return part;
-        bool is_contiguous = borrow(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)) == Py_True;
-        if (!is_contiguous) refuse(PyExc_ValueError, "expected contiguous vectors to send and receive");
+        if (!as_long(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)))
+            refuse(PyExc_ValueError, "expected contiguous vectors to send and receive");
         part.data = reinterpret_cast<char*>(as_long(PyObject_CallMethodNoArgs(tensor, DATA_PTR)));
         part.n_bytes = as_long(PyObject_GetAttr(tensor, NBYTES));
-        if (part.n_bytes > SLOT_BYTES) refuse(PyExc_ValueError, "expected at most ", SLOT_BYTES, " bytes in a part");
         if (!is_added) return part;
-        PyObject* dtype = borrow(PyObject_GetAttr(tensor, DTYPE));
+        PyObject* dtype = PyObject_GetAttr(tensor, DTYPE);
+        Py_XDECREF(dtype);  // torch keeps it
         for (int i = 0; i < N_DTYPES; i++)
             if (dtype == PyTuple_GET_ITEM(dtypes, i)) part.dtype = i;
         if (part.dtype == UNKNOWN) refuse(PyExc_ValueError, "expected a float dtype, or int64, to add");
@@ -252,7 +263,7 @@ struct Mailboxes {
         auto number = [&](int i) { return as_long(Py_NewRef(field(i))); };
         bool is_added = field(4) == Py_True;
         Part outgoing = read_part(field(0), false), incoming = read_part(field(2), is_added);
-        return {outgoing, incoming, read_part(field(6), false), number(1), number(3), number(5), is_added};
+        return {outgoing, incoming, read_part(field(6), false), number(1), number(3), number(5), is_added, 0};
     }
 
     // Other threads may run Python meanwhile. No scope guards: a Python that ends, ends this thread as it comes back.

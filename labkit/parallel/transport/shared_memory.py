@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "
 COMPILE_TIMEOUT_S = 120.0
 FAILURE = "LABKIT_SHARED_MEMORY_FAILURE"  # variable of ranks: why their launcher has no library
 _ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # `COMBINE` in C++
-PIECES_AHEAD = 3  # sent before any is received: with all slots taken, a ring of ranks would deadlock
+SLOTS_AHEAD = 6  # sent before any is received: with all slots taken, a ring of ranks would deadlock
 _libraries: list[Any] = []  # of this process
 
 
@@ -71,7 +70,7 @@ class SharedTransport(Transport):
     def _make_mailbox(self, stack: ExitStack) -> dict[str, Any]:
         """Make this rank's mailbox, whose descriptor `stack` closes; return where the others find it."""
         self._library = load_library()
-        self._slot_bytes = self._library.slot_bytes()
+        self._bytes_ahead = SLOTS_AHEAD * self._library.slot_bytes()
         n_bytes, p = self._library.mailbox_bytes(self.world_size), self.world_size
         # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
         if n_bytes * p > (available := available_memory_bytes()):
@@ -107,18 +106,19 @@ class SharedTransport(Transport):
         self._library.run_steps(self._link, [*steps], depth, call, call)
 
     def end_call(self) -> None:
-        super().end_call()
+        self.n_ended += 1
         self._library.end_call(self._link)
 
     def start(self, step: Step) -> Callable[[], None]:
         """Copy the message into slots; what does not fit follows while pieces of the other message arrive."""
         self._finish()
-        parts = (step.outgoing, step.incoming)
-        run, (outgoing, incoming) = partial(self._library.run_steps, self._link), map(self._cut, parts)
-        calls = [0 if part is None else checksum("exchange", part.numel(), part.dtype) for part in parts]
-        run([Step(piece, step.target, None, 0) for piece in outgoing[:PIECES_AHEAD]], 1, *calls)
-        pairs = zip_longest(outgoing[PIECES_AHEAD:], incoming)
-        self._rest = rest = partial(run, [Step(sent, step.target, got, step.source) for sent, got in pairs], 2, *calls)
+        run, outgoing, incoming = partial(self._library.run_steps, self._link), step.outgoing, step.incoming
+        calls = [0 if part is None else checksum("exchange", len(part), part.dtype) for part in (outgoing, incoming)]
+        if outgoing is not None:
+            n_ahead = self._bytes_ahead // outgoing.itemsize
+            run([Step(outgoing[:n_ahead], step.target, None, 0)], 1, *calls)
+            outgoing = outgoing[n_ahead:]
+        self._rest = rest = partial(run, [step._replace(outgoing=outgoing)], 1, *calls)
         return lambda: self._finish() if self._rest is rest else None
 
     def _finish(self) -> None:
@@ -127,11 +127,8 @@ class SharedTransport(Transport):
             self._rest = None
             rest()
 
-    def _cut(self, part: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        return part.split(self._slot_bytes // part.itemsize) if part is not None and part.numel() else ()
-
     def piece_bytes(self, depth: int) -> int:
-        return self._slot_bytes
+        return sys.maxsize  # the library cuts parts
 
 
 def _open_mailbox(note: Mapping[str, Any], n_bytes: int) -> mmap.mmap:
