@@ -265,11 +265,11 @@ def _check_saving() -> list[str]:
     dist.barrier()
     shutil.rmtree(folders[0], ignore_errors=True)
     others: list[Any] = [None] * dist.get_world_size()
-    state: Any = model.module.state_dict()
-    dist.all_gather_object(others, state._metadata)
+    dist.all_gather_object(others, getattr(shard[0], "_metadata", None))
+    state = copy.copy(shard[0])
     state._metadata = others[dist.get_rank() - 1]
     with contextlib.suppress(ValueError):
-        model.module.load_state_dict(state)
+        model.load_state_dict(state)
         wrong.append("took another rank's shard")
     return wrong
 
@@ -511,11 +511,11 @@ def _check_refusals() -> list[str]:
         "lazy": lambda: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
         "lazy on rank 1": lambda: FSDP(nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))),
         "hooks from before": lambda: FSDP(_hooked()),
-        "moved": lambda: FSDP(plain()).double()(inputs()),
+        "moved": lambda: FSDP(plain()).double(),
         "moved inside": lambda: _after_wrapping(lambda module: module.double()),
         "reordered inside": lambda: _after_wrapping(lambda module: module.to(memory_format=torch.channels_last)),
         "replaced inside": lambda: _after_wrapping(_replace),
-        "a state of other shapes": lambda: FSDP(plain()).load_state_dict({"module.0.weight": torch.ones(3, 3)}),
+        "a state of other shapes": lambda: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)}),
         "sharded already": lambda: FSDP(FSDP(plain()).module),
         "sparse": lambda: FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1])).sum().backward(),
         "read outside its unit": lambda: FSDP(Reads())(inputs()),

@@ -21,7 +21,7 @@ bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for units a
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -40,6 +40,8 @@ from labkit.parallel.sharding.partition import Part, Units, find_units, partitio
 from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
+
+PREFIX = "module."
 
 
 class FSDP(nn.Module):
@@ -65,11 +67,11 @@ class FSDP(nn.Module):
     Build the optimizer from `parameters()`. If no rank has a gradient for a parameter, its `.grad` stays None. All
     ranks must run the same units in the same order, forward and backward; inside a unit they may differ. Whole
     parameters can be read only while their unit runs. Hooks on shards see the mean gradient. torch.compile compiles the
-    model's code only, not the gathers. A `state_dict()` is loaded by the same rank; `module` also loads whole tensors.
+    model's code only, not the gathers.
 
     Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid arguments, and for models or
     arguments that differ between ranks; in a forward pass, if parameters were replaced, moved or cast; in backward, for
-    sparse gradients; in `load_state_dict`, for another rank's shards. RuntimeError if ranks run different units.
+    sparse gradients. RuntimeError if ranks run different units.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class FSDP(nn.Module):
         members = member_group(group)
         super().__init__()
         self.module, self.group = module, group
+        self._shard = f"rank {members.rank()} of {members.size()}"
         reshard_after_forward &= reshard_after_backward
         dtypes, reshard = (compute_dtype, reduce_dtype), (reshard_after_forward, reshard_after_backward)
         options = Options(*dtypes, *reshard, prefetch, transport)
@@ -104,10 +107,9 @@ class FSDP(nn.Module):
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
         self._units = [Unit(part, mesh, options, channel) for part in parts]
-        label = f"rank {members.rank()} of {members.size()}"
         for each in module.modules():
-            each.register_state_dict_post_hook(partial(_save_shards, label))
-            each.register_load_state_dict_pre_hook(partial(_load_shards, label))
+            each.register_state_dict_post_hook(partial(_save_shards, self._shard))
+            each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, _BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
         self._scheduler = UnitScheduler(self._units, options, channel)
@@ -132,6 +134,21 @@ class FSDP(nn.Module):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "sharded_parameter", parameter)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a `state_dict()` of this rank, or the bare module's state, of which this rank takes its rows.
+
+        ValueError for the shard of another rank or number of ranks, and for parameters of other shapes.
+        """
+        if assign:
+            raise ValueError("expected assign=False: the optimizer has the shards")
+        for metadata in getattr(state_dict, "_metadata", {}).values():
+            check_shard(metadata.get(SHARD, self._shard), self._shard)
+        names = {name.removeprefix(PREFIX): name for name in super().state_dict()}
+        return super().load_state_dict({names.get(name, name): each for name, each in state_dict.items()}, strict)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("expected the module to be moved and cast before it is wrapped")
+
     def __getstate__(self) -> NoReturn:
         raise TypeError("a wrapper is tied to its ranks: save its state_dict()")
 
@@ -146,11 +163,8 @@ def _save_shards(label: str, module: nn.Module, state: dict[str, Any], prefix: s
             rows._local_tensor = shard._local_tensor
 
 
-def _load_shards(
-    label: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
-) -> None:
-    """Hook before a module's `load_state_dict`: take this rank's rows of whole parameters."""
-    check_shard(metadata.get(SHARD, label), label)
+def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a module loads: take this rank's rows of whole parameters."""
     shards: dict[str, Any] = {prefix + name: parameter for name, parameter in module._parameters.items()}
     for name, shard in shards.items():
         if isinstance(shard, DTensor) and name in state:
