@@ -145,7 +145,7 @@ class TensorParallel(nn.Module):
     def gather_state_dict(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the whole model's `state_dict`, on every rank. A collective.
 
-        `state`: this rank's parts, by name, if something else holds them (`sharding.gather_state(...)`, under FSDP).
+        `state`: this rank's parts, by name, if something else holds them (FSDP's `consolidated_state_dict(to=None)`).
         """
         parts = self.state_dict() if state is None else state
         whole = {}

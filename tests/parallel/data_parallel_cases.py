@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from labkit.parallel.sharding import gather_state
 
 STEPS, ROWS, WIDTH = 3, 3, 6
 SGD = partial(optim.SGD, lr=0.1, momentum=0.5)
@@ -472,7 +471,8 @@ def built(case: Case, seed: int = 0) -> nn.Module:
 
 def state_of(model: Any) -> dict[str, list[float]]:
     """The bare model's state, of whole tensors. A collective if it is in shards."""
-    state = gather_state(getattr(model, "module", model).state_dict())
+    is_sharded = hasattr(model, "consolidated_state_dict")
+    state = model.consolidated_state_dict(to=None) if is_sharded else getattr(model, "module", model).state_dict()
     return {name: value.double().flatten().tolist() for name, value in state.items()}
 
 

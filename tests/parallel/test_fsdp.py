@@ -33,7 +33,7 @@ from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import FSDP, gather_state
+from labkit.parallel.sharding import FSDP
 from labkit.parallel.sharding.partition import find_units, partition
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
@@ -226,7 +226,9 @@ def _check_saving() -> list[str]:
     optimizer = make(model.parameters())
     _trained(model, optimizer, range(3))
     shard = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    whole = copy.deepcopy(gather_state(model.module.state_dict()))
+    whole: Any = model.consolidated_state_dict(to=None)
+    if (model.consolidated_state_dict(to=1) is None) != (dist.get_rank() != 1):
+        wrong.append("consolidated on another rank than asked")
     bare = transformer()
     bare.load_state_dict(whole)
     if furthest(list(bare.parameters()), values(model)) > 0:

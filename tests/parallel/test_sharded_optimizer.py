@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import ShardedOptimizer, gather_state
+from labkit.parallel.sharding import ShardedOptimizer
 from tests.parallel.data_parallel_cases import FLOAT32, Case, built, plain, split_groups, train
 from tests.parallel.sharding_cases import CASES, furthest, values
 
@@ -59,8 +59,10 @@ def _check_saving() -> list[str]:
         optimizer: Any = train(case, model, [dist.get_rank()], partial(_sharded, case))
         alone = built(case)
         reference = train(case, alone, [*range(p)])
-        state = gather_state(optimizer.state_dict())
+        state = optimizer.consolidated_state_dict(to=None)
         wrong += [f"{name}: {text}" for text in _differences(state, reference.state_dict())]
+        if (optimizer.consolidated_state_dict(to=2) is not None) != (dist.get_rank() == 2):
+            wrong.append(f"{name}: consolidated on another rank than asked")
         elements = [v for s in reference.state.values() for n, v in s.items() if n != "step"]
         rows = sum(v[:1].numel() if v.dim() else 1 for v in elements)
         held = sum(_local(v).numel() for s in optimizer.state.values() for n, v in s.items() if n != "step")
@@ -117,7 +119,7 @@ def _check_changes() -> list[str]:
                     parameter.grad = gradient.t().contiguous().t() if number == 2 else gradient
             optimizer.step()
     wrong = [] if furthest(values(models[1]), values(models[0])) <= FLOAT32 else ["values"]
-    wrong += _differences(gather_state(optimizers[1].state_dict()), optimizers[0].state_dict())
+    wrong += _differences(optimizers[1].consolidated_state_dict(to=None), optimizers[0].state_dict())
     calls = []
     optimizers[1].register_state_dict_pre_hook(lambda optimizer: calls.append("before"))
     optimizers[1].register_state_dict_post_hook(lambda optimizer, state: calls.append("after"))
@@ -126,12 +128,24 @@ def _check_changes() -> list[str]:
     return wrong if calls == ["before", "after", "load"] else [*wrong, f"hooks {calls}"]
 
 
+class _Careful(optim.SGD):
+    """It refuses a group when the base class has accepted it, and with an error that is nobody else's."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        1 / param_group.get("weights", [1])[0]
+        super().add_param_group(param_group)
+
+
+def _weighing(weight: int) -> dict[str, Any]:
+    return {"params": [nn.Parameter(torch.ones(3))], "weights": [weight]}
+
+
 def _check_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them; nobody waits for the others."""
     wrong, rank = [], dist.get_rank()
     parameters = list(plain().parameters())
     make = ShardedOptimizer
-    sound = make(parameters, optim.SGD, lr=0.1)
+    sound = make(parameters, _Careful, lr=0.1)
     calls: dict[str, Callable[[], Any]] = {
         "LBFGS": lambda: make(parameters, optim.LBFGS),
         "SparseAdam": lambda: make(parameters, optim.SparseAdam),
@@ -153,7 +167,10 @@ def _check_refusals() -> list[str]:
         "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
         "another transport": lambda: make(parameters, optim.SGD, transport="shared" if rank else "auto"),
-        "an added group": lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+        "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
+        "another added on one rank": lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]}),
+        "an added one that its optimizer refuses": lambda: sound.add_param_group(_weighing(0)),
+        "an added one that it refuses on one rank": lambda: sound.add_param_group(_weighing(rank - 1)),
         "a state of other groups": lambda: sound.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}),
         "copied": lambda: copy.deepcopy(sound),
     }

@@ -18,7 +18,7 @@ from labkit.parallel import tensor
 from labkit.parallel.background_comm import BackgroundAllReduce
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import FSDP, gather_state, rows
+from labkit.parallel.sharding import FSDP, rows
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from tests.cases import thinned
@@ -181,7 +181,7 @@ def combine_axes() -> list[str]:
         result = cut.gather_state_dict(local)
         error = furthest(result, reference(targets=targets))
         if wrap is FSDP:
-            state = cut.gather_state_dict(gather_state(model.module.state_dict()))
+            state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
             wrong += [] if furthest(state, build().state_dict()) <= EXACT else ["parameters"]
         if len(result) != 21 or (error <= EXACT) == bool(replaced):
             wrong.append(f"{wrap.__name__}, {lost} lost: {error}")

@@ -12,7 +12,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.transport import AUTO
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from labkit.parallel.sharding.fsdp import FSDP
     from labkit.parallel.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["FSDP", "ShardedOptimizer", "gather_state", "shard"]
+__all__ = ["FSDP", "ShardedOptimizer", "shard"]
 
 _MODULES = {"FSDP": "fsdp", "ShardedOptimizer": "optimizer"}
 
@@ -158,16 +158,6 @@ def shard(
     wrap, make = IMPLEMENTATIONS[name]
     wrapped = wrap(model, transport)
     return wrapped, make(wrapped, optimizer, transport, **settings)
-
-
-def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's or an optimizer's `state_dict()` with whole tensors in place of rows. A collective.
-
-    It loads into the bare model or an unsharded optimizer, and into a sharded one on any number of ranks. If no rank
-    can hold all of it at once, `torch.distributed.checkpoint.state_dict` gathers into CPU memory on rank 0.
-    """
-    whole = tree_map(lambda value: value.full_tensor() if _is_distributed(value) else value, dict(state))
-    return {name: value for name, value in whole.items() if name != "shard"}  # a rank's label
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_module, c
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import UnitScheduler, cast, run_around
 from labkit.parallel.sharding.partition import Part, Units, find_units, partition
-from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable
+from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable, consolidate
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 
@@ -133,6 +133,14 @@ class FSDP(nn.Module):
         """Yield this rank's shards, even while their unit is whole."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "sharded_parameter", parameter)
+
+    def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
+        """Return the bare module's `state_dict`, in CPU memory, on group rank `to` (None: on all); None on the others.
+
+        A collective, one tensor at a time; buffers are the rank's own. The result can be loaded into the bare module,
+        or into an FSDP on any number of ranks. To `torch.distributed.checkpoint`, pass `module` and the optimizer.
+        """
+        return consolidate(self.module.state_dict(), to in (None, dist.get_rank(self.group)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a `state_dict()` of this rank, or the bare module's state, of which this rank takes its rows.

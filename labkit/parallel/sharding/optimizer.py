@@ -34,6 +34,7 @@ from labkit.parallel.sharding.sharded import (
     as_rows,
     check_shard,
     check_shardable,
+    consolidate,
     shard_parameter,
 )
 from labkit.parallel.transport import AUTO, find_transport, member_group
@@ -45,7 +46,6 @@ REFUSED: Mapping[type[Optimizer], str] = {
     optim.Rprop: "torch's DTensor does not know its masks",
     optim.Adafactor: "torch's DTensor does not know its means over rows and columns",
 }
-PLAIN = (bool, int, float, str, tuple)  # types of settings that are compared between ranks
 
 
 class ShardedOptimizer(Optimizer):
@@ -84,41 +84,43 @@ class ShardedOptimizer(Optimizer):
         self._gathered_places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         """Addresses, shapes and strides for which `_gather` is planned."""
 
-        refusal: Exception | None = None
-        try:
-            self._build(members, params, optimizer_cls, settings)
-        except Exception as error:
-            refusal = ValueError(str(error)) if isinstance(error, TypeError) else error
-        groups = [] if refusal else self.param_groups
-        described = [describe("a parameter", p) for each in groups for p in each["params"]]
-        described += [f"{k}: {v}" for each in groups for k, v in each.items() if isinstance(v, PLAIN)]
-        device = None if refusal else self._parameters[0].device
-        options = {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport}
-        check_same_on_all_ranks("optimizer", options, described, group, refusal, device)
-        if device is not None and members.size() > 1:
-            find_transport(group, device, transport)  # ValueError now, not at the first step
+        def build() -> None:
+            super(ShardedOptimizer, self).__init__(params, {})
+            for refused, reason in REFUSED.items():
+                if isinstance(optimizer_cls, type) and issubclass(optimizer_cls, refused):
+                    raise ValueError(f"{optimizer_cls.__name__} cannot be sharded: {reason}")
+            self._check_parameters()
+            self._mesh = DeviceMesh.from_group(members, self._parameters[0].device.type)
+            self._make_shards()
+            with self._groups_of_shards():
+                self._inner = optimizer_cls(self.param_groups, **settings)
+                self.defaults, self.state = self._inner.defaults, self._inner.state
+                self.param_groups = self._inner.param_groups
 
-    def _build(self, members: dist.ProcessGroup, params: Any, make: Callable[..., Optimizer], settings: Any) -> None:
-        super().__init__(params, {})
-        for refused, reason in REFUSED.items():
-            if isinstance(make, type) and issubclass(make, refused):
-                raise ValueError(f"{make.__name__} cannot be sharded: {reason}")
-        parameters = self._parameters
-        if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
-            raise ValueError("expected one parameter or more, on one device, each once")
-        check_shardable(((f"parameter {number}", p) for number, p in enumerate(parameters)), are_averaged=False)
-        mesh = DeviceMesh.from_group(members, parameters[0].device.type)
-        self._shards = {p: shard_parameter(p, own_rows(p.detach(), *self._place), mesh) for p in parameters}
-        with self._groups_of_shards():
-            self._inner = make(self.param_groups, **settings)
-            self.defaults, self.state = self._inner.defaults, self._inner.state
-            self.param_groups = self._inner.param_groups
+        self._run_on_all_ranks(build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport})
+        if members.size() > 1:
+            find_transport(group, self._parameters[0].device, transport)  # ValueError now, not at the first step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError, except for the groups of the constructor, which the base class adds."""
-        if self._inner is not None:
-            raise ValueError("expected all groups at construction: freeze the parameters that are to train later")
-        super().add_param_group(param_group)
+        """Add a group of parameters. A collective. ValueError, on all ranks, as at construction; nothing is changed."""
+        if self._inner is None:  # the base class adds the first groups
+            super().add_param_group(param_group)
+            return
+        number = len(self.param_groups)
+
+        def add() -> None:
+            super(ShardedOptimizer, self).add_param_group(param_group)
+            self._check_parameters()
+            self._make_shards()
+            with self._groups_of_shards():
+                self._inner.add_param_group(self.param_groups.pop())
+
+        try:
+            self._run_on_all_ranks(add, {})
+        except BaseException:
+            del self.param_groups[number:]
+            self._shards = {p: self._shards[p] for p in self._parameters}
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -132,15 +134,10 @@ class ShardedOptimizer(Optimizer):
         for p, shard in self._shards.items():
             shard._local_tensor = own_rows(p.detach(), *self._place)  # a user may have replaced the parameter's data
             shard.grad = None if p.grad is None else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
-        open_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
-            for group in open_groups:
-                group["foreach"] = True
-            with self._groups_of_shards():
+            with self._groups_of_shards(), self._one_call_per_operator():
                 self._inner.step()
         finally:
-            for group in open_groups:
-                group["foreach"] = None
             for p, shard in self._shards.items():
                 shard.grad, own = None, own_rows(p.detach(), *self._place)
                 if shard._local_tensor.data_ptr() != own.data_ptr():  # the optimizer has replaced the shard's data
@@ -167,6 +164,15 @@ class ShardedOptimizer(Optimizer):
         with self._groups_of_shards():
             return {**super().state_dict(), SHARD: self._shard}
 
+    def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
+        """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all (None).
+
+        A collective; None on the other ranks. Tensors are on the CPU. It loads into an unsharded optimizer, and into a
+        sharded one on any number of ranks, as an unsharded optimizer's `state_dict` does.
+        """
+        state = {name: value for name, value in self.state_dict().items() if name != SHARD}
+        return consolidate(state, to in (None, self._place[0]))
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()` of this rank, or an unsharded state, of which this rank takes its rows.
@@ -189,6 +195,31 @@ class ShardedOptimizer(Optimizer):
     def _parameters(self) -> list[Any]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def _check_parameters(self) -> None:
+        parameters = self._parameters
+        if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
+            raise ValueError("expected one parameter or more, on one device, each once")
+        check_shardable(((f"parameter {number}", p) for number, p in enumerate(parameters)), are_averaged=False)
+
+    def _run_on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
+        """Run the action, and compare the parameter groups between ranks. If one rank raises, all raise."""
+        refusal: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            refusal = ValueError(str(error)) if isinstance(error, TypeError) else error
+        groups = [] if refusal else self.param_groups
+        plain = (bool, int, float, str, tuple)
+        described = [describe("a parameter", p) for group in groups for p in group["params"]]
+        described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
+        device = self._parameters[0].device if groups else None
+        check_same_on_all_ranks("optimizer", settings, described, self._group, refusal, device)
+
+    def _make_shards(self) -> None:
+        for p in self._parameters:
+            if p not in self._shards:
+                self._shards[p] = shard_parameter(p, own_rows(p.detach(), *self._place), self._mesh)
+
     @contextmanager
     def _groups_of_shards(self) -> Iterator[None]:
         """Put shards into the groups in place of parameters: the groups are the inner optimizer's, too."""
@@ -200,6 +231,18 @@ class ShardedOptimizer(Optimizer):
             parameters = {shard: p for p, shard in self._shards.items()}
             for group in self.param_groups:
                 group["params"] = [parameters[shard] for shard in group["params"]]
+
+    @contextmanager
+    def _one_call_per_operator(self) -> Iterator[None]:
+        """Let the inner optimizer call operators of DTensors once for all parameters of a group, if it has a choice."""
+        chosen = [group for group in self.param_groups if may_use_foreach(group)]
+        for group in chosen:
+            group["foreach"] = True
+        try:
+            yield
+        finally:
+            for group in chosen:
+                group["foreach"] = None
 
 
 def may_use_foreach(group: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state dicts."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -49,7 +49,6 @@ class Sharded(DTensor):
         with torch.inference_mode(False):  # tensors of inference mode have no versions, which tell what has changed
             rows = _local_rows(value.detach(), self)
             self._local_tensor = rows.clone() if rows.is_inference() else rows
-            torch.autograd.graph.increment_version(self)  # also if this rank has no rows
 
     def share_memory_(self) -> NoReturn:
         raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")
@@ -150,7 +149,7 @@ def _local_rows(value: Tensor, shard: Any) -> Tensor:
     if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(shard.placements):
         raise ValueError(
             f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on "
-            f"{value.device_mesh.size()}: save gather_state(...) or use torch.distributed.checkpoint"
+            f"{value.device_mesh.size()}: save with consolidated_state_dict() or torch.distributed.checkpoint"
         )
     return value._local_tensor
 
@@ -162,3 +161,22 @@ def as_rows(name: str, value: Any, shard: Any) -> Any:
         raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
     rows = _local_rows(value.detach().to(shard.device), shard)
     return _as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
+
+
+@torch.no_grad()
+def consolidate(state: Mapping[str, Any], is_wanted: bool) -> dict[str, Any] | None:
+    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
+
+    A collective, one tensor at a time.
+    """
+
+    def make_whole(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            return full.detach().to("cpu", copy=True) if is_wanted else None
+        if isinstance(value, Mapping):
+            return type(value)((key, make_whole(each)) for key, each in value.items())  # type: ignore[call-arg]
+        return [make_whole(each) for each in value] if isinstance(value, list) else value
+
+    whole: dict[str, Any] = make_whole(state)
+    return whole if is_wanted else None

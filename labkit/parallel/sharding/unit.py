@@ -132,8 +132,10 @@ class Unit:
         """Gathered, or being gathered; modules have whole parameters."""
         self._wait: Wait | None = None
         self._gather_rows = self._plan_gather()
-        self.gathered_versions: list[tuple[int, int]] = []
+        self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
+        self._gathered_rows: list[Tensor] = []
+        """What was gathered: while it is alive, no other rows have its address."""
         self.depth = 0
         """Calls of its module in progress."""
         self.trained: list[UnitParameter] = []
@@ -159,15 +161,20 @@ class Unit:
                 for module, name in parameter.owners:
                     module._parameters[name] = parameter.whole if whole else parameter.shard
 
-    def current_versions(self) -> list[tuple[int, int]]:
-        """Return the versions of each shard, which counts new rows (`Sharded.data`), and of its rows."""
-        return [(each.shard._version, each.shard._local_tensor._version) for each in self.parameters]
+    def current_versions(self) -> list[tuple[int, ...]]:
+        """Return addresses and versions of each shard and its rows, which tell whether they have changed.
+
+        Ranks without rows have to notice that others have new ones: the storage has an address, too.
+        """
+        pairs = [(parameter.shard._local_tensor, parameter.shard) for parameter in self.parameters]
+        return [(x.untyped_storage()._cdata, x.data_ptr(), x._version, shard._version) for x, shard in pairs]
 
     def start_gather(self) -> None:
         """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
         if self.is_whole:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
+        self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
             self._gather_rows = self._plan_gather()
