@@ -134,12 +134,17 @@ def _run_points(make_group: Callable[[], RankGroup] | Callable[[], JobGroup], n_
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
+            if group is not None and group.has_lost_ranks():
+                group.close()
+                group = None
             if group is None:
                 group = make_group()
-                if (failure := group.start()) is not None:
-                    failure = replace(failure, message=f"the ranks did not start: {failure.message}")
-                    yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
-                    return
+                if group.start() is not None:
+                    group = make_group()  # once more: the machine may have been busy
+                    if (failure := group.start()) is not None:
+                        failure = replace(failure, message=f"the ranks did not start, twice: {failure.message}")
+                        yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
+                        return
             end = yield from group.run(index, excluded)
             if end.status != "ok":
                 group = None

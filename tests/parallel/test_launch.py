@@ -418,12 +418,24 @@ def test_the_time_that_a_caller_takes_for_a_row_is_not_the_points() -> None:
     assert ends == ["ok"]
 
 
+def test_a_rank_that_dies_between_two_points_costs_none() -> None:
+    pids, statuses = dict[int, int](), list[str]()
+    for item in launch(lambda _: [{"pid": os.getpid()}], [1, 2], world_size=2):
+        if isinstance(item, Row):
+            pids[item.rank] = item.values["pid"]
+        elif isinstance(item, PointEnd):
+            statuses.append(item.status)
+            os.kill(pids[1], signal.SIGKILL)
+            time.sleep(1.0)  # until it is reported
+    assert statuses == ["ok", "ok"]
+
+
 def test_ranks_that_cannot_start_end_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LOOPBACK", {"GLOO_SOCKET_IFNAME": "nowhere0"})
     _, ends = drain(lambda point: None, [1, 2, 3], world_size=2)
     assert [(end.index, end.status) for end in ends] == [(0, "failed"), (1, "failed"), (2, "failed")]
     assert ends[2].reason is not None
-    assert ends[2].reason.startswith("the ranks did not start: rank ")
+    assert ends[2].reason.startswith("the ranks did not start, twice: rank ")
     assert "nowhere0" in ends[2].reason
 
 

@@ -157,6 +157,10 @@ class RankGroup:
             self._forward_output()
         return PointEnd(index, failure, ended - begun, self.facts)
 
+    def has_lost_ranks(self) -> bool:
+        """Return whether a rank has died since the last point."""
+        return self._connection is not None and bool(connection.wait([self._connection], 0.0))
+
     def close(self) -> None:
         """End the ranks and all their children, and remove the directory. Safe to repeat."""
         self._forward_output()
@@ -296,6 +300,11 @@ class JobGroup:
             for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
                 yield Row(index, rank, values)
         return replace(end, failure=failure)
+
+    def has_lost_ranks(self) -> bool:
+        """Return whether the rank of any process has died since the last point."""
+        torchrun.begin_step()
+        return any(torchrun.gather_from_ranks(self._group.has_lost_ranks()))
 
     def close(self) -> None:
         """End the rank. Safe to repeat."""
