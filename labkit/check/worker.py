@@ -16,7 +16,7 @@ import torch.distributed as dist
 from labkit.bench.clock import time_interleaved
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
-from labkit.nn.attention_implementations import attention_named, has_triton, unavailable_reason
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, has_triton, unavailable_reason
 from labkit.nn.attention_problem import AttentionProblem, Passes
 from labkit.nn.training import Trainer, TrainingStep, build_workload
 from labkit.parallel.collectives import all_reduce
@@ -123,7 +123,7 @@ def _one_rank(device: str) -> Mapping[str, Quantity]:
     scalar = torch.ones(1, device=device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
-    passes = Passes(problem, attention_named(sizes.attention))
+    passes = Passes(problem, IMPLEMENTATIONS[sizes.attention])
     can_attend = unavailable_reason(sizes.attention, torch.device(device), dtype, HEAD_DIM) is None
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
     matmuls = {dtype: _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}

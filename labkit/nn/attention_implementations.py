@@ -30,13 +30,6 @@ GRAPH_LIMIT = 256
 NO_TRITON = "Triton is not installed"
 
 
-def attention_named(name: str) -> Attention:
-    """Look an implementation up by name; a ValueError lists the names."""
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"no attention named {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name]
-
-
 def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`torch.compile` of naive attention, one graph per shape.
 

@@ -2,7 +2,7 @@
 
 A step as a whole, or by its phases:
 
-    step = TrainingStep(shape_named("nano"), batch=4, context_length=128)
+    step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
     step.forward(); step.backward(); step.optimizer_step()       or  step.run()
 """
 

@@ -20,18 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, silu
 from torch.utils.checkpoint import checkpoint
 
-from labkit.costs.transformer import SIZES as SIZES
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.attention import Attention, naive_attention
 
 ROPE_BASE = 10_000.0
-
-
-def shape_named(name: str) -> TransformerShape:
-    """Look a size up by name; a ValueError lists the names."""
-    if name not in SIZES:
-        raise ValueError(f"no model size {name!r}; there are {', '.join(SIZES)}")
-    return SIZES[name]
 
 
 class Transformer(nn.Module):

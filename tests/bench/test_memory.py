@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.bench.ledger import AllocationLedger, peak_between, timeline_between
 from labkit.bench.memory import measure_second_peak, process_peak, record_allocations, saved_for_backward
+from labkit.costs.transformer import SIZES
 from labkit.nn.training import TrainingStep
-from labkit.nn.transformer import shape_named
 
 KIB, MIB = 2**10, 2**20
 
@@ -126,7 +126,7 @@ def test_the_peak_of_a_fake_step_is_that_of_pytorchs_own_tracker():
     from torch.distributed._tools.mem_tracker import MemTracker  # which loads the compiler
 
     def build():
-        step = TrainingStep(shape_named("nano"), batch=2, context_length=32)
+        step = TrainingStep(SIZES["nano"], batch=2, context_length=32)
         step.run()
         return step
 

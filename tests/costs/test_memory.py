@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from labkit.costs.memory import activation_bytes, peak_bytes, state_bytes
-from labkit.costs.transformer import TransformerShape, n_parameters
+from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.nn import training
 from labkit.nn.attention import softmax_scale
-from labkit.nn.transformer import shape_named
 from labkit.studies.memory.counting import count_phases
 
 SHAPE = TransformerShape(d_model=48, d_ff=112, n_layers=2, n_heads=3, vocabulary=300)
@@ -52,11 +51,9 @@ def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
     assert activation_bytes(SHAPE, 2, 24, device="cuda") == activation_bytes(SHAPE, 2, 24)
     long = {"batch": 4, "sequence": 512, "precision": "bfloat16"}
     peak = _count(
-        precision="bfloat16", source=shape_named("nano"), batch=4, context_length=512, attention=_softmax_in_float32
+        precision="bfloat16", source=SIZES["nano"], batch=4, context_length=512, attention=_softmax_in_float32
     )
-    assert peak_bytes(shape_named("nano"), **long, device="cuda") == pytest.approx(
-        peak.peak("full_step").n_bytes, rel=0.02
-    )
+    assert peak_bytes(SIZES["nano"], **long, device="cuda") == pytest.approx(peak.peak("full_step").n_bytes, rel=0.02)
 
 
 def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
@@ -72,7 +69,7 @@ def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("context", [16, 128, 512])
 def test_predicted_peaks_are_near_the_counted_ones(precision, context):
-    shape = shape_named("nano")
+    shape = SIZES["nano"]
     phases = {"forward": False, "full_step": True}
     counted = count_phases([*phases], source=shape, batch=4, context_length=context, precision=precision)
     for phase, is_full_step in phases.items():
@@ -82,7 +79,7 @@ def test_predicted_peaks_are_near_the_counted_ones(precision, context):
 
 @pytest.mark.parametrize("segment", [1, 2, 4])
 def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(segment):
-    shape = shape_named("nano")
+    shape = SIZES["nano"]
     counted = count_phases(("full_step",), source=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
         "full_step"
     )

@@ -10,7 +10,7 @@ import torch
 
 from labkit.nn import attention_implementations
 from labkit.nn.attention import check_attention_inputs, masked_scores, naive_attention
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, attention_named, no_compiler_reason, unavailable_reason
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, no_compiler_reason, unavailable_reason
 from labkit.nn.tiled_attention import TiledAttention
 from tests.nn.against_oracle import REFUSED
 
@@ -53,7 +53,7 @@ def test_shapes_and_options_that_do_not_fit_are_refused(name: str, case: str) ->
     if name == "flash":
         attend: Any = pytest.importorskip("labkit.nn.flash_attention").flash_attention
     else:
-        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(attention_named(name))
+        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(IMPLEMENTATIONS[name])
     with pytest.raises(ValueError, match=message):
         attend(*map(torch.zeros, shapes), False, **options)
 
@@ -62,7 +62,7 @@ def _tiled(*arguments: Any, scale: float | None = None) -> torch.Tensor:
     return TiledAttention.apply(*arguments, scale)
 
 
-def test_dtypes_devices_and_names_that_do_not_fit_are_refused() -> None:
+def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(2, 8, 16)
     with pytest.raises(ValueError, match=r"one dtype among float32.*got float32, float16, float32"):
         check_attention_inputs(x, x.half(), x)
@@ -70,8 +70,6 @@ def test_dtypes_devices_and_names_that_do_not_fit_are_refused() -> None:
         check_attention_inputs(x.long(), x.long(), x.long())
     with pytest.raises(ValueError, match="on one device; got cpu, meta, cpu"):
         check_attention_inputs(x, x.to("meta"), x)
-    with pytest.raises(ValueError, match=r"no attention named 'flsh'; there are explicit, compiled, tiled, flash"):
-        attention_named("flsh")
 
 
 @pytest.mark.parametrize("name", RUNS_ON_CPU)

@@ -7,12 +7,19 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.costs.transformer import TransformerShape, backward_flops, forward_flops, n_parameters, parameters_by_part
+from labkit.costs.transformer import (
+    SIZES,
+    TransformerShape,
+    backward_flops,
+    forward_flops,
+    n_parameters,
+    parameters_by_part,
+)
 from labkit.nn import attention_implementations
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, unavailable_reason
 from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
-from labkit.nn.transformer import SIZES, RMSNorm, Transformer, language_model_loss, shape_named
+from labkit.nn.transformer import RMSNorm, Transformer, language_model_loss
 
 TINY = TransformerShape(d_model=24, d_ff=40, n_layers=3, n_heads=2, vocabulary=50)
 
@@ -161,7 +168,6 @@ REFUSED = [
     (_of_tokens(2, 0), "1 to 16 positions"),
     (_of_tokens(16), "got \\(16,\\)"),
     (_of_tokens(2, 4, dtype=torch.float32), "expected int64 tokens"),
-    (lambda: shape_named("huge"), "no model size 'huge'; there are nano, mini"),
     (lambda: TransformerShape(d_model=15, d_ff=8, n_layers=1, n_heads=5), "even head dimension"),
     (lambda: TransformerShape(d_model=16, d_ff=8, n_layers=0, n_heads=2), "positive sizes"),
     (lambda: Transformer(TINY, context_length=0), "context_length >= 1"),

@@ -17,7 +17,7 @@ from labkit.costs.attention import explicit_peak, tiled_saved
 from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
-from labkit.nn.attention_implementations import RESERVED, attention_named, unavailable_reason
+from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED, unavailable_reason
 from labkit.nn.attention_problem import AttentionProblem, Passes, check
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
@@ -84,7 +84,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             continue
         if problem is None:
             problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
-        passes = Passes(problem, attention_named(name))
+        passes = Passes(problem, IMPLEMENTATIONS[name])
         row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
         yield row
         if row["check"] != "ok":
@@ -140,7 +140,7 @@ def _warm_up(point: AttentionPoint, passes: Passes, name: str) -> None:
         return
     shape = (1, WARM_UP_TOKENS, point.head_dim)
     small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
-    Passes(small, attention_named(name)).run_checked()
+    Passes(small, IMPLEMENTATIONS[name]).run_checked()
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import context_parallel_calls, sent_bytes
 from labkit.lab.point import TimedPoint
-from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
 from labkit.parallel.ranks.worker import use_device
@@ -60,7 +60,7 @@ class Passes:
             tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
         *inputs, self.gradient = (x.clone() for x in tensors)
         self.inputs = [x.requires_grad_() for x in inputs]
-        self.is_ring, tiled = method == "ring", attention_named("tiled")
+        self.is_ring, tiled = method == "ring", IMPLEMENTATIONS["tiled"]
         by_ranks = partial(ring_attention if self.is_ring else gather_attention, layout=layout)
         self.attend: Callable[..., Tensor] = by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import Field
 
+from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.config import Count, Device, Ranks, RoundsSeconds, Some, TimedConfig, Warmup, one_of
 from labkit.lab.declaration import Lab
@@ -18,7 +19,6 @@ from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER, RESNET50
-from labkit.nn.transformer import SIZES
 from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure

@@ -14,10 +14,9 @@ from labkit.bench.check import Work, matrix_product, max_over_ranks
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.costs.memory import STATES_BYTES, activation_bytes
-from labkit.costs.transformer import n_parameters
+from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import TimedPoint
 from labkit.lab.units import format_seconds
-from labkit.nn.transformer import shape_named
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import exchange
 from labkit.studies.shared.alternatives import time_guarded, timed_rows
@@ -57,7 +56,7 @@ class LimitPoint(TimedPoint):
     @property
     def needed_bytes(self) -> float:
         if self.sweep == "operators":
-            shape = shape_named(self.model)
+            shape = SIZES[self.model]
             activations = activation_bytes(replace(shape, n_layers=1), self.batch, self.context_length)
             return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations  # matmuls have more operands
         largest = max(self.sizes, default=0)
@@ -199,7 +198,7 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
     FLOPs per element are counted by hand; each tensor counts as read or written once.
     """
-    shape, batch, context = shape_named(point.model), point.batch, point.context_length
+    shape, batch, context = SIZES[point.model], point.batch, point.context_length
     tensor = partial(torch.randn, device=device)
     tokens, d, f, v = batch * context, shape.d_model, shape.d_ff, shape.vocabulary
     hidden, wide, logits = (tensor(tokens, columns) for columns in (d, f, v))

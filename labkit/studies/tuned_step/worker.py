@@ -11,9 +11,8 @@ from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import TimedPoint
-from labkit.nn.attention_implementations import attention_named
+from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.training import TrainingStep, gradients
-from labkit.nn.transformer import shape_named
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time
@@ -53,12 +52,12 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper, each with a batch."""
     is_joined, rank = name == JOINED, dist.get_rank() if dist.is_initialized() else 0
     step = TrainingStep(
-        shape_named(point.model),
+        SIZES[point.model],
         batch=point.batch,
         context_length=point.context_length,
         device=device,
         precision=point.precision if is_joined else "float32",
-        attention=attention_named(point.attention if is_joined else "explicit"),
+        attention=IMPLEMENTATIONS[point.attention if is_joined else "explicit"],
         seed=point.batch_seed(rank),
     )
     if is_joined and point.compiled:
