@@ -136,12 +136,9 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
     """
     peak = ProcessPeak()
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = _cuda_bytes("current")
-        yield peak
-        torch.cuda.synchronize()
-        peak.growth_bytes, peak.end_bytes = _cuda_bytes("peak") - before, _cuda_bytes("current") - before
+        with record_allocations(device) as record, record.window("block"):
+            yield peak
+        peak.growth_bytes, peak.end_bytes = record.peaks["block"], _cuda_bytes("current") - record.base_bytes
         return
     _return_free_memory()
     before = 0
