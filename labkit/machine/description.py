@@ -64,8 +64,6 @@ class Machine(BaseModel):
     versions: dict[str, str | None]
     source: Source | None = None
     """None in older runs, for a labkit outside a git checkout."""
-    float32_products: dict[str, str] | None = None
-    """How a GPU does "matmul" and "convolution" of float32: "ieee" or "tf32"; None in older runs."""
 
     @property
     def identity(self) -> list[str | None]:
@@ -141,16 +139,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         versions={name: _version(name) for name in VERSIONED_PACKAGES} | (cuda_gpus.library_versions() if gpus else {}),
         source=describe_source(),
-        float32_products=_float32_products(),
     )
-
-
-def _float32_products() -> dict[str, str]:
-    """torch's precision of CUDA's "matmul" and "convolution": "ieee" float32, or "tf32", 10 bits of 23."""
-    backends: Any = torch.backends  # a module whose types are incomplete
-    settings = {"matmul": backends.cuda.matmul, "convolution": backends.cudnn.conv}
-    # "none" leaves it to another setting, whose default is IEEE
-    return {name: each.fp32_precision.replace("none", "ieee") for name, each in settings.items()}
 
 
 def _gpus() -> list[Gpu]:

@@ -83,8 +83,6 @@ def machine_rows(machine: Machine) -> dict[str, str]:
     rows["Instructions"] = machine.instructions or ""
     rows["GPU"] = "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none")
     rows["GPU links"] = machine.gpu_links or ""
-    products = machine.float32_products if machine.gpus else None
-    rows["float32 on the GPU"] = ", ".join(f"{name} {how.upper()}" for name, how in (products or {}).items())
     rows["System"] = f"{machine.system}, Python {machine.python}"
     rows["Versions"] = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     rows["Source"] = str(machine.source or "not a git checkout")
