@@ -5,10 +5,10 @@ Every prediction of every lab uses these numbers and no others. An operator take
     max(time of a square matmul of its FLOPs, time of an addition that moves its bytes)
 
 read off measured curves, which include the call itself. An algorithm of messages takes messages * alpha + bytes * beta
-of its transport; beyond the measured number of ranks, costs grow in proportion to the ranks.
+of its transport. Nothing is predicted for a number of ranks that was not measured.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from labkit.costs.communication import AT_ONCE, MessageCost
 Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
 ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
-OLDER_RUNS = {"extra": "ignore"}  # have rates of operators, too
+OLDER_RUNS = {"extra": "ignore"}  # have rates of several ranks, too, behind those of one
 NCCL = "NCCL"
 """The transport between GPUs; the others move what lies in the CPU's memory."""
 ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
@@ -38,16 +38,14 @@ class Autograd:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Times of one rank on `device`, "cpu" or "cuda", while `ranks` compute at once."""
+    """Times of one rank that has `device`, "cpu" or "cuda", to itself."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = OLDER_RUNS
     device: str
-    ranks: int
     products: dict[str, Curve]
     """By dtype: FLOPs and seconds of square matmuls."""
     additions: Curve
     """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model creates it."""
-    copies: Curve = ()
-    """In older runs; unused."""
     autograd: Autograd | None = None
     """None on a GPU, and in older runs."""
 
@@ -102,11 +100,7 @@ class Calibration:
     run: str
     measured: datetime
     machine: str
-    cores: int
-    threads: int
-    """Threads of one rank that has the machine to itself."""
     rates: tuple[Rates, ...]
-    """By device, and number of ranks that compute at once."""
     transports: tuple[Transport, ...] = ()
     source: str = ""
     """The labkit that measured it; empty in older runs."""
@@ -114,29 +108,12 @@ class Calibration:
     """Whether the machine was busy meanwhile, and no other calibration is as new."""
 
     def rates_on(self, device: str) -> Rates | None:
-        """The rates of a single rank; None for a device that was not measured."""
-        return next((one for one in self.rates if (one.device, one.ranks) == (device, 1)), None)
+        """The rates of a device; None if it was not measured."""
+        return next((one for one in self.rates if one.device == device), None)
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
-        """Costs of a transport between this number of ranks; None if it was not measured.
-
-        Beyond the measured number, all costs grow as ranks per core do. What sends to or through every other rank (a
-        burst, gloo's all-reduce) has more messages in proportion.
-        """
-        measured = sorted((t for t in self.transports if (t.way, t.what) == (way, what)), key=lambda t: t.ranks)
-        nearest = next((one for one in reversed(measured) if one.ranks <= ranks), measured[0] if measured else None)
-        if nearest is None or nearest.ranks == ranks:
-            return nearest
-        slower = max(ranks, self.cores) / max(nearest.ranks, self.cores)
-        messages = 1.0 if what == MESSAGE else (ranks - 1) / (nearest.ranks - 1)
-        n_bytes = (ranks - 1) * nearest.ranks / (ranks * (nearest.ranks - 1)) if what == ALL_REDUCE else 1.0
-        return replace(
-            nearest,
-            ranks=ranks,
-            alpha_s=slower * messages * nearest.alpha_s,
-            beta_s_per_byte=slower * n_bytes * nearest.beta_s_per_byte,
-            call_s=slower * nearest.call_s,
-        )
+        """Costs of a transport between this number of ranks; None if it was not measured."""
+        return next((one for one in self.transports if (one.way, one.what, one.ranks) == (way, what, ranks)), None)
 
     def algorithm_s(self, way: str, algorithm: str, cost: MessageCost, ranks: int) -> float | None:
         """Seconds of an algorithm with this cost; None over a transport that was not measured."""

@@ -29,26 +29,22 @@ LIMITS = "limits"
 FRESH = timedelta(days=1)
 LEAST_ROWS = 512
 """Rows of the largest matrices: smaller products measure the cost of their calls."""
-PRODUCTS = Metric("seconds", "shape", ("world_size", "device", "dtype", "flops"), where={"sweep": "products"})
-MEMORY = Metric("seconds", "operation", ("world_size", "device", "n_bytes", "bytes"), where={"sweep": "memory"})
+PRODUCTS = Metric("seconds", "shape", ("device", "dtype", "flops"), where={"sweep": "products", "world_size": 1})
+MEMORY = Metric("seconds", "operation", ("device", "n_bytes", "bytes"), where={"sweep": "memory", "world_size": 1})
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
-CHAINS = Metric("seconds", "operators", ("world_size", "device"), where={"sweep": "autograd"})
+CHAINS = Metric("seconds", "operators", ("device",), where={"sweep": "autograd", "world_size": 1})
 NEW = "new"  # operation of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> Calibration | None:
     """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which predictions need."""
     frame = run.frame()
-    rates = tuple(_rates(frame))
-    if not any(rate.ranks == 1 for rate in rates):
+    if not (rates := tuple(_rates(frame))):
         return None
-    threads = frame.get("threads", pd.Series(dtype=float)).max()
     return Calibration(
         run=run.name,
         measured=run.header.started,
         machine=run.header.machine.label,
-        cores=run.header.machine.cores,
-        threads=int(threads) if threads == threads else 1,
         rates=rates,
         transports=tuple(transports(frame)),
         source=str(run.header.machine.source),
@@ -96,16 +92,15 @@ def _is_same_machine(theirs: Machine, here: Machine) -> bool:
 def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
     products, memory = _least(PRODUCTS, frame), _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]
-    for (device, ranks), some in products.groupby(["device", "world_size"]):
-        here = memory[(memory["world_size"] == ranks) & (memory["device"] == device)]
+    for device, some in products.groupby("device"):
+        here = memory[memory["device"] == device]
         if additions := _curve(here[here["operation"] == NEW], "bytes"):
             curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
             yield Rates(
                 device=str(device),
-                ranks=int(ranks),
                 products=curves,
                 additions=additions,
-                autograd=autograd(frame[(frame["world_size"] == ranks) & (frame["device"] == device)]),
+                autograd=autograd(frame[frame["device"] == device]),
             )
 
 

@@ -39,7 +39,7 @@ class LimitsConfig(TimedConfig):
     exchange_sizes_bytes: list[Count] = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
     """Messages between ranks."""
     ranks: list[SeveralRanks] = [2, 4]
-    """Numbers of ranks that all-reduce; with enough cores, all of them also time matmuls and additions at once."""
+    """Numbers of ranks that all-reduce."""
     model: Annotated[str, one_of(lambda: SIZES)] = "mini"
     """The model whose operators are timed, for the roofline."""
     batch: Count = 4
@@ -74,20 +74,18 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     yield LimitPoint.of(config, sweep="memory", device=device, sizes=arrays)
     yield LimitPoint.of(config, sweep="operators", device=device)
     yield LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu)
+    for sweep, sizes, largest in (("products", rows, threaded[0]), ("memory", arrays, threaded[1])):
+        fitting = sizes if device == "cpu" else tuple(size for size in sizes if size <= largest)
+        yield LimitPoint.of(config, sweep=sweep, sizes=fitting, **on_cpu)
+    # All rounds are run: the widths of intervals are the result.
+    rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
+    yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **on_cpu | rounds)
     # CPU ranks are measured on every machine: gloo and shared memory connect them.
     for ranks in sorted({1, *config.ranks}):
         here = on_cpu | {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
-        if ranks <= max(machine.cores, 2):
-            for sweep, sizes, largest in (("products", rows, threaded[0]), ("memory", arrays, threaded[1])):
-                is_whole = (ranks, device) == (1, "cpu")
-                fitting = sizes if is_whole else tuple(size for size in sizes if size <= largest)
-                yield LimitPoint.of(config, sweep=sweep, **here | {"sizes": fitting})
         if ranks <= ITSELF_RANKS:
-            # All rounds are run: the widths of intervals are the result.
-            rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
             where = here if ranks > 1 else here | {"device": device}
             yield LimitPoint.of(config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds)
-            yield LimitPoint.of(config, sweep="autograd", sizes=(threaded[1],), **here | rounds)
         if ranks > 1 and config.exchange_sizes_bytes:
             messages = tuple(config.exchange_sizes_bytes)
             yield LimitPoint.of(config, sweep="exchange", sizes=messages, **here)
@@ -173,6 +171,7 @@ LAB = Lab(
         "dtypes": ["float32", "float64", "bfloat16", "float16"],
         "copy_sizes_bytes": [64, *(KIB * 2**k for k in range(21))],
         "exchange_sizes_bytes": [KIB * 4**k for k in range(10)],
+        "ranks": [2, 4, 6, 8],
         "model": "large",
         "context_length": 512,
     },
