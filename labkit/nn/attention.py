@@ -23,9 +23,11 @@ are a multiple; query head h then uses their head h // group.
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -94,6 +96,26 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 def softmax_scale(q: Tensor, scale: float | None = None) -> float:
     """`scale`, by default 1 / sqrt(D)."""
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+class VersionWatch:
+    """Whether a tensor is modified in place from now on; holds none of its memory.
+
+    With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
+    again if a caller has changed it. Tensors of inference mode have no version, and no backward pass.
+    """
+
+    def __init__(self, x: Tensor):
+        self._token = x.detach()  # shares the version counter
+        if x.is_inference():
+            return
+        with _unsafe_preserve_version_counter(self._token):
+            cast(Any, self._token).set_()
+        self._version: int = self._token._version
+
+    @property
+    def is_modified(self) -> bool:
+        return bool(self._token._version != self._version)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from labkit.nn import flash_backward_kernels, flash_kernels
 from labkit.nn.attention import (
     KERNEL_DTYPES,
+    VersionWatch,
     check_attention_inputs,
     dtype_name,
     masked_scores,
@@ -100,7 +101,8 @@ class FlashAttention(torch.autograd.Function):
             raise ValueError(reason)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
         output, logsumexp = run_forward(q, k, v, causal, scale)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
+        ctx.save_for_backward(q, k, v, output.data, logsumexp)
+        ctx.watch = VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
         return output
 
@@ -108,6 +110,8 @@ class FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
+        if ctx.watch.is_modified:
+            output, _ = run_forward(q, k, v, ctx.causal, ctx.scale)
         grad_output = grad_output.contiguous()
         inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
         (grad_q,) = _gradients("grad_q", inputs, ctx.causal, ctx.scale)

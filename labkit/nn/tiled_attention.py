@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labkit.nn.attention import accumulator_dtype, check_attention_inputs, query_group, softmax_scale
+from labkit.nn.attention import (
+    VersionWatch,
+    accumulator_dtype,
+    check_attention_inputs,
+    query_group,
+    softmax_scale,
+)
 
 
 class TiledAttention(torch.autograd.Function):
@@ -30,7 +36,9 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
         output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
-        ctx.save_for_backward(q, k, v, output, logsumexp)
+        is_compiling = torch.compiler.is_compiling()
+        ctx.save_for_backward(q, k, v, output.clone() if is_compiling else output.data, logsumexp)
+        ctx.watch = None if is_compiling else VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
         return output
 
@@ -38,6 +46,8 @@ class TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
+        if ctx.watch is not None and ctx.watch.is_modified:
+            output, _ = tiled_forward(q, k, v, ctx.causal, scale=ctx.scale)
         gradients = tiled_backward(q, k, v, output, logsumexp, grad_output, ctx.causal, scale=ctx.scale)
         return *gradients, None, None
 

@@ -24,7 +24,7 @@ from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, r
 from labkit.nn.training import TrainingStep, gradients
 from tests.cases import thinned
 from tests.commands import carry_out
-from tests.nn.against_oracle import Case, assert_changed_output_raises, assert_saves_one_logsumexp, check_against_oracle
+from tests.nn.against_oracle import Case, assert_output_may_change, assert_saves_one_logsumexp, check_against_oracle
 
 INTERPRETED = flash_attention.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -159,8 +159,8 @@ def test_saves_one_logsumexp(dtype: torch.dtype) -> None:
 
 
 @runs_kernels
-def test_an_output_that_was_changed_in_place_has_no_backward_pass() -> None:
-    assert_changed_output_raises(FlashAttention.apply, DEVICE)
+def test_the_output_may_be_changed_in_place() -> None:
+    assert_output_may_change(FlashAttention.apply, DEVICE)
 
 
 @pytest.mark.parametrize(

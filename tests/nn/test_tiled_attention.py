@@ -7,7 +7,7 @@ from labkit.nn import tiled_attention
 from labkit.nn.attention import naive_attention
 from labkit.nn.tiled_attention import TiledAttention, tiled_forward
 from tests.cases import thinned
-from tests.nn.against_oracle import Case, assert_changed_output_raises, assert_saves_one_logsumexp, check_against_oracle
+from tests.nn.against_oracle import Case, assert_output_may_change, assert_saves_one_logsumexp, check_against_oracle
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -64,12 +64,12 @@ def test_saves_one_logsumexp(dtype: torch.dtype) -> None:
     assert_saves_one_logsumexp(TiledAttention.apply, "cpu", dtype)
 
 
-def test_an_output_that_was_changed_in_place_has_no_backward_pass() -> None:
-    assert_changed_output_raises(TiledAttention.apply, "cpu")
+def test_the_output_may_be_changed_in_place() -> None:
+    assert_output_may_change(TiledAttention.apply, "cpu")
 
 
-def test_torch_compile_makes_one_graph() -> None:
-    compiled = torch.compile(lambda *x: 2 * TiledAttention.apply(*x), backend="aot_eager", fullgraph=True)
+def test_torch_compile_makes_one_graph_even_of_changes_in_place() -> None:
+    compiled = torch.compile(lambda *x: TiledAttention.apply(*x).mul_(2), backend="aot_eager", fullgraph=True)
     inputs = [torch.randn(1, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     output, expected = compiled(*inputs, True), 2 * naive_attention(*inputs, True)
     torch.testing.assert_close(output, expected)
