@@ -175,7 +175,7 @@ def test_ranks_are_torch_multiprocessing_workers_which_hand_tensors_over() -> No
         queue.put(2 * queue.get())
         return multiprocessing.current_process().name
 
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+    with torch.multiprocessing.get_context("fork").Manager() as manager:
         queue = manager.Queue()
         queue.put(torch.arange(3.0))
         assert run_ranks(double, queue, world_size=1) == ["labkit-rank-0"]
