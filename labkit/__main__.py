@@ -231,7 +231,7 @@ def compare_command(
     output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the answers of runs from several machines or commits, on the points they share, with the first one's.
+    """Compare runs of several machines or commits with the first one, on the points they share.
 
     A folder of hand-ins (`labkit hand-in`) becomes the page of a class.
     """

@@ -47,7 +47,7 @@ def check(
     bundle: Annotated[Path | None, typer.Option(metavar="FILE.zip", help="Also write what a bug report needs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")] = False,
 ) -> None:
-    """Is every implementation right on this machine, and is it as fast as its baseline? Some 80 s on two cores.
+    """Check every implementation on this machine, and compare its speed with the baseline. Takes 80 s on two cores.
 
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or hardware is gone.
     """
@@ -169,7 +169,7 @@ def notebook(
     student: Annotated[bool, typer.Option("--student", help="Leave out implementations, answers, solutions.")] = False,
     output: Annotated[Path | None, typer.Option(help="The copy.", show_default="LAB.ipynb")] = None,
 ) -> None:
-    """Write a copy of a lab's notebook to work in: reports go on running the project's own."""
+    """Copy a lab's notebook to work in; reports still run the project's notebook."""
     import nbformat
 
     from labkit.lab.project import notebook_path

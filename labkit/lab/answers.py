@@ -244,8 +244,8 @@ class Check(Question):
     def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
         if verdict == "yes":
             percent = max(0.05, 100 * (factors.max() - 1))
-            amount = "exactly" if factors.max() == 1 else f"within {percent:.2g}% of"
-            return f"Yes: all {self.subject} are {amount} {self.reference}."
+            relation = "equal" if factors.max() == 1 else f"are within {percent:.2g}% of"
+            return f"Yes: all {self.subject} {relation} {self.reference}."
         most = "half of the" if 2 * n_close == len(factors) else "most"
         start = f"Partly: {most}" if verdict == "it depends" else "No: fewer than half of the" if n_close else "No: no"
         worst = format_factor(float(ratios[factors.idxmax()]))

@@ -71,7 +71,7 @@ def describe_calibration(run: Run) -> str:
         return "nothing: the machine was not calibrated (labkit measure limits)"
     text = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
     if calibration.is_disturbed:
-        text += ", while the machine was slow or busy for a part: predictions may be too long"
+        text += "; the machine was busy for part of that: predictions may be too long"
     return text
 
 

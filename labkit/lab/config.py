@@ -146,9 +146,9 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def nearest(name: Any, valid: Iterable[str]) -> str:
-    """Suggest the most similar valid name, as `; did you mean 'x'?`, or nothing."""
+    """Suggest the most similar valid name, as ` (did you mean 'x'?)`, or nothing."""
     close = difflib.get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _parse_value(text: str) -> Any:
@@ -166,7 +166,7 @@ def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
     name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
     place = f" (item {inside[0]})" if inside else ""
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message, hints, hint = message.partition("; did you mean")
+    message, hints, hint = message.partition(" (did you mean")
     text = f"parameter {name!r}{place} {message}, got {problem['input']!r:.300}{hints}{hint}"
     value = json.dumps(base.model_dump(mode="json").get(name))
     return text if value == "null" else f"{text}; {profile} has {name}={value.replace(', ', ',')}"

@@ -5,6 +5,7 @@ Imports nothing heavy: ranks load this module.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -62,7 +63,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """["a", "b", "c"] -> "a, b and c"."""
+    """["a", "b", "c"] -> "a, b and c"; ["a, b", "c"] -> "a, b; c"."""
+    if any(", " in word or " and " in word for word in words):
+        return "; ".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
@@ -136,6 +139,23 @@ _COLUMNS = {
     "scheduling": Column("scheduling", "scheduling", format_number, is_internal=True),
 }
 
+_AXES = {
+    "busy": "share of a step that a rank works",
+    "counted_bytes": "counted peak",
+    "epoch_s": "time of an epoch",
+    "intensity": "intensity (FLOPs per byte)",
+    "kind": "",
+    "lane": "phase",
+    "line": "",
+    "n_added": "terms added",
+    "peak_bytes": "peak memory",
+    "saved_bytes": "held before backward",
+    "segment": "layers per checkpoint (0: no checkpointing)",
+    "sent_bytes": "bytes sent",
+    "way": "alternative",
+}
+"""Titles of axes and legends of columns whose names would not say it."""
+
 _BETTER = {
     "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),
     "lower is better": ("bytes", "loss", "waiting_percent", "error"),
@@ -156,9 +176,10 @@ def column(name: str) -> Column:
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
             title = name.removesuffix(ending).replace("_", " ") + unit
-            return Column(title, title, form, "{value}" if ending == "_bytes" else "{title} {value}")
-    words = name.replace("_", " ")
-    return Column(words, words, format_number)
+            return Column(title, _AXES.get(name, title), form, "{value}" if ending == "_bytes" else "{title} {value}")
+    words = name.replace("micro_", "micro-").replace("_", " ")
+    is_plural = words.endswith("s") and not words.endswith("ss")
+    return Column(words, _AXES.get(name, words), format_number, "{value} {title}" if is_plural else "{title} {value}")
 
 
 def label(name: str, value: Any) -> str:
@@ -171,7 +192,8 @@ def label(name: str, value: Any) -> str:
     if not isinstance(value, Real):
         return f"{about.title} {value}"
     text = about.label.format(title=about.title, value=about.form(float(value)))
-    return text.removesuffix("s") if value == 1 and about.label.startswith("{value} ") else text  # "1 rank"
+    is_one = value == 1 and about.label.startswith("{value} ")
+    return re.sub(r"(?<=ch)es$|s$", "", text) if is_one else text  # "1 rank", "1 micro-batch"
 
 
 def format_value(name: str, value: Any) -> str:

@@ -67,7 +67,7 @@ def phrasing(value: str) -> Phrasing:
     if value == "seconds" or value.endswith("_s"):
         return TIME
     noun = column(value).title
-    words = (f"has {{n}} less {noun} than", f"has {{n}} of the {noun} of", f"has {{n}} more {noun} than")
+    words = (f"has {{n}} lower {noun} than", f"has {{n}} of the {noun} of", f"has {{n}} higher {noun} than")
     return Phrasing(noun, *words, f"has {{n}} times the {noun} of", "lower", "higher")
 
 

@@ -54,7 +54,7 @@ def _parameters() -> Iterator[Parameter]:
         yield _parameter(name, str | None, None, str(field.description))
     yield _parameter("output", str | None, None, "Also write a page, one HTML file.")
     yield _parameter("apply", bool, False, "Print this machine's best configuration as Python.", "--apply")
-    yield _parameter("explain", bool, False, "Why is my run slower than this?", "--explain")
+    yield _parameter("explain", bool, False, "Say why a run may be slower than predicted.", "--explain")
     yield _parameter("as_json", bool, False, "Print one JSON document (docs/for-scripts.md).", "--json")
 
 

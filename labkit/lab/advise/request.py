@@ -57,29 +57,31 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(None, description="A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json.")
-    gpus: Gpus | None = Field(None, description="How many GPUs.")
-    gpu: str | None = Field(None, description="Which: h100, a100-40gb, h200, b200, mi300x, 4090, ...")
+    gpus: Gpus | None = Field(None, description="Number of GPUs.")
+    gpu: str | None = Field(None, description="GPU: h100, a100-40gb, h200, b200, mi300x, 4090, ...")
     gpus_per_node: Gpus | None = Field(None, description="GPUs that share a node; default 8.")
-    network_gbps: Amount | None = Field(None, description="All links of a node, in one direction.")
-    tokens_per_step: Amount | None = Field(None, description="Of all GPUs together; default 4M.")
+    network_gbps: Amount | None = Field(None, description="Gbit/s of all links of a node, in one direction.")
+    tokens_per_step: Amount | None = Field(None, description="Tokens per step of all GPUs together; default 4M.")
     sequence: Whole | None = Field(None, description="Tokens per sequence; default 4096.")
     precision: Literal["bf16", "fp16", "fp8"] | None = Field(None, description="bf16, fp16 or fp8; default bf16.")
-    memory_reserve: Gib | None = Field(None, description="Memory of each GPU to leave free, as 8GiB.")
-    tokens: Amount | None = Field(None, description="To train on, as 15T; default 20 per parameter.")
-    framework: str | None = Field(None, description="A profile: nanotron, nemo, torchtitan, mosaic, megatron, ...")
+    memory_reserve: Gib | None = Field(None, description="Memory of each GPU to leave free, such as 8GiB.")
+    tokens: Amount | None = Field(None, description="Tokens to train on, such as 15T; default 20 per parameter.")
+    framework: str | None = Field(None, description="Framework: nanotron, nemo, torchtitan, mosaic, megatron, ...")
     calibrate: str | None = Field(None, description="A CSV of three or more of your runs, with step_s.")
-    tokens_per_second: Amount | None = Field(None, description="With --explain: measured, of all GPUs.")
-    mfu: Percent | None = Field(None, description="With --explain: measured, in percent.")
-    tp: Whole | None = Field(None, description="Tensor-parallel ranks; searched unless set, as are the next ones.")
+    tokens_per_second: Amount | None = Field(None, description="With --explain: measured rate of all GPUs.")
+    mfu: Percent | None = Field(None, description="With --explain: measured MFU in percent.")
+    tp: Whole | None = Field(None, description="Tensor-parallel ranks. This and the following are searched unless set.")
     pp: Whole | None = Field(None, description="Pipeline stages.")
     vp: Whole | None = Field(None, description="Chunks per stage.")
     cp: Whole | None = Field(None, description="Context-parallel ranks.")
     dp: Whole | None = Field(None, description="Data-parallel ranks.")
     shard: Literal["none", "zero1", "zero2", "zero3", "hsdp"] | None = Field(
-        None, description="none, zero1, zero2, zero3 or hsdp."
+        None, description="Sharding: none, zero1, zero2, zero3 or hsdp."
     )
-    micro_batch: Whole | None = Field(None, description="Sequences at once on a rank.")
-    recompute: Literal["none", "selective", "full"] | None = Field(None, description="none, selective or full.")
+    micro_batch: Whole | None = Field(None, description="Sequences per micro-batch of a rank.")
+    recompute: Literal["none", "selective", "full"] | None = Field(
+        None, description="Recomputation: none, selective or full."
+    )
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options that are set, of these names or of all."""

@@ -27,6 +27,7 @@ from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration, write_code
 from labkit.lab.runs.records import Resumption, RunHeader
 from labkit.lab.runs.store import Run
+from labkit.lab.units import counted
 from labkit.machine.description import describe_machine
 from labkit.parallel.ranks.torchrun import describe_hosts
 
@@ -39,8 +40,8 @@ JOINED_TOPICS = ("precision", "attention", "compile", "synchronization")
 """Topics that the joined configuration of a training step sets."""
 RULE = (
     f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
-    f"rate {FALSE_DISCOVERY_RATE:g} per question). Intervals are 95% and cover what varied within this run. A ratio is "
-    "estimated from rounds, so it may differ from the ratio of two medians. Compare ratios, not times, between "
+    f"rate {FALSE_DISCOVERY_RATE:.1%} per question). Intervals are 95% and cover what varied within this run. A ratio "
+    "is estimated from rounds, so it may differ from the ratio of two medians. Compare ratios, not times, between "
     "sections: other processes measured them at other times."
 )
 
@@ -210,8 +211,8 @@ def _describe_ranks(run: Run) -> str:
         if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():  # the ranks were ready
             text = f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling {fact['scheduling']}"
             memory = f", shared memory {fact['shared_memory']}" if "shared_memory" in fact else ""
-            described.add((str(fact["world_size"]), f"{text}, threads per rank: {fact['threads']}{memory}"))
-    return "; ".join(f"ranks: {ranks}, {text}" for ranks, text in sorted(described)) or "none"
+            described.add((fact["world_size"], f"{text}, {counted(fact['threads'], 'thread')} each{memory}"))
+    return "; ".join(f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described)) or "none"
 
 
 def _joined_code(run: Run) -> str | None:

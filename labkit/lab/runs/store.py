@@ -177,7 +177,7 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     if not matches:
         places = directories if len(directories) <= 2 else [directory.parent for directory in directories]
         where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
-        raise RunFileError(f"{text!r:.300} is neither a run file nor the beginning of the name of one in {where}")
+        raise RunFileError(f"{text!r:.300} is neither a run file nor the start of the name of one in {where}")
     return matches[0]
 
 

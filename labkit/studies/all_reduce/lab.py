@@ -179,7 +179,7 @@ LAB = Lab(
             text="How does the time of an all-reduce grow with its size and the number of ranks?",
             table=torch_times,
             configuration=CONFIGURATION,
-            says="Between {world_size} ranks, {n_bytes} take {times_the_shortest} times as long as the smallest size.",
+            says="Between {world_size} ranks, {n_bytes} takes {times_the_shortest} times as long as the smallest size.",
             figure=Lines(x="n_bytes", y="seconds", hue="world_size", panel="backend"),
         ),
         Report(
@@ -203,7 +203,7 @@ LAB = Lab(
         Check(
             id="alpha_beta",
             needs_calibration=True,
-            text="Do the cost of a message and of a byte predict how long an all-reduce takes?",
+            text="Do the costs of a message and of a byte predict how long an all-reduce takes?",
             table=predictions,
             measured="seconds",
             predicted="predicted_s",
@@ -211,7 +211,7 @@ LAB = Lab(
         ),
         Compare(
             id="transports",
-            text="Is labkit's all-reduce through shared memory faster than torch's, and how far is it from the floor?",
+            text="Is labkit's all-reduce through shared memory faster than torch's?",
             metric=TRANSPORT_TIME,
             baseline=TORCH,
             among=(SHARED, POINT_TO_POINT),

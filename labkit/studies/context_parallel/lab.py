@@ -48,7 +48,7 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
     device = machine.device(config.device)
     for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
         if sequence % (2 * world_size):
-            raise ParameterError(f"context_parallel: expected lengths that {2 * world_size} divides, got {sequence}")
+            raise ParameterError(f"context_parallel: expected multiples of {2 * world_size} as lengths, got {sequence}")
         here = ranks_here(world_size)
         ways = worker.WAYS[1:] if device == "cpu" and here > machine.cores else worker.WAYS
         about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}
@@ -65,6 +65,7 @@ def efficiency(results: Results) -> pd.DataFrame:
     p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
     share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
     return table.assign(
+        sequence=table["sequence"].astype(int),
         efficiency=whole_s / (p * table["seconds"].astype(float)),
         formula_efficiency=share,
         predicted_efficiency=whole_s / (whole_s / share + p * predict_messages_s(table, results)),
@@ -91,7 +92,7 @@ LAB = Lab(
     questions=[
         Compare(
             id="length",
-            text="From which length on is attention faster over ranks than on one?",
+            text="From which length up is attention faster over ranks than on one?",
             metric=TIME,
             baseline=worker.WHOLE,
             advice="Cut the sequence over ranks{where}.",
@@ -106,8 +107,8 @@ LAB = Lab(
             predicted="formula_efficiency",
             within=1.25,
             subject="efficiencies",
-            reference="the layout's",
-            figure=Lines(x="sequence", y="efficiency", hue="way", panel="world_size", log="x"),
+            reference="the formula",
+            figure=Lines(x="sequence", y="measured_over_predicted", hue="way", panel="world_size"),
         ),
         *(
             Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(worker.RING,))
@@ -124,7 +125,7 @@ LAB = Lab(
             predicted="formula_sent_bytes",
             within=1.01,
             subject="bytes sent",
-            reference="those of the formula",
+            reference="the formula",
             figure=Lines(x="sequence", y="sent_bytes", hue="way", panel="world_size"),
         ),
         Compare(

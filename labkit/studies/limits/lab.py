@@ -216,7 +216,7 @@ LAB = Lab(
             table=shortest_all_reduce,
             pick=lambda table: table.sort_values(["world_size", "way"]).index[0],
             configuration=("world_size", "way"),
-            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones: {bytes_per_s}.",
+            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones move {bytes_per_s}.",
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
         ),
         Report(

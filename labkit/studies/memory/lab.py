@@ -243,6 +243,7 @@ LAB = Lab(
             predicted="counted_bytes",
             within=1.02,
             subject="measured peaks",
+            reference="the counted ones",
         ),
     ],
 )

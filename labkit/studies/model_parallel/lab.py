@@ -51,7 +51,7 @@ AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": "axes"}, exa
 PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "micro_batches", "rank")
 NAMES = {
     WHOLE: "the whole model on one rank's cores",
-    TORCH: "that by torch's collectives",
+    TORCH: "tensor parallelism by torch's collectives",
     SHARED: "tensor parallelism through shared memory",
     SHARED + SEQUENCE: "sequence parallelism through shared memory",
     DATA: "data parallelism",
@@ -110,7 +110,8 @@ def tasks(results: Results) -> pd.DataFrame:
         for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks)))
         for task, start_s, end_s in times
     ]
-    return pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
+    table = pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
+    return table.replace({"task": {"F": "forward", "B": "backward"}})
 
 
 def axes(results: Results) -> pd.DataFrame:
@@ -118,13 +119,13 @@ def axes(results: Results) -> pd.DataFrame:
     return join(AXIS_TIME.medians(results.frame), AXIS_PEAK.largest(results.frame), AXIS_TIME.columns, "outer")
 
 
-WIDTH = "From which width on is a model faster cut over ranks than whole on one?"
-TRANSPORT = "Is it faster through shared memory than by torch's collectives?"
+WIDTH = "From which width up is a model faster cut over ranks than whole on one?"
+TRANSPORT = "Is tensor parallelism faster through shared memory than by torch's collectives?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
 GANTT = Timeline(source=tasks, lane="lane", hue="task")
-HOLDS = "Does it hold as many micro-batches at once as its schedule says?"
+HOLDS = "Does a pipeline hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",
     title="Model parallelism",
@@ -149,7 +150,7 @@ LAB = Lab(
             for name, text, baseline, among, figure in (
                 ("width", WIDTH, WHOLE, None, Lines(source=TENSOR_TIME, x="width", panel="world_size")),
                 ("transport", TRANSPORT, TORCH, (SHARED,), None),
-                ("sequence", "Is it as fast with sequence parallelism?", SHARED, (SHARED + SEQUENCE,), None),
+                ("sequence", "Does sequence parallelism save time?", SHARED, (SHARED + SEQUENCE,), None),
             )
         ),
         *(
@@ -161,7 +162,7 @@ LAB = Lab(
                 predicted=f"formula_{name}",
                 within=within,
                 subject=subject,
-                reference="those of the formula",
+                reference="the formula",
                 figure=figure,
             )
             for name, text, within, subject, table, figure in (

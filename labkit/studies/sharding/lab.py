@@ -186,7 +186,7 @@ LAB = Lab(
             predicted="formula_bytes",
             within=1.01,
             subject="bytes held",
-            reference="those of the formulas",
+            reference="the formulas",
             figure=Bars(x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT),
         ),
         Check(
@@ -197,7 +197,7 @@ LAB = Lab(
             predicted="formula_bytes",
             within=1.01,
             subject="bytes sent",
-            reference="those of the formulas",
+            reference="the formulas",
             figure=Bars(x="implementation", y="sent_bytes", hue="collective", panel="world_size", stacked=True, at=AT),
         ),
         Compare(
@@ -227,7 +227,7 @@ LAB = Lab(
             table=largest_models,
             verdict="predicted",
             configuration=("world_size",),
-            says="On {world_size} ranks, {implementation} fits {model}: {needed_bytes} per rank by the formulas.",
+            says="On {world_size} ranks, {implementation} fits the model {model}, with {needed_bytes} per rank.",
         ),
     ],
 )
