@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
 
 def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
     """Return a lab's part of the page, and add the flags of its runs to those of the students."""
-    usual = _usual_values(one.runs[lab.name] for one in students.values() if lab.name in one.runs)
+    values = [_values(one.runs[lab.name]) for one in students.values() if lab.name in one.runs]
+    usual = pd.DataFrame(values).mode().iloc[0].to_dict()  # the most frequent values
     answers: dict[str, Mapping[str, Answer]] = {}
     rows = []
     for student, one in students.items():
@@ -128,11 +129,6 @@ def _strip(question: str, text: str, answers: Mapping[str, Mapping[str, Answer]]
 def _values(run: Run) -> dict[str, str]:
     values = {"profile": run.header.profile, **run.header.config}
     return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
-
-
-def _usual_values(runs: Iterable[Run]) -> dict[str, str]:
-    """Return the most frequent value of the profile and of each parameter."""
-    return pd.DataFrame([_values(run) for run in runs]).mode().iloc[0].to_dict()
 
 
 def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:

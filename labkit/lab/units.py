@@ -69,17 +69,13 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
     """Return the value in the largest unit that is not larger than it, or whole in the smallest unit."""
     if math.isnan(value):
         return "not measured"
     for scale, unit in units:
         if abs(value) >= scale:
-            return f"{_three_digits(value / scale)} {unit}"
+            return f"{value / scale:{'.0f' if abs(value) >= 100 * scale else '.3g'}} {unit}"
     return f"{value:.0f} {smallest}"
 
 
@@ -140,18 +136,13 @@ _COLUMNS = {
 }
 
 _AXES = {
-    "busy": "share of a step that a rank works",
+    "busy": "busy share of a step",
     "counted_bytes": "counted peak",
-    "epoch_s": "time of an epoch",
-    "intensity": "intensity (FLOPs per byte)",
     "kind": "",
-    "lane": "phase",
-    "line": "",
     "n_added": "terms added",
     "peak_bytes": "peak memory",
     "saved_bytes": "held before backward",
-    "segment": "layers per checkpoint (0: no checkpointing)",
-    "sent_bytes": "bytes sent",
+    "segment": "layers per checkpoint (0: none)",
     "way": "alternative",
 }
 """Titles of axes and legends of columns whose names would not say it."""
@@ -192,8 +183,7 @@ def label(name: str, value: Any) -> str:
     if not isinstance(value, Real):
         return f"{about.title} {value}"
     text = about.label.format(title=about.title, value=about.form(float(value)))
-    is_one = value == 1 and about.label.startswith("{value} ")
-    return re.sub(r"(?<=ch)es$|s$", "", text) if is_one else text  # "1 rank", "1 micro-batch"
+    return re.sub(r"(?<=ch)es$|s$", "", text) if value == 1 and about.label.startswith("{value} ") else text
 
 
 def format_value(name: str, value: Any) -> str:

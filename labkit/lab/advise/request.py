@@ -17,7 +17,7 @@ from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
 from labkit.scaling.advice import round_batch
 from labkit.scaling.hardware import Hardware, find_hardware
-from labkit.scaling.models import Model, find_model, read_model
+from labkit.scaling.models import find_model, read_model
 from labkit.scaling.prediction import CALIBRATED, as_calibrated, calibrate, predict_runs
 from labkit.scaling.published import load_ground
 from labkit.scaling.runs import Run
@@ -79,9 +79,7 @@ class Options(BaseModel):
         None, description="Sharding: none, zero1, zero2, zero3 or hsdp."
     )
     micro_batch: Whole | None = Field(None, description="Sequences per micro-batch of a rank.")
-    recompute: Literal["none", "selective", "full"] | None = Field(
-        None, description="Recomputation: none, selective or full."
-    )
+    recompute: Literal["none", "selective", "full"] | None = Field(None, description="none, selective or full.")
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options that are set, of these names or of all."""
@@ -129,7 +127,9 @@ class AdviceRequest:
 def make_request(options: Options) -> AdviceRequest:
     """Build the request of these options. ValueError in one line, with what was expected."""
     assumptions: list[str] = []
-    model = _find_model(options.model)
+    if (name := options.model) is None:
+        raise ValueError("expected --model NAME or --model config.json")
+    model = read_model(Path(name)) if name.endswith(".json") or kind_of_path(name) else find_model(name)
     hardware, gpus = _hardware(options)
     seq_len = options.sequence or SEQUENCE
     tokens = options.tokens_per_step or TOKENS_PER_STEP
@@ -169,12 +169,6 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
     if (options.memory_reserve or 0.0) >= hardware.memory_gib:
         raise ValueError(f"expected --memory-reserve below the {hardware.memory_gib:g} GiB of {hardware.name}")
     return hardware, options.gpus
-
-
-def _find_model(name: str | None) -> Model:
-    if name is None:
-        raise ValueError("expected --model NAME or --model config.json")
-    return read_model(Path(name)) if name.endswith(".json") or kind_of_path(name) else find_model(name)
 
 
 def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:

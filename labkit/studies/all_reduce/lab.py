@@ -129,10 +129,10 @@ def bandwidth(results: Results) -> pd.DataFrame:
     """Bus bandwidth of torch's all-reduce by size and ranks, over NCCL if there is NCCL, with the peak of the links."""
     table = torch_times(results)[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
     table = table[table["backend"] == table["backend"].max()]  # "nccl" > "gloo"
-    table = table.assign(line=[f"{ranks} ranks" for ranks in table["world_size"]])
+    table = table.assign(kind=[f"{ranks} ranks" for ranks in table["world_size"]])
     over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
     ends = pd.concat([over_nccl.head(1), over_nccl.tail(1)])
-    peak = ends.assign(line=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan"))
+    peak = ends.assign(kind=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan"))
     return pd.concat([peak.dropna(subset="busbw_gb_per_s"), table], ignore_index=True)
 
 
@@ -186,10 +186,10 @@ LAB = Lab(
             id="bandwidth",
             text="What bandwidth do the links between ranks reach?",
             table=bandwidth,
-            pick=lambda table: table["busbw_gb_per_s"].where(table["line"] != PEAK).idxmax(),
+            pick=lambda table: table["busbw_gb_per_s"].where(table["kind"] != PEAK).idxmax(),
             configuration=CONFIGURATION,
             says="{world_size} ranks reach a bus bandwidth of {busbw_gb_per_s} GB/s with {n_bytes}.",
-            figure=Lines(x="n_bytes", y="busbw_gb_per_s", hue="line", log="x"),
+            figure=Lines(x="n_bytes", y="busbw_gb_per_s", hue="kind", log="x"),
         ),
         Compare(
             id="algorithms",

@@ -23,19 +23,16 @@ from labkit.machine.description import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
 from labkit.studies.attention.worker import BOTH, COMPILED, EXPLICIT, FLASH, MARGIN, TILED, AttentionPoint, measure
 
-MIB = 2**20
 SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
 Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
-HeadDim = Annotated[int, Field(ge=1, le=1024)]
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class AttentionConfig(TimedConfig):
     """The parameters of this lab."""
 
     sequences: Some[Length] = [256, 512, 1024, 2048, 4096]
-    head_dims: Some[HeadDim] = [64]
-    dtypes: Some[Dtype] = ["float32", "bfloat16"]
+    head_dims: Some[Annotated[int, Field(ge=1, le=1024)]] = [64]
+    dtypes: Some[Literal["float32", "bfloat16", "float16"]] = ["float32", "bfloat16"]
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = [
         name for name in IMPLEMENTATIONS if name != "sdpa_math"
     ]
@@ -48,7 +45,7 @@ class AttentionConfig(TimedConfig):
     sessions: Sessions = 2
     """How often lengths of up to 2048 tokens are measured, each time by other processes."""
     device: Device = "auto"
-    max_bytes: int = Field(512 * MIB, ge=0)
+    max_bytes: int = Field(2**29, ge=0)
     """An implementation that needs more is skipped; 0: only one that does not fit into memory is."""
     rounds_s: RoundsSeconds | None = 1.0
 

@@ -60,12 +60,11 @@ def efficiency(results: Results) -> pd.DataFrame:
     table = TIME.medians(results.frame)
     is_whole = table["way"] == worker.WHOLE
     whole = table.loc[is_whole, [*CONFIGURATION, "seconds"]].rename(columns={"seconds": "seconds_whole"})
-    table = join(table[~is_whole], whole, CONFIGURATION, "left").dropna(subset="seconds_whole")
+    table = join(table[~is_whole], whole, CONFIGURATION, "left").dropna(subset="seconds_whole").infer_objects()
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
     share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
     return table.assign(
-        sequence=table["sequence"].astype(int),
         efficiency=whole_s / (p * table["seconds"].astype(float)),
         formula_efficiency=share,
         predicted_efficiency=whole_s / (whole_s / share + p * predict_messages_s(table, results)),

@@ -23,8 +23,6 @@ from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_ME
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
 
-WorkloadName = Annotated[str, one_of(lambda: (RESNET50, *SIZES))]
-Megabytes = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
 SAME_COLLECTIVES = {TORCH: "bucketed_sync", "bucketed": "bucketed_sync", "overlapped": "naive"}
@@ -36,12 +34,12 @@ PROFILED = (TORCH, "bucketed", "naive", "flat")
 class DataParallelConfig(TimedConfig):
     """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
-    workloads: Some[WorkloadName] = ["nano", "mini"]
+    workloads: Some[Annotated[str, one_of(lambda: (RESNET50, *SIZES))]] = ["nano", "mini"]
     world_sizes: Some[Ranks] = [2]
     throughput_world_sizes: list[Ranks] = []
     """Further numbers of ranks, up to that of GPUs or cores, with the largest batch and length only."""
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
-    buckets_mb: list[Megabytes] = [1.0, 100.0]
+    buckets_mb: list[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]] = [1.0, 100.0]
     """Bucket sizes that are compared on the last workload; all else uses the default."""
     batches: Some[Count] = [2]
     """Sequences or images per rank."""

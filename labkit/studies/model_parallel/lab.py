@@ -111,7 +111,7 @@ def tasks(results: Results) -> pd.DataFrame:
         for task, start_s, end_s in times
     ]
     table = pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
-    return table.replace({"task": {"F": "forward", "B": "backward"}})
+    return table.replace({"F": "forward", "B": "backward"})
 
 
 def axes(results: Results) -> pd.DataFrame:

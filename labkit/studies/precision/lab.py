@@ -20,13 +20,11 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
 
-Size = Annotated[str, one_of(lambda: SIZES)]
-
 
 class PrecisionConfig(TimedConfig):
     """The parameters of this lab."""
 
-    models: Some[Size] = ["nano", "mini"]
+    models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["nano", "mini"]
     precisions: Some[Literal["bfloat16", "float16"]] = ["bfloat16"]
     """Autocast dtypes that are timed against float32."""
     batch: Count = 2
