@@ -99,11 +99,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
         for item in items:
             if isinstance(item, Row):
                 results[item.rank] = item.values["result"]
-            elif isinstance(item, Retry):
-                results.clear()
-            elif item.status == "skipped":
+            elif isinstance(item, PointEnd) and item.status == "skipped":
                 raise ValueError(f"world_size: {item.reason}; {torchrun.describe_job()}")
-            elif item.failure is not None:
+            elif isinstance(item, PointEnd) and item.failure is not None:
                 raise RankError(item.failure)
     return [results[rank] for rank in sorted(results)]
 
