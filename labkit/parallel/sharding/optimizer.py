@@ -134,10 +134,15 @@ class ShardedOptimizer(Optimizer):
         for p, shard in self._shards.items():
             shard._local_tensor = own_rows(p.detach(), *self._place)  # a user may have replaced the parameter's data
             shard.grad = None if p.grad is None else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
+        open_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
-            with self._groups_of_shards(), self._one_call_per_operator():
+            for group in open_groups:  # one call per operator of DTensors
+                group["foreach"] = True
+            with self._groups_of_shards():
                 self._inner.step()
         finally:
+            for group in open_groups:
+                group["foreach"] = None
             for p, shard in self._shards.items():
                 shard.grad, own = None, own_rows(p.detach(), *self._place)
                 if shard._local_tensor.data_ptr() != own.data_ptr():  # the optimizer has replaced the shard's data
@@ -231,18 +236,6 @@ class ShardedOptimizer(Optimizer):
             parameters = {shard: p for p, shard in self._shards.items()}
             for group in self.param_groups:
                 group["params"] = [parameters[shard] for shard in group["params"]]
-
-    @contextmanager
-    def _one_call_per_operator(self) -> Iterator[None]:
-        """Let the inner optimizer call operators of DTensors once for all parameters of a group, if it has a choice."""
-        chosen = [group for group in self.param_groups if may_use_foreach(group)]
-        for group in chosen:
-            group["foreach"] = True
-        try:
-            yield
-        finally:
-            for group in chosen:
-                group["foreach"] = None
 
 
 def may_use_foreach(group: Mapping[str, Any]) -> bool:

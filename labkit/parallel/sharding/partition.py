@@ -16,17 +16,14 @@ def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
     """
     if units is None:
         return [*dict.fromkeys(_layers(module, isinstance(module, nn.Sequential))), module]
-    units = list(units)
+    found = set[nn.Module]()
     for unit in units:
-        if not any(each is unit or (isinstance(unit, type) and isinstance(each, unit)) for each in module.modules()):
-            name = unit.__name__ if isinstance(unit, type) else type(unit).__name__
-            raise ValueError(f"expected units that are in the model, or classes of such; got {name}")
-    classes = tuple(unit for unit in units if isinstance(unit, type))
-    matching = [each for each in module.modules() if isinstance(each, classes) or each in units]
-    for each in matching:
-        if not _has_forward(each):
-            raise ValueError(f"expected units that have a forward, got {type(each).__name__}")
-    return [*(each for each in matching if each is not module), module]
+        kind = unit if isinstance(unit, type) else type(unit)
+        matching = [each for each in module.modules() if each is unit or (kind is unit and isinstance(each, kind))]
+        if not matching or not all(map(_has_forward, matching)):
+            raise ValueError(f"expected units with a forward in the model, or their classes; got {kind.__name__}")
+        found.update(matching)
+    return [*(each for each in module.modules() if each in found and each is not module), module]
 
 
 def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:

@@ -49,6 +49,7 @@ class Sharded(DTensor):
         with torch.inference_mode(False):  # tensors of inference mode have no versions, which tell what has changed
             rows = _local_rows(value.detach(), self)
             self._local_tensor = rows.clone() if rows.is_inference() else rows
+            torch.autograd.graph.increment_version(self)  # also if this rank has no rows
 
     def share_memory_(self) -> NoReturn:
         raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")

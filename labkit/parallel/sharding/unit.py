@@ -134,8 +134,6 @@ class Unit:
         self._gather_rows = self._plan_gather()
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
-        self._gathered_rows: list[Tensor] = []
-        """What was gathered: while it is alive, no other rows have its address."""
         self.depth = 0
         """Calls of its module in progress."""
         self.trained: list[UnitParameter] = []
@@ -162,19 +160,15 @@ class Unit:
                     module._parameters[name] = parameter.whole if whole else parameter.shard
 
     def current_versions(self) -> list[tuple[int, ...]]:
-        """Return addresses and versions of each shard and its rows, which tell whether they have changed.
-
-        Ranks without rows have to notice that others have new ones: the storage has an address, too.
-        """
-        pairs = [(parameter.shard._local_tensor, parameter.shard) for parameter in self.parameters]
-        return [(x.untyped_storage()._cdata, x.data_ptr(), x._version, shard._version) for x, shard in pairs]
+        """Return versions and memory of each shard and its rows. A shard counts its new rows (`Sharded.data`)."""
+        pairs = [(parameter.shard, parameter.shard._local_tensor) for parameter in self.parameters]
+        return [(shard._version, rows._version, rows.untyped_storage()._cdata) for shard, rows in pairs]
 
     def start_gather(self) -> None:
         """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
         if self.is_whole:
             return
         self.is_whole, self.gathered_versions = True, self.current_versions()
-        self._gathered_rows = [parameter.shard._local_tensor.detach() for parameter in self.parameters]
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
             self._gather_rows = self._plan_gather()
