@@ -42,13 +42,18 @@ def check_attention_inputs(
 
     The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no dimension may be empty.
     """
-    is_fitting = 2 <= q.dim() == k.dim() and k.shape == v.shape and q.shape[-1] == k.shape[-1]
-    is_fitting = is_fitting and 0 not in (*q.shape, *k.shape) and q.shape[:-3] == k.shape[:-3]
-    if not is_fitting or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
-        raise ValueError(
-            "expected q (..., queries, head_dim), k and v (..., keys, head_dim), none empty, with equal leading "
-            f"dimensions or heads of q a multiple of k's: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    expected = "expected q (..., queries, head_dim), k and v (..., keys, head_dim)"
+    if q.dim() < 2 or k.dim() < 2 or v.dim() < 2:
+        raise ValueError(f"{expected}; got {shapes}")
+    if k.shape != v.shape:
+        raise ValueError(f"{expected}, k and v of one shape; got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{expected} with one head_dim; got {shapes}")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"{expected}, no dimension empty; got {shapes}")
+    if q.dim() != k.dim() or q.shape[:-3] != k.shape[:-3] or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
+        raise ValueError(f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got {shapes}")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
         names = ", ".join(dtype_name(dtype) for dtype in dtypes)
         got = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
