@@ -169,16 +169,15 @@ class _Normalize(torch.autograd.Function):
         count = x.numel() // x.shape[1]
         local_center = _local_mean(x, dtype)
         deviations = x - _along_channels(local_center, x)
-        sums = _channel_sums(deviations, deviations, torch.zeros_like(local_center))
+        zeros, ones = torch.zeros_like(local_center), torch.ones_like(local_center)
+        sums = _channel_sums(deviations, deviations, zeros, ones)
         total, mean, m2, offsets = _combine(_gather([local_center, *sums, sums[0].new_full((1,), count)], group))
         # Reading a number waits for the GPU: only if the sum can be that small.
         if count < 2 and total < 2:
             raise ValueError(f"expected more than one value per channel in training, got {int(total)} on all ranks")
         inverse_std = torch.rsqrt(m2 / total + eps)
-        scale = inverse_std if weight is None else inverse_std * weight
-        shift = offsets[group.rank()] * -scale
-        if bias is not None:
-            shift += bias
+        scale, offset = inverse_std if weight is None else inverse_std * weight, offsets[group.rank()]
+        shift = offset * -scale if bias is None else torch.addcmul(bias, offset, scale, value=-1)
         # Cast now: operators with mixed dtypes are several times slower on a CPU.
         scale, shift = scale.to(dtype), shift.to(dtype)
         output = torch.addcmul(_along_channels(shift, x), deviations, _along_channels(scale, x), out=deviations)
@@ -186,6 +185,7 @@ class _Normalize(torch.autograd.Function):
         ctx.group = group
         variance = m2 / (total - 1)
         ctx.mark_non_differentiable(mean, variance)
+        ctx.set_materialize_grads(False)
         return output.to(x.dtype), mean, variance
 
     @staticmethod
@@ -203,9 +203,9 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
         center = mean.to(inverse_std.dtype)
-        rest = (mean - center).to(center.dtype)
-        s1, s2 = _channel_sums(dy, x, center)
-        s2 = s2.addcmul_(rest, s1, value=-1).mul_(inverse_std)
+        rest = (mean - center).to(center.dtype).mul_(inverse_std)
+        s1, s2 = _channel_sums(dy, x, center, inverse_std)
+        s2 = s2.addcmul_(rest, s1, value=-1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_weight = s2.to(weight.dtype) if needs_weight else None
         d_bias = s1.to(weight.dtype) if needs_bias else None
@@ -219,8 +219,8 @@ class _Normalize(torch.autograd.Function):
         # dx = scale dy + slope (x - center) + constant
         scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
         constant, slope = sums.mul_(scale / -total)
-        slope *= inverse_std
         constant.addcmul_(slope, rest, value=-1)
+        slope *= inverse_std
         dx = x - _along_channels(center, x)
         torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
@@ -271,15 +271,14 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return total, mean, m2.clamp_min_(0), offsets  # rounding may take a channel of equal values below zero
 
 
-def _channel_sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum dy and dy (x - center) over each channel, (C,) in the dtype of center.
+def _channel_sums(dy: Tensor, x: Tensor, center: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum dy and dy (x - center) factor over each channel, (C,) in the dtype of center.
 
     One pass without a product the size of x: torch's batch norm backward for bias and weight.
     """
     if not x.numel():
         return torch.zeros_like(center), torch.zeros_like(center)
-    ones = torch.ones_like(center)
-    arguments = (dy, x, ones, None, None, center, ones, True, 0.0, [False, True, True])
+    arguments = (dy, x, factor, None, None, center, factor, True, 0.0, [False, True, True])
     _, weighted, plain = torch.ops.aten.native_batch_norm_backward(*arguments)
     return plain, weighted
 
