@@ -176,8 +176,11 @@ def axe(tmp_path_factory):
     return fetch_axe(tmp_path_factory.mktemp("axe"))
 
 
-@pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 380)])
+QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]
+VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280), ("dark", 380))]
+
+
+@pytest.mark.parametrize(("name", "scheme", "width"), thinned(VIEWS, lambda *view: view in QUICK_VIEWS))
 def test_a_page_has_no_serious_barrier(name, scheme, width, axe, page_visit):
     page, _, _ = page_visit(f"{name}.html", scheme, width)
     assert barriers(page, axe) == []
