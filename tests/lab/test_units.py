@@ -2,7 +2,16 @@
 
 import pytest
 
-from labkit.lab.units import column, format_bytes, format_flops, format_number, format_rate, format_seconds, join_words
+from labkit.lab.units import (
+    column,
+    format_bytes,
+    format_flops,
+    format_number,
+    format_rate,
+    format_seconds,
+    join_words,
+    label,
+)
 
 NUMBERS = {
     format_seconds: {1.5: "1.5 s", 0.00123: "1.23 ms", 4.56e-6: "4.56 µs", 0: "0 s", 125: "2 min 5 s", 0.999: "999 ms"},
@@ -40,3 +49,10 @@ def test_the_name_of_a_column_decides_the_unit(name, text):
 
 def test_words_are_joined_as_in_a_sentence():
     assert [join_words(words) for words in ([], ["a"], ["a", "b"], list("abc"))] == ["", "a", "a and b", "a, b and c"]
+    assert join_words(["ring, zigzag", "one rank"]) == "ring, zigzag; one rank"
+
+
+def test_counts_are_labeled_by_a_plural():
+    counts = {"world_size": 1, "heads": 4, "micro_batches": 1, "epochs": 3, "validation_loss": 1}
+    labels = [label(name, value) for name, value in counts.items()]
+    assert labels == ["1 rank", "4 heads", "1 micro-batch", "3 epochs", "validation loss 1"]
