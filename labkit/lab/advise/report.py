@@ -183,7 +183,7 @@ def _memory(first: Prediction) -> Section:
 def _best(request: AdviceRequest, advice: Advice) -> Section:
     columns = [_column(request, one) for one in advice.best]
     title = f"The best {counted(len(columns), 'layout')}, with 90% intervals"
-    headings = ("", *(str(place + 1) for place in range(len(columns))))
+    headings = ("place", *(str(place + 1) for place in range(len(columns))))
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     return Section(title, PREDICTED, headings, rows, None, number_steps(advice))
 
