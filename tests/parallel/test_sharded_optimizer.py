@@ -5,6 +5,8 @@ That it trains as the plain one does is tested with all strategies (`test_shardi
 
 import contextlib
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed import checkpoint
 
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
@@ -79,9 +82,27 @@ def _check_saving() -> list[str]:
         ):
             wrong.append(f"{name}: goes on differently on fewer ranks")
         with contextlib.suppress(ValueError):
-            optimizer.load_state_dict({**own, "shard": f"rank {(dist.get_rank() + 1) % p} of {p}"})
+            optimizer.load_state_dict({**own, "shard": {f"rank {(dist.get_rank() + 1) % p} of {p}"}})
             wrong.append(f"{name}: took another rank's shard")
     return wrong
+
+
+def _check_checkpoint() -> list[str]:
+    """Each rank's rows come back from torch.distributed.checkpoint to the rank that saved them."""
+    folders, parameters = [tempfile.mkdtemp()], list(plain().parameters())
+    dist.broadcast_object_list(folders)
+    optimizer = ShardedOptimizer(parameters, optim.AdamW)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state, expected = {"optimizer": optimizer.state_dict()}, optimizer.consolidated_state_dict(to=None)
+    checkpoint.save(state, checkpoint_id=folders[0])
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    checkpoint.load(state, checkpoint_id=folders[0])
+    optimizer.load_state_dict(state["optimizer"])
+    shutil.rmtree(folders[0], ignore_errors=True)
+    return _differences(optimizer.consolidated_state_dict(to=None), expected)
 
 
 def _continued(case: Case, model: nn.Module, state: Any, make: Any) -> list[torch.Tensor]:
@@ -193,6 +214,6 @@ def _check_refusals() -> list[str]:
     return wrong if is_sound else [*wrong, "changed"]
 
 
-@pytest.mark.parametrize("check", [_check_saving, _check_changes, _check_refusals])
+@pytest.mark.parametrize("check", [_check_saving, _check_checkpoint, _check_changes, _check_refusals])
 def test_it_saves_follows_and_refuses(workers_travel_by_value: None, check: Callable[[], list[str]]) -> None:
     assert run_ranks(check, world_size=3, timeout_s=120) == [[], [], []]

@@ -167,7 +167,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""
         with self._groups_of_shards():
-            return {**super().state_dict(), SHARD: self._shard}
+            return {**super().state_dict(), SHARD: {self._shard: True}}  # a key, of which checkpoints keep each rank's
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
         """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all (None).
@@ -184,7 +184,7 @@ class ShardedOptimizer(Optimizer):
 
         ValueError for the shard of another rank or number of ranks, and for other parameter groups.
         """
-        check_shard(state_dict.get(SHARD, self._shard), self._shard)
+        check_shard(next(iter(state_dict.get(SHARD, {self._shard}))), self._shard)
         with self._groups_of_shards():
             super().load_state_dict(state_dict)
             self._inner.param_groups, self._inner.state = self.param_groups, self.state
