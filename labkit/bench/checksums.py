@@ -6,9 +6,9 @@ With t a fixed random sequence of PERIOD numbers, rank r of p adds to element i
 
 and the sum is at most 2 / eps, the largest whole number that the type counts up to (256 for bfloat16). So nothing is
 rounded, whatever the order of additions. A missing part makes the sum too small and a repeated one too large. No two
-ranks' parts are equal, up to 21 ranks in bfloat16, 62 in float16 and 127 in wider types. The sum depends on t_i, so a
-right sum at another element's place is wrong, too. M is at most 128, which leaves room for an exact mean: gradients are
-these numbers times the number of ranks.
+ranks' parts are equal, up to 21 ranks in bfloat16, 62 in float16 and 127 in wider types. The sum depends on t_i (in
+bfloat16 up to 59 ranks), so a right sum at another element's place is wrong, too. M is at most 128, which leaves room
+for an exact mean: gradients are these numbers times the number of ranks.
 """
 
 import math
@@ -76,8 +76,12 @@ def _modulus(ranks: int, dtype: torch.dtype) -> int:
     modulus = min(128, int((math.sqrt(1 + 8 * largest) - 1) / 2))
     if ranks < modulus:
         return modulus
+    if ranks > largest:
+        raise ValueError(f"expected at most {largest} ranks, whose sums {dtype} can count; got {ranks}")
     modulus = min(128, largest // ranks)
-    return max(1, modulus - (ranks % modulus == 0))  # in whole cycles the sum would not depend on t
+    while modulus > 1 and ranks % modulus == 0:  # if ranks fill whole cycles, the sum does not depend on t
+        modulus -= 1
+    return modulus
 
 
 @cache

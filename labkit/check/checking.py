@@ -114,7 +114,7 @@ def check_machine(
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ParameterError("another check runs here: start this one when that has ended") from None
         correctness = list(check_correctness(show, on_output))
         options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}

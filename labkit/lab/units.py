@@ -145,7 +145,7 @@ _AXES = {
     "segment": "layers per checkpoint (0: none)",
     "way": "alternative",
 }
-"""Titles of axes and legends of columns whose names would not say it."""
+"""Titles of axes and legends of columns whose names are not clear enough."""
 
 _BETTER = {
     "higher is better": ("_per_s", "digits", "accuracy_percent", "mfu_percent"),

@@ -54,7 +54,7 @@ def load_before_measuring() -> Load:
 class LoadMeter:
     """Measures the load by others than this process and its descendants, since the last call of `load`.
 
-    `has_ranks` is False if ranks are no descendants of this process, as in a torchrun job.
+    `has_ranks` is False if ranks of other processes run here, too, as in a torchrun job.
     """
 
     def __init__(self, *, has_ranks: bool = True) -> None:

@@ -12,7 +12,7 @@ the first failure is reported, and a new group runs the next point. If the worke
 (`ranks.results`) and it raised or died, the same point is measured again without it. Nothing is left behind, whatever
 ends this process (`ranks.fork_server`).
 
-Under torchrun each process of the job starts one rank, and rank 0's yields the rows of all (`ranks.group.JobGroup`).
+Under torchrun each process of the job starts one rank, and rank 0's process yields all rows (`ranks.group.JobGroup`).
 """
 
 from __future__ import annotations

@@ -189,7 +189,9 @@ class _Normalize(torch.autograd.Function):
         return output.to(x.dtype), mean, variance
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if dy is None:  # from a function that has no gradient here; other ranks may have one
+            dy = torch.zeros_like(ctx.saved_tensors[0])
         with torch.no_grad():
             gradients = _Normalize._differentiate(ctx, dy)
         if torch.is_grad_enabled():  # create_graph

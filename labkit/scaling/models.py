@@ -157,7 +157,7 @@ def read_model(path: Path) -> Model:
         pairs = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
         config = dict(pairs) if isinstance(pairs, tuple) else {}
         if config and len(config) < len(pairs):
-            raise ValueError("a name stands in it twice: which one counts?")
+            raise ValueError("a name occurs twice in it")
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None

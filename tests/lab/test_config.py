@@ -49,7 +49,7 @@ def test_bad_parameters_are_named_with_what_was_expected(overrides, words):
 
 
 def test_an_unknown_profile_is_named_with_the_nearest():
-    with pytest.raises(ParameterError, match=r"'quik' .did you mean 'quick'"):
+    with pytest.raises(ParameterError, match=r"'quik' \(did you mean 'quick'\?\)"):
         _resolve("quik")
 
 

@@ -154,11 +154,23 @@ def _laid_out(case: Case, batch: Tensor) -> Tensor:
     return batch.contiguous(memory_format=case.layout)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
 def _pass(layer: nn.Module, batch: Tensor, counted_rows: int) -> dict[str, Tensor]:
     """Forward and backward; the loss is the sum of the outputs of the first rows, none if that number is below 1."""
     batch = batch.detach().requires_grad_()
     layer.zero_grad()
     output = layer(batch)
+    if counted_rows < 1 and layer.training:
+        output = _WithoutGradient.apply(output)
     output[: max(counted_rows, 0)].sum().backward()
     assert batch.grad is not None
     found = {"output": output.detach(), "dx": batch.grad}

@@ -103,6 +103,7 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
         ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: {1, 2}"),
         ({"bad": torch.ones(1)}, r"row value 'bad' is not JSON-able: tensor\(\[1.\]\)"),
         ({"bad": [{0: 1.5}]}, "expected names to be strings, got .*0"),
+        ({"bad": {0: {}}}, "expected names to be strings, got .*0"),
         ({1: "one"}, "expected names to be strings, got .*1"),
         ("row", "a mapping from names to values, the worker yielded 'row'"),
     ],

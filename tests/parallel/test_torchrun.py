@@ -57,6 +57,10 @@ def worker(point):
             current_alternative.explain("failed: deliberately")
             raise ValueError("one")
         all_reduce(torch.ones(1))
+    if point == "fails beside a hang":
+        if rank == 0:
+            time.sleep(1000)
+        raise ValueError("while rank 0 hangs")
     if point == "dies" and rank == 1:
         os._exit(3)
     if point == "hangs":
@@ -64,6 +68,15 @@ def worker(point):
         time.sleep(1000 if rank == 1 else 0)
     all_reduce(torch.ones(10))  # which rank 1 does not enter if it fails
     dist.barrier()
+
+def die_between():
+    items = []
+    for item in launch(worker, ["a", "b"], world_size=2, timeout_s=3600):
+        items.append(plain(item))
+        if len(items) == 2:
+            os.kill(items[1][3]["pid"], 9)  # rank 1's
+            time.sleep(1.0)
+    return items
 
 def plain(item):
     if isinstance(item, Retry):
@@ -83,6 +96,8 @@ def summarize():
         "fails": measure(["a", "fails", "fails", "b", "one fails", "b"]),
         "dies": measure(["dies", "b"]),
         "hangs": measure(["hangs", "b"], timeout_s=3),
+        "fails beside a hang": measure(["fails beside a hang", "b"], timeout_s=2),
+        "died between": die_between(),
         "fails at the end": measure(["fails"]),
     }
     for item in launch(worker, ["a", "b"], world_size=2, timeout_s=3600):
@@ -166,6 +181,8 @@ def test_a_death_and_a_hang_cost_a_point(ranks: list[dict[str, Any]]) -> None:
     assert hang[:2] == [0, "timeout"]
     assert "still running after 3 s (timeout_s), in one" in hang[2]
     assert after == [1, "ok", None]
+    assert ends(ranks[0]["fails beside a hang"])[0] == [0, "failed", "rank 1: ValueError: while rank 0 hangs"]
+    assert ends(ranks[0]["died between"]) == [[0, "ok", None], [1, "ok", None]]
 
 
 def test_the_command_measures_by_the_ranks_that_exist(directory: Path, ranks: list[dict[str, Any]]) -> None:

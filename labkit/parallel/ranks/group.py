@@ -31,7 +31,7 @@ from labkit.parallel.ranks.results import (
     read_turn,
     slowest_alternative,
 )
-from labkit.parallel.ranks.worker import GROUP_NUMBER, LOOPBACK, START_TIMEOUT_S, GroupPlan
+from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import shared_memory
 
 # After a first failure, others that may be its cause have this time; more if all failures so far are consequences.
@@ -115,7 +115,7 @@ class RankGroup:
         `number`: of the group, in a job.
         """
         is_on_one_host = torchrun.ranks_here(self._plan.world_size) == self._plan.world_size
-        environment = os.environ | {GROUP_NUMBER: str(number)} | (LOOPBACK if is_on_one_host else {})
+        environment = os.environ | {torchrun.GROUP_NUMBER: str(number)} | (LOOPBACK if is_on_one_host else {})
         if self._plan.backend == "gloo" and self._plan.world_size > 1:
             reason = shared_memory.unavailable_reason()
             self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
@@ -248,7 +248,8 @@ class RankGroup:
         slowest = slowest_alternative(rank.turn() for rank in late)
         message = f"{names} {lateness}" + (f", in {slowest}" if slowest else "")
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
-        return RankFailure(min(missing) if len(missing) == 1 else None, "timeout", message, self._dump_stacks(), tails)
+        rank, now = min(missing) if len(missing) == 1 else None, time.monotonic()
+        return RankFailure(rank, "timeout", message, self._dump_stacks(), tails, at=now)
 
     def _dump_stacks(self) -> str:
         """Return the stacks of every rank, as of now."""
@@ -271,7 +272,7 @@ class RankGroup:
 class JobGroup:
     """This process's rank of a torchrun job, in step with the other processes, which call the same methods.
 
-    Rank 0's process yields the rows of all ranks at the end of a point. A rank that fails ends all others.
+    Rank 0's process yields all rows at the end of a point: once every rank has ended, failed or reached its deadline.
     """
 
     def __init__(self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None]) -> None:
@@ -280,7 +281,7 @@ class JobGroup:
         self.facts = self._group.facts
 
     def start(self) -> RankFailure | None:
-        """Start the rank; return the failure, on all ranks, if one could not."""
+        """Start the rank; return the failure, the same in every process, if any rank did not start."""
         failure = self._agree(self._group.start(torchrun.begin_step()))
         self.facts["start_method"] = "torchrun"
         return failure
@@ -295,11 +296,11 @@ class JobGroup:
         except StopIteration as stop:
             end: PointEnd = stop.value
         torchrun.job_store().set(f"rows of rank {torchrun.job_rank()}", json.dumps(rows))
-        failure = self._agree(end.failure)
+        end = replace(end, failure=self._agree(end.failure), elapsed_s=max(torchrun.gather_from_ranks(end.elapsed_s)))
         for rank in range(torchrun.job_world_size() if torchrun.job_rank() == 0 else 0):
             for values in json.loads(torchrun.job_store().get(f"rows of rank {rank}")):
                 yield Row(index, rank, values)
-        return replace(end, failure=failure)
+        return end
 
     def has_lost_ranks(self) -> bool:
         """Return whether the rank of any process has died since the last point."""

@@ -176,7 +176,7 @@ def slowest_alternative(turns: Iterable[tuple[int, str]]) -> str:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row for JSON: scalars of numpy and torch become numbers.
+    """Convert a row for JSON, whose lists stand for tuples: scalars of numpy and torch become numbers.
 
     TypeError for a value that JSON cannot carry or would change: a tensor with dimensions, a key that is no string.
     """
@@ -189,11 +189,14 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"expected names to be strings, got {names}")
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             return value.item()
-        if value is None or isinstance(value, str | int | float):
+        if value is None or isinstance(value, str | int | float) or is_empty(value):
             return value
         raise TypeError(f"row value {names[-1]!r} is not JSON-able: {value!r:.80}")
 
-    plain: dict[str, Any] = tree_map_with_path(convert, dict(row))
+    def is_empty(value: Any) -> bool:
+        return isinstance(value, dict | list | tuple) and not value
+
+    plain: dict[str, Any] = tree_map_with_path(convert, dict(row), is_leaf=is_empty)
     return plain
 
 
@@ -240,12 +243,12 @@ def death_failure(
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure to show: a death or an exception before lost connections, then the earliest.
+    """Return the failure to show: a death or an exception before lateness and lost connections, then the earliest.
 
     When a rank dies, its peers raise "Connection closed by peer" within milliseconds, often before the
     death itself is noticed, so time alone would name the wrong rank.
     """
-    return min(failures, key=lambda failure: (failure.is_consequence, failure.at))
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.status == "timeout", failure.at))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GROUP_NUMBER = "LABKIT_GROUP"
+"""Variable by which the ranks of a job have keys of their own, apart from those of the processes that forked them."""
 # Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends the job.
 PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)
@@ -77,7 +79,8 @@ def job_store() -> Any:
     except RuntimeError as error:
         raise ValueError(f"expected a job whose store answers; {describe_job()}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may have the same store
-    return dist.PrefixStore(f"labkit/attempt {attempt}", store)  # type: ignore[attr-defined]
+    group = os.environ.get(GROUP_NUMBER, "")
+    return dist.PrefixStore(f"labkit/attempt {attempt}/{group}", store)  # type: ignore[attr-defined]
 
 
 def broadcast_from_first_rank(value: Any) -> Any:

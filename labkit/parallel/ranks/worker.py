@@ -38,8 +38,6 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable by which torch finds what it has compiled."""
 # Ranks of one host need no other interface, whatever a cluster has set.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-GROUP_NUMBER = "LABKIT_GROUP"
-"""Variable by which the ranks of a torchrun job find their group in its store."""
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0
 """From the caller's deadline to that of the process group."""
@@ -67,7 +65,7 @@ def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: 
     try:
         plan, worker, points = pickle.loads(payload)
         if torchrun.is_job_rank():
-            store: Any = dist.PrefixStore(os.environ[GROUP_NUMBER], torchrun.job_store())  # type: ignore[attr-defined]
+            store: Any = torchrun.job_store()
         else:
             store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
         send("ready", facts=_join_group(plan, rank, store))

@@ -184,7 +184,8 @@ class ShardedOptimizer(Optimizer):
 
         ValueError for the shard of another rank or number of ranks, and for other parameter groups.
         """
-        check_shard(next(iter(state_dict.get(SHARD, {self._shard}))), self._shard)
+        for label in state_dict.get(SHARD, ()):
+            check_shard(label, self._shard)
         with self._groups_of_shards():
             super().load_state_dict(state_dict)
             self._inner.param_groups, self._inner.state = self.param_groups, self.state

@@ -15,7 +15,7 @@ from labkit.parallel.data_parallel.consistency import check_values, strides_like
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.rows import own_rows
 
-SHARD = "shard"  # key in a state_dict or its metadata; its value is "rank r of p"
+SHARD = "shard"  # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
 
 
 class Sharded(DTensor):

@@ -76,6 +76,7 @@ struct Step {  // as in base.py, or a piece of one
     long target, source, divisor;
     bool is_added;
     long after;  // how many pieces are complete before it is sent
+    long n_pieces() const { return std::max(outgoing.n_pieces(), incoming.n_pieces()); }
     Step piece(long k, long after) const {
         return {outgoing.piece(k), incoming.piece(k), into.piece(k), target, source, divisor, is_added, after};
     }
@@ -220,17 +221,17 @@ struct Mailboxes {
     // `depth` steps are a round, cut into pieces that fit slots: piece k of a round follows piece k of the last round.
     void carry_out(const std::vector<Step>& steps, long depth) {
         long n = long(steps.size()), rounds = (n + depth - 1) / depth, most = 1;
-        for (const Step& step : steps) most = std::max({most, step.outgoing.n_pieces(), step.incoming.n_pieces()});
+        for (const Step& step : steps) most = std::max(most, step.n_pieces());
         std::vector<Step> pieces;
         std::vector<long> ends(rounds);
         for (long time = 0; time < rounds + most - 1; time++)
             for (long round = std::min(time, rounds - 1); round >= std::max(0L, time - most + 1); round--) {
                 for (long i = round * depth; i < std::min(n, (round + 1) * depth); i++)
-                    pieces.push_back(steps[i].piece(time - round, round ? ends[round - 1] : 0));
+                    if (time - round < steps[i].n_pieces())
+                        pieces.push_back(steps[i].piece(time - round, round ? ends[round - 1] : 0));
                 ends[round] = long(pieces.size());
             }
         long count = long(pieces.size()), ahead = std::max(depth, AHEAD);
-        staged = {};
         for (long number = 0, begun = 0; number < count; receive(pieces[number++])) {
             for (; begun <= number; begun++) send(pieces[begun], true);
             long last = std::min(count, number + ahead);
@@ -272,7 +273,7 @@ struct Mailboxes {
         std::vector<Step> steps;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) steps.push_back(read_step(PyList_GET_ITEM(list, i)));
         std::optional<Failure> failure;
-        is_busy = true, sent_call = sending, expected_call = receiving;
+        is_busy = true, staged = {}, sent_call = sending, expected_call = receiving;
         thread = PyEval_SaveThread();
         try {
             carry_out(steps, depth);
@@ -293,7 +294,6 @@ struct Mailboxes {
 // What Python calls (ctypes.PyDLL), with the interpreter's lock held. nullptr: an error is set.
 
 extern "C" {
-
 long mailbox_bytes(long p) { return Mailboxes::size(p); }
 long slot_bytes() { return SLOT_BYTES; }
 

@@ -171,7 +171,7 @@ LAB = Lab(
         "dtypes": ["float32", "float64", "bfloat16", "float16"],
         "copy_sizes_bytes": [64, *(KIB * 2**k for k in range(21))],
         "exchange_sizes_bytes": [KIB * 4**k for k in range(10)],
-        "ranks": [2, 4, 6, 8],
+        "ranks": [2, 4, 6],
         "model": "large",
         "context_length": 512,
     },
