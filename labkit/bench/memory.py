@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from labkit.bench.check import max_over_ranks
 from labkit.bench.trace import profiled
 
-MAX_RECORDS = 8
+MAX_RECORDS = 4
 MAX_EXCESS = 0.01
 """Of a peak: the share by which a record may be too high."""
 
