@@ -52,7 +52,7 @@ class AllReduceConfig(TimedConfig):
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
     repeats: Repeats = 60
-    rounds_s: RoundsSeconds | None = 0.6
+    rounds_s: RoundsSeconds | None = 0.5
     timeout_s: TimeoutSeconds = 120.0
 
 

@@ -34,7 +34,7 @@ class PrecisionConfig(TimedConfig):
     additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
     device: Device = "auto"
     """auto: sums and dtypes on every device, times on the GPU if there is one."""
-    rounds_s: RoundsSeconds | None = 3.0
+    rounds_s: RoundsSeconds | None = 2.0
 
 
 CONFIGURATION = ("device", "model", "batch", "context_length", "mode")

@@ -34,7 +34,7 @@ class SyncBatchNormConfig(TimedConfig):
     """A sample is the mean of so many calls."""
     device: Device = "auto"
     repeats: Repeats = 60
-    rounds_s: RoundsSeconds | None = 0.8
+    rounds_s: RoundsSeconds | None = 0.6
 
 
 CONFIGURATION = ("world_size", "backend", "device", "batch", "features")

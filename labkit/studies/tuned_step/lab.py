@@ -37,7 +37,7 @@ class TunedStepConfig(TimedConfig):
     batch: Count = 2
     context_length: Count = 64
     device: Device = "auto"
-    rounds_s: RoundsSeconds | None = 5.0
+    rounds_s: RoundsSeconds | None = 4.0
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
