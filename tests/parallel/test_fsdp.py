@@ -293,9 +293,9 @@ def _check_any_moment() -> list[str]:
 
         def look(what: str, model: FSDP = model, expected: Any = expected) -> None:
             state = copy.deepcopy(model.state_dict())
-            found = {name: _local(value).shape for name, value in state.items()}
-            if found != expected or any(type(p) is nn.Parameter for p in model.parameters()):
-                wrong.append(f"{what}: {found}")
+            shapes = {name: _local(value).shape for name, value in state.items()}
+            if shapes != expected or any(type(p) is nn.Parameter for p in model.parameters()):
+                wrong.append(f"{what}: {shapes}")
 
         inside = model.module[2].register_forward_hook(lambda *_, look=look: look("in forward"))
         out = model(inputs())

@@ -84,12 +84,14 @@ def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, 
         try:
             while True:
                 start_server()
-                try:
-                    # One system call: an interrupt leaves nothing halfway.
-                    socket.send_fds(_server[0][0], [request.ljust(REQUEST_BYTES)], passed)
-                    return ours
-                except OSError:  # the server was killed
-                    _server.clear()
+                for server in list(_server):  # none, if another thread has just seen that it was killed
+                    try:
+                        # One system call: an interrupt leaves nothing halfway.
+                        socket.send_fds(server[0], [request.ljust(REQUEST_BYTES)], passed)
+                        return ours
+                    except OSError:  # it was killed
+                        with _lock, contextlib.suppress(ValueError):
+                            _server.remove(server)
         finally:
             for descriptor in passed[2:]:
                 os.close(descriptor)

@@ -16,14 +16,14 @@ def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
     """
     if units is None:
         return [*dict.fromkeys(_layers(module, isinstance(module, nn.Sequential))), module]
-    found = set[nn.Module]()
+    chosen = set[nn.Module]()
     for unit in units:
         kind = unit if isinstance(unit, type) else type(unit)
         matching = [each for each in module.modules() if each is unit or (kind is unit and isinstance(each, kind))]
         if not matching or not all(map(_has_forward, matching)):
             raise ValueError(f"expected units with a forward in the model, or their classes; got {kind.__name__}")
-        found.update(matching)
-    return [*(each for each in module.modules() if each in found and each is not module), module]
+        chosen.update(matching)
+    return [*(each for each in module.modules() if each in chosen and each is not module), module]
 
 
 def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:

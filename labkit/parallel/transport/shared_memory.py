@@ -260,4 +260,4 @@ def _cache_folder() -> Path:
         is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
         if is_private and not flags & (os.ST_NOEXEC | os.ST_RDONLY):
             return folder
-    raise SharedMemoryUnavailable("expected ~/.cache/labkit to be private and to hold code: set XDG_CACHE_HOME")
+    raise SharedMemoryUnavailable("expected a private cache folder that may hold code: set XDG_CACHE_HOME to one")
