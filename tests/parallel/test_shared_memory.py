@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,29 +138,31 @@ def _check_leaving(group: dist.ProcessGroup) -> list[str]:
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
+def _check_error(kind: type[Exception], words: str, call: Callable[[], Any]) -> list[str]:
+    """Return what is wrong with the error that `call` must raise."""
+    try:
+        call()
+    except kind as error:
+        return [] if words in str(error) else [str(error)]
+    return ["no error"]
+
+
 def _check_left_group(group: dist.ProcessGroup) -> list[str]:
     """A rank whose group is destroyed ends the wait of the others, long before the time-out."""
-    left, wrong = dist.new_group([0, 1], use_local_synchronization=True), []
+    left, wrong = dist.new_group([0, 1], use_local_synchronization=True), list[str]()
     transport = find_transport(left, CPU, SHARED)
     if dist.get_rank() == 0:
-        try:
-            transport.run([Step(None, 0, torch.empty(3), 1)])
-            wrong.append("no error")
-        except RuntimeError as error:
-            wrong += [] if "rank 1 ended" in str(error) else [str(error)]
+        wrong += _check_error(RuntimeError, "rank 1 ended", lambda: transport.run([Step(None, 0, torch.empty(3), 1)]))
     dist.destroy_process_group(left)
     return wrong
 
 
 def _check_time_out(group: dist.ProcessGroup) -> list[str]:
     """A rank that does not come ends the wait at the time-out."""
-    transport, wrong = SharedTransport(group, 0.5), []
+    transport, wrong = SharedTransport(group, 0.5), list[str]()
     if dist.get_rank() == 0:
-        try:
-            all_reduce(torch.ones(10), group, transport=transport)
-            wrong.append("no error")
-        except TimeoutError as error:
-            wrong += [] if "rank 1" in str(error) else [str(error)]
+        call = partial(all_reduce, torch.ones(10), group, transport=transport)
+        wrong += _check_error(TimeoutError, "rank 1", call)
     dist.barrier(group)
     return wrong
 
