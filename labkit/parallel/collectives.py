@@ -207,13 +207,13 @@ def recursive_doubling_all_reduce(vector: Tensor, transport: Transport, divisor:
 
     log2 q messages in a row, n log2 q bytes sent per rank; folding adds 2 messages and n bytes (Thakur 2005).
     """
-    ranks, partners = power_of_two_ranks(transport.world_size), find_partners(transport.rank, transport.world_size)
-    _fold(vector, ranks, transport, inward=True)
+    partners = find_partners(transport.rank, transport.world_size)
+    _fold(vector, transport, inward=True)
     pieces = cut([vector], transport, depth=2)[0]
     rounds = [(partner, divisor if partner == partners[-1] else 1) for partner in partners]
     steps = [Step(piece, partner, piece, partner, True, by) for partner, by in rounds for piece in pieces]
     transport.run(steps, min(2, len(pieces)))
-    _fold(vector, ranks, transport, inward=False)
+    _fold(vector, transport, inward=False)
 
 
 @all_reduce_algorithm
@@ -229,14 +229,14 @@ def halving_doubling_all_reduce(vector: Tensor, transport: Transport, divisor: i
     ranks = power_of_two_ranks(transport.world_size)
     partners = [(1 << i, rank) for i, rank in enumerate(find_partners(transport.rank, transport.world_size))]
     k = ranks.index(transport.rank) if partners else 0
-    _fold(vector, ranks, transport, inward=True)
+    _fold(vector, transport, inward=True)
     for d, partner in reversed(partners):
         own, other = _two_ranges(vector, k, d, len(ranks))
         _swap(other, own, partner, transport, add=True, divisor=divisor if d == 1 else 1)
     for d, partner in partners:
         complete, missing = _two_ranges(vector, k, d, len(ranks))
         _swap(complete, missing, partner, transport, add=False)
-    _fold(vector, ranks, transport, inward=False)
+    _fold(vector, transport, inward=False)
 
 
 def _two_ranges(vector: Tensor, k: int, d: int, q: int) -> list[Tensor]:
@@ -261,9 +261,9 @@ def find_partners(rank: int, world_size: int) -> list[int]:
     return [ranks[ranks.index(rank) ^ 1 << i] for i in rounds]
 
 
-def _fold(vector: Tensor, ranks: Sequence[int], transport: Transport, *, inward: bool) -> None:
+def _fold(vector: Tensor, transport: Transport, *, inward: bool) -> None:
     """Odd ranks among the first 2 (p-q) send their vector to the rank before them, which adds it, or receive it."""
-    if transport.rank < 2 * (transport.world_size - len(ranks)):
+    if transport.rank < 2 * (transport.world_size - len(power_of_two_ranks(transport.world_size))):
         is_sender = transport.rank % 2 == inward
         sent, received = (vector, vector[:0]) if is_sender else (vector[:0], vector)
         _swap(sent, received, transport.rank ^ 1, transport, add=inward)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 P = ParamSpec("P")
@@ -18,7 +19,7 @@ def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint":
+        if _len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint":
             with _pop_mode_temporarily():
                 return call(*args, **kwargs)
         if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes seconds

@@ -78,7 +78,7 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def run(self, steps: list[Step], depth: int = 1) -> None:
         self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
         self._transport.run(steps, depth)
 
@@ -145,7 +145,7 @@ class _RecordingTransport(Transport):
     def piece_bytes(self, depth: int) -> int:
         return 1 << 20
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def run(self, steps: list[Step], depth: int = 1) -> None:
         self._history[self.round] = self.vector.clone()
         ends = [self.round] * depth
         for step, start in zip(steps, ends, strict=False):  # step i starts when step i - depth has ended

@@ -84,7 +84,7 @@ class UnitScheduler:
             unit.ready.clear()
             self._enter_backward(unit)
         else:
-            self._gather(unit)
+            unit.make_whole()
             self._order.append(unit)
             self._prefetch_after(unit)
         self._depth += 1
@@ -106,11 +106,6 @@ class UnitScheduler:
         self._ahead, self._order = self._order, []
         for unit in self._units:
             unit.release()
-
-    def _gather(self, unit: Unit) -> None:
-        """Make the unit's parameters whole. A collective."""
-        unit.start_gather()
-        unit.finish_gather()
 
     def _prefetch_after(self, unit: Unit) -> None:
         """Start to gather the units that are expected after this one."""
@@ -175,7 +170,7 @@ class UnitScheduler:
             each.release()
         if unit not in self._active:
             self._active.append(unit)
-            self._gather(unit)
+            unit.make_whole()
             unit.attach(whole=True)  # for checkpoints of a part of it
             self._prefetch_after(unit)
         for each in over:

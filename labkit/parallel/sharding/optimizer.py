@@ -82,7 +82,7 @@ class ShardedOptimizer(Optimizer):
         self._shards: dict[Tensor, Any] = {}
         """This rank's rows of each parameter, views of its memory: the inner optimizer's parameters."""
         self._gathered_places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-        """Addresses, shapes and strides for which `_gather` is planned."""
+        """Addresses, shapes and strides for which `_gather_rows` is planned."""
 
         def build() -> None:
             super(ShardedOptimizer, self).__init__(params, {})
@@ -161,8 +161,8 @@ class ShardedOptimizer(Optimizer):
         if places != self._gathered_places:
             with torch.inference_mode(False):  # its vectors stay
                 via = find_transport(self._group, changed[0].device, self._transport)
-                self._gather, self._gathered_places = plan_gather([p.detach() for p in changed], via), places
-        self._gather()
+                self._gather_rows, self._gathered_places = plan_gather([p.detach() for p in changed], via), places
+        self._gather_rows()
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""

@@ -131,7 +131,7 @@ class Unit:
         self.is_whole = self.is_attached = True
         """Gathered, or being gathered; modules have whole parameters."""
         self._wait: Wait | None = None
-        self._gather_rows = self._plan_gather()
+        self._complete_rows = self._plan_gather()
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
         self.depth = 0
@@ -164,6 +164,11 @@ class Unit:
         pairs = [(parameter.shard, parameter.shard._local_tensor) for parameter in self.parameters]
         return [(shard._version, rows._version, rows.untyped_storage()._cdata) for shard, rows in pairs]
 
+    def make_whole(self) -> None:
+        """Gather the parameters, unless they are whole. A collective."""
+        self.start_gather()
+        self.finish_gather()
+
     def start_gather(self) -> None:
         """Allocate whole parameters, and start to gather their rows, unless they are whole. A collective."""
         if self.is_whole:
@@ -171,23 +176,23 @@ class Unit:
         self.is_whole, self.gathered_versions = True, self.current_versions()
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
-            self._gather_rows = self._plan_gather()
+            self._complete_rows = self._plan_gather()
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
             torch._C._autograd._unsafe_set_version_counter(whole, (0,) * len(whole))
-            self._wait = self._channel.start_checked(self.name, self._gather)
+            self._wait = self._channel.start_checked(self.name, self._gather_rows)
 
     def _plan_gather(self) -> Callable[[], None]:
-        """Return a function that gathers rows, once this rank's are in their places."""
+        """Return a function that receives the other ranks' rows, once this rank's are in their places."""
         with torch.inference_mode(False):  # its vectors stay
             return plan_gather([parameter.place for parameter in self.parameters], self._channel.transport)
 
-    def _gather(self) -> None:
+    def _gather_rows(self) -> None:
         pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
-        self._gather_rows()
+        self._complete_rows()
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight. What a failed one leaves in memory is not the parameters, and is released."""

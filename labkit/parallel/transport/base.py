@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ class Transport(ABC):
         self._shape: tuple[int, int, torch.dtype] | None = None
 
     @abstractmethod
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def run(self, steps: list[Step], depth: int = 1) -> None:
         """Carry out `steps`. Step i, or piece k of it, may start once step i - `depth`, or its piece k, is complete."""
 
     def start(self, step: Step) -> Callable[[], None]:

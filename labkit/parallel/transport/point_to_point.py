@@ -53,7 +53,7 @@ class StreamTransport(_GroupTransport):
         backend: Any = group._get_backend(self.device)  # torch types it as the base class, which has neither
         self._send, self._receive = backend.send, backend.recv
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def run(self, steps: list[Step], depth: int = 1) -> None:
         landings = self._landings(steps, min(depth, len(steps)))
         in_flight: deque[_Started] = deque()
         for number, step in enumerate(steps):
@@ -94,7 +94,7 @@ class BatchTransport(_GroupTransport):
         if self.world_size > 1:
             self.run([Step(token[:1], right, token[1:], left)])
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
+    def run(self, steps: list[Step], depth: int = 1) -> None:
         landings = self._landings(steps, min(depth, len(steps)))
         for start in range(0, len(steps), depth):
             for started in self._launch(steps[start : start + depth], landings):

@@ -100,10 +100,11 @@ class SharedTransport(Transport):
         # Not when the interpreter ends: a thread may still wait for a message.
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
-    def run(self, steps: Sequence[Step], depth: int = 1) -> None:
-        self._finish()
+    def run(self, steps: list[Step], depth: int = 1) -> None:
+        if self._rest is not None:
+            self._finish()
         call = self.call_checksum + (self.n_ended << 32)  # checksums have 32 bits
-        self._library.run_steps(self._link, [*steps], depth, call, call)
+        self._library.run_steps(self._link, steps, depth, call, call)
 
     def end_call(self) -> None:
         self.n_ended += 1
