@@ -1,8 +1,8 @@
 """Correctness checks before anything is timed: errors, their limits, agreement of ranks, matmuls."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
+from torch.backends import cudnn
 
 
 def verdict(error: float, limit: float) -> str:
@@ -28,9 +27,7 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
     """Largest deviation relative to the largest expected value of its tensor; infinite for NaN or missing tensors."""
     if actual.keys() != expected.keys():
         return math.inf
-    errors = [
-        float((actual[name] - one).abs().max() / one.abs().max().clamp_min(1e-30)) for name, one in expected.items()
-    ]
+    errors = [largest(actual[name] - one) / max(largest(one), 1e-30) for name, one in expected.items()]
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
@@ -58,25 +55,12 @@ def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | Non
     return next(((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0), None)
 
 
-@contextmanager
-def deterministic_math() -> Iterator[None]:
-    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic convolutions.
+def deterministic_math() -> AbstractContextManager[None]:
+    """Give the same inputs the same gradients on CUDA: deterministic convolutions, in float32 instead of TF32.
 
     A check computes everything twice, and rounding alone can grow large, as in batch norm over two values.
     """
-    units = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [unit.fp32_precision for unit in units]
-    cudnn.allow_tf32 = False  # the older name: reading it raises if it contradicts the others
-    cudnn.deterministic, cudnn.benchmark = True, False
-    for unit in units:
-        unit.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32 = "tf32" in precisions[1:]
-        cudnn.deterministic, cudnn.benchmark = flags
-        for unit, precision in zip(units, precisions, strict=True):
-            unit.fp32_precision = precision
+    return cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 
 
 @dataclass(frozen=True)
@@ -104,8 +88,7 @@ def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, b
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:
     """Relative error that rounding explains in a matmul whose elements are sums of `terms` products.
 
-    Successive additions of K terms are off by about sqrt(K)/6 units: each partial sum is rounded by at most half a unit
-    in either direction. Three times that is allowed, and at least eight units for libraries that add in blocks and
-    round once more. TF32 instead of float32 is off by about 2**-12, which is wrong.
+    Successive additions of K terms are off by about sqrt(K)/6 units. Three times that is allowed, and at least eight
+    units for libraries that add in blocks. TF32 instead of float32 is off by about 2**-12, which is wrong.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

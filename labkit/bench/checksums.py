@@ -6,9 +6,8 @@ With t a fixed random sequence of PERIOD numbers, rank r of p adds to element i
 
 and the sum is at most 2 / eps, the largest whole number that the type counts up to (256 for bfloat16). So nothing is
 rounded, whatever the order of additions. A missing part makes the sum too small and a repeated one too large. No two
-ranks' parts are equal, up to 21 ranks in bfloat16, 62 in float16 and 127 in wider types. The sum depends on t_i (in
-bfloat16 up to 59 ranks), so a right sum at another element's place is wrong, too. M is at most 128, which leaves room
-for an exact mean: gradients are these numbers times the number of ranks.
+ranks' parts are equal, up to 21 ranks in bfloat16, 62 in float16 and 127 in wider types. A right sum at another
+element's place is wrong, too (in bfloat16 up to 59 ranks). M is at most 128, which leaves room for an exact mean.
 """
 
 import math
@@ -46,9 +45,8 @@ def first_deviation(
 
     (-1, 0, 0) if there is none. Several `starts` are summed, too.
     """
-    every = torch.arange(ranks)[:, None]
-    period = torch.stack([_part(every, ranks, tensor.dtype, start).sum(0) for start in starts]).sum(0)
-    exact = period.repeat(ROWS_AT_ONCE).to(tensor.device)
+    parts = [_part(rank, ranks, tensor.dtype, start) for start in starts for rank in range(ranks)]
+    exact = torch.stack(parts).sum(0).repeat(ROWS_AT_ONCE).to(tensor.device)
     for index, got in enumerate(tensor.view(-1).split(len(exact))):
         is_right = (got.double() - exact[: len(got)]).abs() <= within  # false for NaN
         if not is_right.all():
@@ -66,8 +64,8 @@ def fill_part(tensor: Tensor, rank: int, ranks: int, *, start: int = 0, times: i
     vector[end:].copy_(period[: len(vector) - end])
 
 
-def _part(rank: int | Tensor, ranks: int, dtype: torch.dtype, start: int) -> Tensor:
-    """One period of a rank's part, (PERIOD,) in float64; (ranks, PERIOD) for several ranks, (ranks, 1)."""
+def _part(rank: int, ranks: int, dtype: torch.dtype, start: int) -> Tensor:
+    """One period of a rank's part, (PERIOD,) in float64."""
     return ((_sequence().roll(-start) + rank) % _modulus(ranks, dtype) + 1).double()
 
 

@@ -1,15 +1,14 @@
 """A clock: alternatives take turns in a shuffled order, until their ratios are precise or the time is up.
 
 CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle device. It includes
-whatever the stream waits for: kernels, and the host if it is slower. The host takes 10 to 50 us to launch the first
-kernel of a call, which is most of the time of a short call; `calls` above 1 takes that out.
+whatever the stream waits for: kernels, and the host if it is slower. A host takes 10 to 50 us to launch the first
+kernel; `calls` above 1 takes that out.
 
 With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each repeat counts.
 
-Only the width of intervals (or the time) ends the rounds, never the result. Stopping at a fixed width makes intervals
-slightly too narrow, because it favors rounds that happen to agree (Chow & Robbins 1965, "On the asymptotic theory of
-fixed-width sequential confidence intervals for the mean"). `MIN_ROUNDS`, and checks ever further apart, keep that
-effect small: tests/bench/test_stopping.py.
+Only the width of intervals or the time ends the rounds, never the result. Stopping at a fixed width makes intervals
+slightly too narrow (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence intervals for
+the mean"). `MIN_ROUNDS`, and checks ever further apart, keep that effect small.
 """
 
 import math
@@ -66,20 +65,19 @@ def time_parts_interleaved(
     """Time alternatives in successive parts, such as forward and backward: seconds by alternative and part.
 
     A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its parts. Turns expose
-    every alternative to the same drift of the machine, so ratios hold even if absolute times do not. Shuffling lets
-    each run equally often after every other: caches hold what ran before, and in a fixed order identical functions
-    differ by a factor of two.
+    every alternative to the same drift of the machine, so ratios hold even if absolute times do not. Caches hold what
+    ran before: in a fixed order identical functions differ by a factor of two.
 
     `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
     alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or after `rounds_s` seconds. With either limit
     this is a collective: all ranks must call it. `prepare` makes inputs before a turn, and `before` (a barrier)
     precedes each part; both are untimed. A sample is the mean of `calls` in a row. With several on CUDA, an untimed
-    call goes first: the host queues the others while the device is busy with it, so a sample is the device's time.
-    `seed` must be equal on all ranks. ValueError for impossible counts.
+    call goes first, during which the host queues the others. `seed` must be equal on all ranks. ValueError for
+    impossible counts.
     """
     if warmup < 0 or repeats < 1 or calls < 1:
         raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
-    time_calls = _time_cuda if _is_cuda(device) else _time_cpu
+    is_cuda = _is_cuda(device)
     samples: Samples = {name: {part: [] for part in parts} for name, parts in alternatives.items()}
     stopping = None
     for repeat in range(-warmup, repeats):
@@ -91,7 +89,7 @@ def time_parts_interleaved(
             for part, action in alternatives[name].items():
                 if before is not None:
                     before()
-                seconds = time_calls(action, calls)
+                seconds = _time_calls(action, calls, is_cuda)
                 if repeat >= 0:
                     samples[name][part].append(seconds)
         if stopping is not None and repeat + 1 < repeats and stopping.is_enough(samples):
@@ -150,30 +148,6 @@ def time_once(action: Callable[[], T], device: Device) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
-def _is_cuda(device: Device) -> bool:
-    return torch.device(device).type == "cuda"
-
-
-def _time_cpu(action: Action, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        action()
-    return (time.perf_counter() - start) / calls
-
-
-def _time_cuda(action: Action, calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    if calls > 1:
-        action()
-    start.record()
-    for _ in range(calls):
-        action()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / calls
-
-
 class Stopwatch:
     """Times a part inside a timed action, on the device's clock: `with watch.lap(): ...`."""
 
@@ -184,21 +158,42 @@ class Stopwatch:
     @contextmanager
     def lap(self) -> Iterator[None]:
         """Time the block."""
-        start = self._read()
+        start = _read(self._is_cuda)
         yield
-        self._laps.append((start, self._read()))
+        self._laps.append((start, _read(self._is_cuda)))
 
     @property
     def seconds(self) -> list[float]:
         """All laps so far, in order. Waits for a CUDA device."""
-        if not self._is_cuda:
-            return [end - start for start, end in self._laps]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in self._laps]
+        return [_seconds_between(*lap) for lap in self._laps]
 
-    def _read(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _time_calls(action: Action, calls: int, is_cuda: bool) -> float:
+    if is_cuda:
+        torch.cuda.synchronize()
+        if calls > 1:
+            action()
+    start = _read(is_cuda)
+    for _ in range(calls):
+        action()
+    return _seconds_between(start, _read(is_cuda)) / calls
+
+
+def _is_cuda(device: Device) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _read(is_cuda: bool) -> Any:
+    """The time on a CPU, or an event that CUDA's current stream records."""
+    if not is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    return float(end - start)

@@ -8,18 +8,16 @@
         ledger.label_alive("activations", "forward")
     peak_between(ledger.allocations, 0, ledger.moment).by_category()
 
-Under `FakeTensorMode` tensors have shapes and no memory, so a step of any size is counted on any machine. The ledger
-sees what operators return to PyTorch's dispatcher: neither a kernel's scratch nor what libraries allocate. Views share
-the storage that counts. A storage that an operator resizes is a new allocation from then on.
+Under `FakeTensorMode` tensors have no memory, so a step of any size is counted on any machine. The ledger sees what
+operators return to PyTorch's dispatcher: neither a kernel's scratch nor what libraries allocate. A storage that an
+operator resizes is a new allocation from then on.
 """
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +45,6 @@ class Allocation:
     freed: int | None = None
     category: str = ""
 
-    def is_alive(self, moment: int) -> bool:
-        """Return whether it exists before the event of that number."""
-        return self.born < moment and (self.freed is None or self.freed >= moment)
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -61,7 +55,7 @@ class Peak:
     live: Sequence[Allocation]
 
     def by_category(self) -> dict[str, int]:
-        return dict(sum((Counter({one.category: one.n_bytes}) for one in self.live), Counter()))
+        return {name: sum(one.n_bytes for one in self.live if one.category == name) for name in _categories(self.live)}
 
 
 class AllocationLedger(TorchDispatchMode):
@@ -103,43 +97,30 @@ class AllocationLedger(TorchDispatchMode):
                 allocation.category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, line = func(*args, **(kwargs or {})), self._line()
+        operator, created = str(func.overloadpacket).removeprefix("aten."), result
         if func is RESIZE:
-            self._resize(args[0])
-        if not isinstance(result, Tensor | tuple | list):
-            return result
-        line: str | None = None
-        for value in tree_leaves(result):
+            operator, created = "resize_storage", args[0]
+            if (key := created.untyped_storage()._cdata) in self._alive:
+                self._end(key)
+        for value in tree_leaves(created):
             if isinstance(value, Tensor) and value.device.type == self._device_type:
-                storage = value.untyped_storage()
-                if storage._cdata not in self._alive:
-                    line = line or self._line()
-                    self._add(storage, str(func.overloadpacket).removeprefix("aten."), line)
-        if line is None and torch.is_grad_enabled():
-            self._line()
+                self._add(value.untyped_storage(), operator, line)
         return result
 
     def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
-        if not (n_bytes := storage.nbytes()):
+        key, n_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive or not n_bytes:
             return
         recomputed = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
         allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
         self.moment += 1
         self.allocations.append(allocation)
-        key = storage._cdata
-        self._alive[key] = (weakref.ref(storage, partial(self._end, key, allocation)), allocation)
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key)), allocation)
 
-    def _resize(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (entry := self._alive.get(storage._cdata)) is not None:
-            self._end(storage._cdata, entry[1], None)
-        if tensor.device.type == self._device_type:
-            self._add(storage, "resize_storage", self._line())
-
-    def _end(self, key: int, allocation: Allocation, _: Any) -> None:
-        allocation.freed = self.moment
+    def _end(self, key: int) -> None:
+        self._alive.pop(key)[1].freed = self.moment
         self.moment += 1
-        del self._alive[key]
 
     def _line(self) -> str:
         """The current line under study, remembered for the backward pass of the operator that it calls."""
@@ -167,7 +148,8 @@ def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Pea
     """The highest sum of live bytes from `start` (before its event) up to `end` (excluded)."""
     totals = _live_bytes(allocations, start, end)[1].sum(axis=1)
     moment = start - 1 + int(totals.argmax())
-    return Peak(int(totals.max()), moment, [a for a in allocations if a.is_alive(moment + 1)])
+    live = [a for a in allocations if a.born <= moment and (a.freed is None or a.freed > moment)]
+    return Peak(int(totals.max()), moment, live)
 
 
 def timeline_between(
@@ -182,7 +164,7 @@ def timeline_between(
 
 def _live_bytes(allocations: Sequence[Allocation], start: int, end: int) -> tuple[list[str], np.ndarray]:
     """The categories, and live bytes (moments, categories) after the event before `start` and each one up to `end`."""
-    categories = list(dict.fromkeys(a.category for a in allocations))
+    categories = _categories(allocations)
     changes = np.zeros((end + 1, len(categories)), dtype=np.int64)  # row 0: before the first event
     for allocation in allocations:
         column = categories.index(allocation.category)
@@ -190,3 +172,7 @@ def _live_bytes(allocations: Sequence[Allocation], start: int, end: int) -> tupl
             if moment is not None and moment < end:
                 changes[moment + 1, column] += n_bytes
     return categories, changes.cumsum(axis=0)[start:]
+
+
+def _categories(allocations: Iterable[Allocation]) -> list[str]:
+    return list(dict.fromkeys(allocation.category for allocation in allocations))

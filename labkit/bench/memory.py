@@ -7,15 +7,16 @@
         del step
     record.peaks["step"]
 
-Bytes as requested, counted from the beginning of the record; C++ libraries' memory is not in them (gloo's buffers). The
-record misses what other threads free, so trainings whose gradients are freed in the background use `process_peak`.
+Bytes as requested, counted from the beginning of the record, without C++ libraries' memory (gloo's buffers). A record
+misses what other threads free, so trainings whose gradients are freed in the background use `process_peak`.
 """
 
 import ctypes
 import gc
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -23,11 +24,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 from labkit.bench.check import max_over_ranks
 from labkit.bench.trace import profiled
 
+WINDOW = "labkit.window."
 MAX_RECORDS = 4
 MAX_EXCESS = 0.01
 """Of a peak: the share by which a record may be too high."""
@@ -43,15 +45,15 @@ class AllocationRecord:
     peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has freed it, which the
-    profiler misses: from then on the record is this much too high."""
+    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has freed it, and the
+    record is this much too high from then on."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
         """Measure the peak of the block."""
         self.peaks[name] = 0
         if not self.is_cuda:
-            with record_function(_mark(name)):
+            with record_function(WINDOW + name):
                 yield
             return
         torch.cuda.synchronize()
@@ -63,10 +65,7 @@ class AllocationRecord:
 
 @contextmanager
 def record_allocations(device: str) -> Iterator[AllocationRecord]:
-    """Record what is allocated inside. Not to be nested, nor used under another profiler.
-
-    CPU: PyTorch's allocator reports to the profiler. CUDA: the caching allocator's counters.
-    """
+    """Record what PyTorch's allocator allocates inside. Not to be nested, nor used under another profiler."""
     record = AllocationRecord(torch.device(device).type == "cuda")
     if record.is_cuda:
         torch.cuda.synchronize()
@@ -75,24 +74,15 @@ def record_allocations(device: str) -> Iterator[AllocationRecord]:
         return
     with profiled([ProfilerActivity.CPU], memory=True) as profiler:
         yield record
-    _read_peaks(record, profiler)
-
-
-def _read_peaks(record: AllocationRecord, profiler: profile) -> None:
-    """Replay the profiler's memory events: the running total, and its maximum within each window."""
     results: Any = profiler.profiler
-    events = results.kineto_results.events()
-    spans = {event.name(): (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events}
-    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    events = sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event for event in events if event.name() == "[memory]"]
     times, totals = [event.start_ns() for event in changes], [0, *accumulate(event.nbytes() for event in changes)]
     record.left_bytes = max(0, totals[-1])
-    for name in record.peaks:
-        start, end = spans[_mark(name)]
-        record.peaks[name] = max(totals[bisect_left(times, start) : bisect_right(times, end) + 1])
-
-
-def _mark(name: str) -> str:
-    return f"labkit.window.{name}"
+    for event in events:
+        if (name := event.name().removeprefix(WINDOW)) in record.peaks:
+            first, last = bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns())
+            record.peaks[name] = max(totals[first : last + 1])
 
 
 def _cuda_bytes(moment: str) -> int:
@@ -102,8 +92,8 @@ def _cuda_bytes(moment: str) -> int:
 def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> dict[str, Any]:
     """Measure the peak of the second `run` of the subject that `make` returns, which is included. A collective.
 
-    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. On a CPU a thread of gloo may be the last
-    to free a tensor, which the profiler misses. Then the record is repeated until every rank has one without that.
+    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. If other threads free tensors, as gloo's
+    may on a CPU, the record is repeated until every rank has one without that.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
@@ -140,36 +130,32 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
             yield peak
         peak.growth_bytes, peak.end_bytes = record.peaks["block"], _cuda_bytes("current") - record.base_bytes
         return
-    _return_free_memory()
-    before = 0
-    with suppress(OSError):
+    _call_glibc("malloc_trim", 0)  # the C library's free memory would not count when it is used again
+    try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-        before = _resident_bytes("VmRSS")
+    except OSError:
+        yield peak
+        return
+    before = _resident_bytes("VmRSS")
     yield peak
-    if before:
-        peak.growth_bytes = max(0, _resident_bytes("VmHWM") - before)
-        _return_free_memory()
-        peak.end_bytes = _resident_bytes("VmRSS") - before
+    peak.growth_bytes = max(0, _resident_bytes("VmHWM") - before)
+    _call_glibc("malloc_trim", 0)
+    peak.end_bytes = _resident_bytes("VmRSS") - before
 
 
 def return_memory_when_freed() -> None:
     """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free memory. Slower."""
-    if hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
+    _call_glibc("mallopt", -3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
 
 
-def _return_free_memory() -> None:
-    """Return the C library's free memory to the system: reused, it would not count.
-
-    No garbage collection: in a forked rank it writes to every object, and so copies every page of them.
-    """
-    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
-        library.malloc_trim(0)
+def _call_glibc(name: str, *arguments: int) -> None:
+    if function := getattr(ctypes.CDLL(None), name, None):  # other C libraries lack it
+        function(*arguments)
 
 
 def _resident_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
+    (kib,) = re.findall(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(kib) * 1024
 
 
 def saved_for_backward(function: Callable[[], T]) -> tuple[T, dict[int, int]]:

@@ -32,7 +32,7 @@ def record_operators(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
     """Call `action` and list its operators, those of a backward pass included.
 
     An operator moves the tensors that it reads, that its schema says it writes into, and that it creates. Views and
-    allocations move nothing and are left out. Works on fake tensors, too, where nothing is computed.
+    allocations move nothing and are left out. Works on fake tensors, too.
     """
     with _OperatorRecord() as record:
         action()

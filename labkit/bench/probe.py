@@ -1,12 +1,10 @@
 """A probe of the machine before a point: how long two ranks take to answer one another, and a copy of 64 MB.
 
-Heavy load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Where a
-host places the cores of a virtual machine shows in how fast two ranks exchange 1 MiB: between cores that share no cache
-it takes three times as long. All are stored with the point (`machine.load.Load`). `machine.load.busy_points` compares
-the points of a run, and `labkit check` the place of the cores in two runs.
+Load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Two ranks
+exchange 1 MiB three times as slowly if a host has placed their cores where they share no cache. All are stored with the
+point (`machine.load.Load`); `machine.load.busy_points` compares the points of a run, and `labkit check` two runs.
 """
 
-import time
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,7 +36,7 @@ def probe() -> dict[str, float]:
     """Return the mean round trips of `MESSAGES` between ranks 0 and 1, and `copy_s`, on rank 0; {} on other ranks.
 
     Without a second rank on the CPU there are no round trips; without 128 MB of memory, no `copy_s`. CPU ranks wait for
-    one another: the work of those that begin the point would slow the copy down by a factor of 1.6 to 3.
+    one another, since the work of others would slow the copy down.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     has_peer = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
@@ -55,13 +53,14 @@ def probe() -> dict[str, float]:
 
 def _ping_pong(rank: int, numel: int, round_trips: int) -> float:
     """Mean seconds of a round trip: under load, a few wake-ups among many are late."""
-    message, start = torch.zeros(numel), 0.0
-    for trip in range(-5, round_trips):
-        if trip == 0:
-            start = time.perf_counter()
+    message = torch.zeros(numel)
+
+    def make_trip() -> None:
         if rank == 0:
             dist.send(message, 1)
         dist.recv(message, 1 - rank)
         if rank == 1:
             dist.send(message, 0)
-    return (time.perf_counter() - start) / round_trips
+
+    timeit.timeit(make_trip, number=5)
+    return timeit.timeit(make_trip, number=round_trips) / round_trips

@@ -5,10 +5,9 @@ The rule (`with_verdicts`): the false-discovery rate over all comparisons that a
 
 A session is the same comparison, measured by other processes at another time. Results vary between processes more than
 their rounds show: two all-reduces of 64 KB differed by 14% one way in one group of ranks and by 16% the other way in
-the next, each within 8% by its rounds. So the uncertainty of a ratio comes from the spread of its sessions. Few
-sessions estimate that spread poorly, so it is shrunk towards the median spread of the other settings. One noisy
-setting then hardly widens the others: moderated t-statistics (Smyth 2004, "Linear models and empirical Bayes methods
-for assessing differential expression in microarray experiments", section 3).
+the next, each within 8% by its rounds. So the uncertainty of a ratio comes from the spread of its sessions. It is
+shrunk towards the median spread of the other settings: moderated t-statistics (Smyth 2004, "Linear models and empirical
+Bayes methods for assessing differential expression in microarray experiments", section 3).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -30,9 +29,8 @@ MIN_RELEVANT_DIFFERENCE = 0.03
 PRIOR_FREEDOM = 3.0
 """How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with this freedom.
 
-A larger value raises false claims above 5% in simulations in which every fifth setting varies ten times as much as the
-others. A smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
-"""
+A larger value raises false claims above 5% if every fifth setting varies ten times as much as the others. A smaller one
+makes small tables claim nothing (`tests/bench/test_sessions.py`)."""
 MEDIAN_EFFICIENCY = 2 / np.pi
 BASELINE_CORRELATION = 0.5
 """Correlation of two alternatives' ratios: half of the variance of each is their baseline's."""
@@ -50,9 +48,9 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     if min(first.min(), second.min()) <= 0:
         with np.errstate(divide="ignore", invalid="ignore"):
             return Estimate(float(np.median(first) / np.median(second)))
-    estimate = estimate_paired(np.log(first) - np.log(second))
-    ratio, low, high = np.exp([estimate.value, estimate.low, estimate.high]).tolist()
-    return Estimate(ratio, low, high, estimate.p)
+    log = estimate_paired(np.log(first) - np.log(second))
+    ratio, low, high = np.exp([log.value, log.low, log.high]).tolist()
+    return Estimate(ratio, low, high, log.p)
 
 
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
@@ -61,14 +59,13 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which hold for
     comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
     """
-    p = ratios["p"].to_numpy(dtype=float, copy=True)
-    if (has_p := ~np.isnan(p)).any():
-        p[has_p] = false_discovery_control(p[has_p])
-    ratio, is_significant = ratios["ratio"].to_numpy(dtype=float), p <= FALSE_DISCOVERY_RATE
-    is_faster = is_significant & (ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE))
-    is_slower = is_significant & (ratio >= 1 + MIN_RELEVANT_DIFFERENCE)
-    verdicts = np.select([is_faster, is_slower], ["faster", "slower"], "no difference shown")
-    return ratios.assign(verdict=verdicts.astype(object))
+    p = ratios["p"].dropna().astype(float)
+    adjusted = pd.Series(false_discovery_control(p) if len(p) else p, p.index).reindex(ratios.index)
+    ratio, is_significant = ratios["ratio"].astype(float), adjusted <= FALSE_DISCOVERY_RATE
+    verdict = pd.Series("no difference shown", ratios.index, dtype=object)
+    verdict[is_significant & (ratio <= 1 / (1 + MIN_RELEVANT_DIFFERENCE))] = "faster"
+    verdict[is_significant & (ratio >= 1 + MIN_RELEVANT_DIFFERENCE)] = "slower"
+    return ratios.assign(verdict=verdict)
 
 
 def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:

@@ -53,10 +53,7 @@ class TraceEvent:
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity], *, memory: bool = False) -> Iterator[profile]:
-    """Run torch's profiler around the block, without its messages; `memory`: with allocations.
-
-    `acc_events` would keep torch 2.11 quiet, too, and makes the memory lab half as slow again.
-    """
+    """Run torch's profiler around the block, without its messages; `memory`: with allocations."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports start and end on stderr
     profiler = profile(activities=activities, profile_memory=memory)
     with warnings.catch_warnings():
@@ -93,8 +90,8 @@ def profile_call(
         trace = json.loads(path.read_bytes())
     if is_cuda and not _complete(trace, DEVICE):
         raise RuntimeError(
-            "the profiler recorded no GPU kernel: CUPTI gave none, as where only administrators may profile "
-            "(NVreg_RestrictProfilingToAdminUsers), or where another profiler is at work"
+            "the profiler recorded no GPU kernel: another profiler runs, or only administrators may profile "
+            "(NVreg_RestrictProfilingToAdminUsers)"
         )
     return read_events(trace)
 
@@ -103,31 +100,31 @@ def read_events(trace: Trace) -> list[TraceEvent]:
     """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are any, or operators."""
     host, device = _complete(trace, HOST), _complete(trace, DEVICE)
     events = device or host
-    if not events:
-        return []
-    calls = [event for event in _complete(trace, LAUNCH) if "correlation" in event.get("args", {})]
-    launches: dict[Any, float] = {event["args"]["correlation"]: event["ts"] for event in calls}
-    starts: list[Any] = [launches.get(event.get("args", {}).get("correlation"), event["ts"]) for event in events]
-    ranges = sorted((one for one in host if one["cat"] == RANGE), key=lambda one: (one["ts"], -one["dur"]))
-    self_us = [event["dur"] for event in device] if device else _self_times(host)
-    first = min(event["ts"] for event in events)
-    result = [
+    launches = {_correlation(event): event["ts"] for event in _complete(trace, LAUNCH)}
+    starts = [event["ts"] if _correlation(event) is None else launches[_correlation(event)] for event in events]
+    ranges = [event for event in host if event["cat"] == RANGE]
+    return [
         TraceEvent(
             name=short_name(event["name"]),
             family="dispatch" if event["cat"] == RANGE else family_of(event["name"]),
             ranges=tuple(one["name"] for one in ranges if one["ts"] <= start < _end(one)),
-            start_s=(event["ts"] - first) / 1e6,
+            start_s=(event["ts"] - events[0]["ts"]) / 1e6,
             duration_s=event["dur"] / 1e6,
             self_s=own / 1e6,
         )
-        for event, start, own in zip(events, starts, self_us, strict=True)
+        for event, start, own in zip(events, starts, _self_times(events), strict=True)
     ]
-    return sorted(result, key=lambda event: event.start_s)
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
-    """The events with a duration in these categories."""
-    return [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in categories]
+    """The events with a duration in these categories, by start; an event comes before those inside it."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in categories]
+    return sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+
+
+def _correlation(event: Event) -> Any:
+    """The number that a kernel shares with the call that launched it; None without one."""
+    return event.get("args", {}).get("correlation")
 
 
 def _end(event: Event) -> float:
@@ -135,14 +132,14 @@ def _end(event: Event) -> float:
 
 
 def _self_times(events: list[Event]) -> list[float]:
-    """Duration of each event minus the events directly inside it, per thread, in the same order."""
+    """Duration of each event minus the host's events directly inside it, per thread, in the order of `_complete`."""
     own = [float(event["dur"]) for event in events]
     stacks: dict[Any, list[int]] = defaultdict(list)
-    for i in sorted(range(len(events)), key=lambda i: (events[i]["ts"], -events[i]["dur"])):
-        stack = stacks[events[i]["tid"]]
-        while stack and _end(events[stack[-1]]) <= events[i]["ts"]:
+    for i, event in enumerate(events):
+        stack = stacks[event["tid"]]
+        while stack and _end(events[stack[-1]]) <= event["ts"]:
             stack.pop()
-        if stack:
-            own[stack[-1]] -= events[i]["dur"]
+        if stack and event["cat"] in HOST:
+            own[stack[-1]] -= event["dur"]
         stack.append(i)
     return [max(0.0, value) for value in own]

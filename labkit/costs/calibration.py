@@ -19,7 +19,7 @@ from labkit.costs.communication import AT_ONCE, MessageCost
 Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
 ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
-OLDER_RUNS = {"extra": "ignore"}  # have rates of several ranks, too, behind those of one
+OLDER_RUNS = {"extra": "ignore"}  # have rates of several ranks, behind those of one, and errors of transports
 NCCL = "NCCL"
 """The transport between GPUs; the others move what lies in the CPU's memory."""
 ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
@@ -57,15 +57,11 @@ class Rates:
         return max(_interpolate(self.products[dtype], flops), moving_s) if dtype in self.products else float("nan")
 
     def autograd_s(self, operators: float, *, begin: bool = True) -> float:
-        """Seconds that autograd adds to `operator_s` of this number of operators; 0 if unknown.
-
-        `begin`: include the start of both passes.
-        """
+        """Seconds that autograd adds to `operator_s` of so many operators, and to `begin` both passes; 0 if unknown."""
         if self.autograd is None:
             return 0.0
         call_s = min(seconds for _, seconds in self.additions)  # next to nothing to do
-        extra_s = operators * max(0.0, self.autograd.operator_s - call_s)
-        return extra_s + self.autograd.begin_s if begin else extra_s
+        return operators * max(0.0, self.autograd.operator_s - call_s) + begin * self.autograd.begin_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +81,6 @@ class Transport:
     beta_s_per_byte: float
     call_s: float = 0.0
     """Before the first of any number of messages."""
-    error: float | None = None
-    """In older runs; unused."""
 
     def predict_s(self, cost: MessageCost) -> float:
         return self.call_s + cost.messages * self.alpha_s + cost.n_bytes * self.beta_s_per_byte
@@ -125,7 +119,7 @@ class Calibration:
         transport = self.transport("shared memory", MESSAGE, ranks) or self.transport("gloo", MESSAGE, ranks)
         if transport is None:
             return None
-        return calls * (transport.call_s + transport.alpha_s) + n_bytes * transport.beta_s_per_byte
+        return calls * transport.predict_s(MessageCost(1, 0)) + n_bytes * transport.beta_s_per_byte
 
 
 def _interpolate(curve: Curve, work: float) -> float:

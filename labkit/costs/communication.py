@@ -1,11 +1,8 @@
 """Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient buckets.
 
-Collectives follow the alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An
-algorithm costs a number of successive messages and the bytes that a rank sends in them.
-
-An all-reduce is a reduce-scatter and an all-gather of shards of n/p bytes (Thakur, Rabenseifner & Gropp 2005,
-"Optimization of collective communication operations in MPICH", sections 4.1 and 4.2; each phase sends at least
-n (p-1)/p bytes per rank).
+Alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An all-reduce is a reduce-scatter
+and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p bytes per rank (Thakur, Rabenseifner & Gropp
+2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2).
 
 Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
 """
@@ -51,21 +48,17 @@ def one_shot(world_size: int, n_bytes: float) -> MessageCost:
 
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
     """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out after."""
-    rounds, folds = _doubling_rounds(world_size)
-    return MessageCost(rounds + folds, (rounds + folds) * n_bytes)
+    rounds = world_size.bit_length() - 1
+    messages = rounds if world_size == 2**rounds else rounds + 2
+    return MessageCost(messages, messages * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
     """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes; folds as above."""
-    rounds, folds = _doubling_rounds(world_size)
-    power = 2**rounds
-    return MessageCost(2 * rounds + folds, 2 * n_bytes * (power - 1) / power + folds * n_bytes)
-
-
-def _doubling_rounds(world_size: int) -> tuple[int, int]:
-    """Rounds among the largest power of two of ranks, and messages that fold the others in and out."""
     rounds = world_size.bit_length() - 1
-    return rounds, 0 if world_size == 2**rounds else 2
+    messages, sent = recursive_doubling(world_size, n_bytes)
+    shards = 2 * n_bytes * (1 - 2**-rounds)
+    return MessageCost(messages + rounds, sent + shards - rounds * n_bytes)
 
 
 ALL_REDUCE_COSTS: Mapping[str, CostOf] = {
@@ -108,8 +101,8 @@ def tensor_parallel_calls(
     """List the collectives of a step with tensor parallelism, forward and backward, with a vocabulary-parallel loss.
 
     A layer has two blocks; each sums at one end forward and at the other backward. With sequence parallelism each has a
-    collective at both ends, forward and backward. Embedding and output are one block. Checkpoints repeat the layers'
-    forward collectives. Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
+    collective at both ends, forward and backward. Embedding and output are one block.
+    Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
     """
     blocks, activations = 2 * shape.n_layers + 1, batch * sequence * shape.d_model * itemsize
     loss = Calls("all_gather", 2 * batch * sequence * max(itemsize, 4) * world_size, 1)
@@ -155,8 +148,8 @@ def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
 def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit alpha and beta, neither below zero, by least squares on the *relative* error.
 
-    Absolute errors would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten orders of
-    magnitude. ValueError with fewer than two measurements or a time that is not positive.
+    Absolute errors would fit the largest messages alone. ValueError with fewer than two measurements or a time that is
+    not positive.
     """
     from scipy.optimize import nnls  # slow to load, and ranks import this module
 

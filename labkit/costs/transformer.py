@@ -1,7 +1,7 @@
 """Sizes of the Transformer, its parameters, and the FLOPs of its matmuls by part.
 
-A matmul of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, rotations, activations, the optimizer)
-is left out: it is bound by memory, not by arithmetic, and FLOP counters leave it out too.
+A matmul of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, activations, the optimizer) is bound by
+memory and left out, as FLOP counters do.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V vocabulary.
 """

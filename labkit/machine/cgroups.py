@@ -1,10 +1,8 @@
 """Limits that cgroups (containers, batch systems) set on this process: main memory, processor time, and kills.
 
-A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and `sys`. Ranks import
-this module, and not `description`.
+A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and `sys`. Files have
+other names in version 2 of the cgroup file system than in version 1. Ranks import this module, and not `description`.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -18,38 +16,39 @@ ROOT = Path("/")
 
 
 class _Cgroup(NamedTuple):
-    """A folder of either version of the cgroup file system; `is_own` is False above this process's cgroup."""
+    """A folder of the cgroup file system; `is_own` is False above this process's cgroup."""
 
     folder: Path
-    version: int
     is_own: bool
 
+    def text(self, *files: str) -> str:
+        """The contents of those of the files that are there."""
+        return "".join(_text(self.folder / file) for file in files)
+
     def number(self, *files: str, name: str = "") -> int | None:
-        """The number in the file of this version, or the one after a name in it; None for no file, or "max"."""
-        match = re.search(rf"^{name} ?(\d+)$", _text(self.folder / files[self.version - 1]), re.MULTILINE)
+        """The number in the file that is there, or after a name in it; None without it, or for "max"."""
+        match = re.search(rf"^{name} ?(\d+)$", self.text(*files), re.MULTILINE)
         return int(match[1]) if match else None
 
     def memory_limit(self) -> int | None:
-        return self.number("memory.limit_in_bytes", "memory.max")
+        return self.number("memory.max", "memory.limit_in_bytes")
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Main memory that is available without swapping, in bytes, within the limits of cgroups (containers)."""
     available = psutil.virtual_memory().available
     for cgroup in _cgroups("memory", root):
-        limit, used = cgroup.memory_limit(), cgroup.number("memory.usage_in_bytes", "memory.current")
+        limit, used = cgroup.memory_limit(), cgroup.number("memory.current", "memory.usage_in_bytes")
         if limit is not None and used is not None:  # the cache is reclaimed before anything is killed
-            cache = ("total_inactive_file", "inactive_file")[cgroup.version - 1]
-            cached = cgroup.number("memory.stat", "memory.stat", name=cache) or 0
-            available = min(available, max(0, limit - used + cached))
+            caches = (cgroup.number("memory.stat", name=f"{scope}inactive_file") or 0 for scope in ("total_", ""))
+            available = min(available, max(0, limit - used + max(caches)))
     return available
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
     """The smallest memory limit of this process's cgroups, in bytes; None if that is more than there is."""
-    limits = [cgroup.memory_limit() for cgroup in _cgroups("memory", root)]
-    smallest = min((limit for limit in limits if limit is not None), default=None)
-    return smallest if smallest is not None and smallest < psutil.virtual_memory().total else None
+    limits = [limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None]
+    return min((limit for limit in limits if limit < psutil.virtual_memory().total), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
@@ -59,7 +58,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
     the whole machine. A cgroup above it counts only if it sets a limit, since it holds other users' processes, too.
     """
     for cgroup in _cgroups("memory", root):
-        count = cgroup.number("memory.oom_control", "memory.events", name="oom_kill")
+        count = cgroup.number("memory.events", "memory.oom_control", name="oom_kill")
         if count is not None and (cgroup.is_own or cgroup.memory_limit() is not None):
             return count
     return None
@@ -69,10 +68,9 @@ def quota_cores(root: Path = ROOT) -> float | None:
     """Cores' worth of time per second that the cgroups allow, 0.5 for half a core; None without a limit."""
     quotas = []
     for cgroup in _cgroups("cpu", root):
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if cgroup.version == 1 else ("cpu.max",)
-        numbers = " ".join(_text(cgroup.folder / file) for file in files).split()
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers):  # not "max", or -1
-            quotas.append(int(numbers[0]) / int(numbers[1]))
+        quota, period = (*cgroup.text("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us").split(), "", "")[:2]
+        if quota.isdigit() and period.isdigit():  # not "max", or -1
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
@@ -84,10 +82,8 @@ def available_cores() -> int:
 
 def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
     """Scheduling periods in which a CPU quota held this process's cgroups back, and all of them; (0, 0): no quota."""
-    stats = [
-        [cgroup.number("cpu.stat", "cpu.stat", name=name) or 0 for name in ("nr_throttled", "nr_periods")]
-        for cgroup in _cgroups("cpu", root)
-    ]
+    names = ("nr_throttled", "nr_periods")
+    stats = [[cgroup.number("cpu.stat", name=name) or 0 for name in names] for cgroup in _cgroups("cpu", root)]
     throttled, periods = max(stats, default=[0, 0])
     return throttled, periods
 
@@ -95,15 +91,13 @@ def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
 def _cgroups(controller: str, root: Path) -> Iterator[_Cgroup]:
     """The cgroups that may limit this process: its own first, then those above it."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        version, mount = (1, f"sys/fs/cgroup/{controller}") if controllers else (2, "sys/fs/cgroup")
-        inside = Path(path.lstrip("/"))
-        for folder in (inside, *inside.parents):
-            # A container may have its host's path, and see its own cgroup at the top.
-            if any((root / mount / folder).glob(f"{controller}.*")):
-                yield _Cgroup(root / mount / folder, version, folder in (inside, Path()))
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        if not controllers or controller in controllers.split(","):
+            top, inside = root / "sys/fs/cgroup" / (controller if controllers else ""), Path(path.lstrip("/"))
+            for folder in (inside, *inside.parents):
+                # A container may have its host's path, and see its own cgroup at the top.
+                if any((top / folder).glob(f"{controller}.*")):
+                    yield _Cgroup(top / folder, folder in (inside, Path()))
 
 
 def _text(file: Path) -> str:

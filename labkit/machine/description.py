@@ -67,15 +67,14 @@ class Machine(BaseModel):
 
     @property
     def identity(self) -> list[str | None]:
-        """Values that differ between machines. Virtual ones of one name and processor may differ in instructions."""
+        """Values that differ between machines; virtual ones of one name and processor may differ in instructions."""
         return [self.host, self.label, self.instructions]
 
     @property
     def label(self) -> str:
-        """A short name for figures and tables, e.g. "NVIDIA H200" or "2-core AMD EPYC"."""
-        if not self.gpus:
-            return f"{self.cores}-core {self.cpu}"
-        return (f"{len(self.gpus)}x " if len(self.gpus) > 1 else "") + self.gpus[0].name
+        """A short name for figures and tables, e.g. "2x NVIDIA H200" or "2-core AMD EPYC"."""
+        names = [gpu.name for gpu in self.gpus[:1]] or [f"{self.cores}-core {self.cpu}"]
+        return f"{len(self.gpus)}x {names[0]}" if len(self.gpus) > 1 else names[0]
 
     def device(self, wanted: str) -> str:
         """ "cpu" or "cuda"; "auto" is CUDA if there is a GPU."""

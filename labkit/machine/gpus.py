@@ -1,7 +1,7 @@
 """Whether this build of torch can compute on the GPUs, the reason if not, and facts about them.
 
 NVML counts GPUs that CUDA cannot use: with a driver older than torch's CUDA, off the bus, or split by MIG. So CUDA is
-initialized, and counts again; whatever it raises becomes a reason.
+initialized and counts again.
 """
 
 import os
@@ -35,14 +35,14 @@ def no_gpu_reason() -> str | None:
             if torch.cuda.device_count() > 0:
                 torch.cuda.init()
             count = torch.cuda.device_count()
-            reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
+            reasons = [reason for index in range(count) if (reason := _no_kernels_reason(index))]
         except Exception as error:  # of several types, by what fails
             message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
             return f"CUDA does not start: {message or type(error).__name__} (driver {driver_version() or 'unknown'})"
     if count == 0 and has_driver:
         hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}" if HIDDEN_BY in os.environ else "a container without GPUs?"
         return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
-    return reason
+    return next(iter(reasons), None)
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
@@ -53,12 +53,12 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
     on its major version. A list that names none of these, as AMD's, is trusted.
     """
     matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
-    for kind, major, minor, suffix in matches:
-        built = int(major), int(minor)
-        is_newer_in_reach = kind + suffix == "compute" or (suffix != "a" and built[0] == capability[0])
-        if capability == built or (capability > built and is_newer_in_reach):
-            return True
-    return not matches
+    return not matches or any(
+        capability == (int(major), int(minor))
+        or (capability > (int(major), int(minor)) and (kind == "compute" or int(major) == capability[0]))
+        for kind, major, minor, suffix in matches
+        if suffix != "a" or capability == (int(major), int(minor))
+    )
 
 
 def _no_kernels_reason(index: int) -> str | None:
@@ -70,9 +70,6 @@ def _no_kernels_reason(index: int) -> str | None:
         f"{properties.name} has compute capability {properties.major}.{properties.minor}, and this torch is built for "
         f"{', '.join(architectures)} ({HIDDEN_BY} hides a GPU)"
     )
-
-
-# ------------------------------------------------------------------------------------------- facts
 
 
 def driver_version() -> str | None:
@@ -114,10 +111,8 @@ class GpuLoad(NamedTuple):
 def gpu_load(own: Collection[int]) -> GpuLoad | None:
     """The load of the GPUs that CUDA sees, without the processes `own`; None without `nvidia-smi`."""
     visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
-    states: list[list[str]] = []
-    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # before driver 535 the second
-        fields = f"uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,{reasons}"
-        states = states or [row[1:] for row in _query("gpu", fields) if row[0] in visible]
+    fields = "uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,clocks_event_reasons.active"  # from driver 535
+    states = [row[1:] for row in _query("gpu", fields) if row[0] in visible]
     with suppress(ValueError):  # a value that this GPU does not have
         clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
         slowed = [name for name, mask in SLOWED_BY.items() if any(int(row[4], 16) & mask for row in states)]

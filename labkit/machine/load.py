@@ -20,8 +20,8 @@ MIN_BUSY_SHARE = 0.15
 """Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
 MIN_THROTTLED_SHARE = 0.05
 LATE_PING, SLOW_COPY = 5.0, 2.0
-"""Ratios from which ranks wake up late (round trip over the fastest of the run) or memory is slow (copy over the median
-one). On a quiet machine copies take up to 1.85 times the median, in slow phases of the memory 2 to 4 times."""
+"""Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy over its median).
+Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times while memory is slow."""
 
 
 class Load(BaseModel):
@@ -75,7 +75,7 @@ class LoadMeter:
 
 
 class _Times(NamedTuple):
-    """Seconds of the cores that this process may use, in ticks of 10 ms, and periods of a CPU quota, since boot."""
+    """Seconds of the cores that this process may use, and periods of a CPU quota, since boot."""
 
     at: float
     busy: float
@@ -105,28 +105,30 @@ def _own_processes() -> list[psutil.Process]:
 
 def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
     """Phrases why times may be too long, by point; probes are compared within these points."""
-    ping_s = min((load.ping_s for load in loads.values() if load.ping_s is not None), default=0.0)
+    pings = [load.ping_s for load in loads.values() if load.ping_s is not None]
     copies = [load.copy_s for load in loads.values() if load.copy_s is not None]
-    copy_s = median_low(copies) if copies else 0.0
     reasons = {}
     for point, load in loads.items():
-        reasons[point] = busy_reason(load, cores)
-        if not reasons[point] and (load.ping_s or 0.0) > LATE_PING * ping_s:
-            reasons[point] = f"ranks woke up late ({(load.ping_s or 0.0) / ping_s:.0f} times the best)"
-        if not reasons[point] and (load.copy_s or 0.0) > SLOW_COPY * copy_s:
-            reasons[point] = f"memory was slow ({(load.copy_s or 0.0) / copy_s:.1f} times the median copy)"
-    return {point: reason for point, reason in reasons.items() if reason}
+        late, slow = (load.ping_s or 0.0) / min(pings, default=1.0), (load.copy_s or 0.0) / median_low(copies or [1.0])
+        if reason := busy_reason(load, cores):
+            reasons[point] = reason
+        elif late > LATE_PING:
+            reasons[point] = f"ranks woke up late ({late:.0f} times the best)"
+        elif slow > SLOW_COPY:
+            reasons[point] = f"memory was slow ({slow:.1f} times the median copy)"
+    return reasons
 
 
 def busy_reason(load: Load, cores: int) -> str:
     """A phrase for what slows a measurement down; "" if nothing does."""
-    taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
+    taken, held_back = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0), load.throttled_share or 0.0
     if load.gpu and load.gpu.other_processes:
         return "another program used a GPU"
     if load.gpu and load.gpu.slowed_by:
         return f"{load.gpu.slowed_by} slowed a GPU down, at {load.gpu.temperature} °C"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
-        return f"other programs took {taken:.1f} of {cores} cores"
-    if (load.throttled_share or 0.0) >= MIN_THROTTLED_SHARE:
-        return f"a CPU quota held processes back in {100 * (load.throttled_share or 0.0):.0f}% of all periods"
+        others = "other programs" if (load.busy_cores or 0.0) >= taken / 2 else "other virtual machines of the host"
+        return f"{others} took {taken:.1f} of {cores} cores"
+    if held_back >= MIN_THROTTLED_SHARE:
+        return f"a CPU quota held processes back in {100 * held_back:.0f}% of all periods"
     return ""

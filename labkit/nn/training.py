@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,14 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.nn.vision import ResNet50
 
-AUTOCAST_DTYPES: Mapping[str, torch.dtype | None] = {
-    "float32": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+AUTOCAST_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RESNET50 = "resnet50"
 RESNET50_PARAMETERS = 25_557_032
 CLASSES = 1000
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 FINISH = "finish"
 """Range of the profiler around what a wrapper does after its backward pass."""
+T = TypeVar("T")
 
 
 class ModelAndBatch(NamedTuple):
@@ -48,8 +45,7 @@ class ModelAndBatch(NamedTuple):
 class Trainer:
     """One training step of a model, in phases that can be timed; `compute_loss(model)` is a forward pass, a scalar.
 
-    The phases are named ranges ("forward", "backward", "optimizer") for `torch.profiler` and, inside
-    `torch.autograd.profiler.emit_nvtx()`, for Nsight Systems.
+    The phases are named ranges for `torch.profiler`, and for Nsight Systems in `torch.autograd.profiler.emit_nvtx()`.
     """
 
     def __init__(
@@ -63,9 +59,8 @@ class Trainer:
         """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss scaling."""
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes a context from the end of a backward pass until gradients are averaged, if a wrapper finishes apart."""
-        self._finish = getattr(model, "finish_gradient_synchronization", None)
-        self._compute_loss = compute_loss
-        self._device_type = torch.device(device).type
+        self._finish: Callable[[], None] | None = getattr(model, "finish_gradient_synchronization", None)
+        self._compute_loss, self._device_type = compute_loss, torch.device(device).type
         self._loss: Tensor | None = None
 
     def infer(self) -> Tensor:
@@ -94,15 +89,15 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def run(self) -> None:
-        """Run one full step."""
-        for phase in self.phases.values():
-            phase()
-
     @property
     def phases(self) -> dict[str, Callable[[], Any]]:
         """The phases of a full step by name, in order."""
         return {FORWARD: self.forward, BACKWARD: self.backward, OPTIMIZER: self.optimizer_step}
+
+    def run(self) -> None:
+        """Run one full step."""
+        for phase in self.phases.values():
+            phase()
 
     def drop_gradients(self) -> None:
         """Drop gradients and a graph that has not had its backward pass."""
@@ -116,10 +111,9 @@ class Trainer:
 
 
 class TrainingStep(Trainer):
-    """A workload with parameters in float32 and AdamW; `options` are those of `build_workload`.
+    """A workload in float32 with AdamW, or under autocast to another `precision`; `options` as for `build_workload`.
 
-    A `precision` other than "float32" is autocast to that dtype. `compiled` wraps the model in `torch.compile`.
-    ValueError for an unknown precision, and as `build_workload`.
+    `compiled` wraps the model in `torch.compile`. ValueError for an unknown precision, and as `build_workload`.
     """
 
     def __init__(
@@ -144,12 +138,7 @@ class TrainingStep(Trainer):
 def random_tokens(
     shape: TransformerShape, batch: int, context_length: int, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows.
-
-    ValueError for a batch that is not positive.
-    """
-    if batch < 1:
-        raise ValueError(f"expected batch >= 1, got {batch}")
+    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows."""
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -199,37 +188,35 @@ def build_workload(
     loss of a function's model; parameters are always the same. ValueError for a batch that is not positive, unless a
     function has its own.
     """
+    if batch < 1 and (isinstance(source, TransformerShape) or source is ResNet50):
+        raise ValueError(f"expected batch >= 1, got {batch}")
     generator = torch.Generator().manual_seed(seed)
-    build: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    make: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Tensor]
     if isinstance(source, TransformerShape):
         inputs, targets = random_tokens(source, batch, context_length, generator)
-        build, loss = partial(Transformer, source, context_length=context_length, **options), language_model_loss
+        make, loss = partial(Transformer, source, context_length=context_length, **options), language_model_loss
     elif source is ResNet50:
-        if batch < 1:
-            raise ValueError(f"expected batch >= 1, got {batch}")
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         targets = torch.randint(CLASSES, (batch,), generator=generator)
-        build, loss = ResNet50, cross_entropy
+        make, loss = ResNet50, cross_entropy
     else:
         return _user_workload(cast(Callable[[], ModelAndBatch], source), device, seed)
     inputs, targets = inputs.to(device), targets.to(device)
-    return Workload(partial(_build, build, device), lambda model: loss(model(inputs), targets))
+    return Workload(partial(_build, make, device, 0), lambda model: loss(model(inputs), targets))
 
 
 def _user_workload(source: Callable[[], ModelAndBatch], device: str, seed: int) -> Workload:
-    torch.manual_seed(seed)
-    with torch.device(device):
-        _, inputs, targets, loss = source()
+    _, inputs, targets, loss = _build(source, device, seed)
 
     def compute_loss(model: nn.Module) -> Tensor:
         torch.manual_seed(seed)  # equal dropout in every wrapper
         return loss(model(inputs), targets)
 
-    return Workload(partial(_build, lambda: source().model, device), compute_loss)
+    return Workload(lambda: _build(source, device, 0).model, compute_loss)
 
 
-def _build(make: Callable[[], nn.Module], device: str) -> nn.Module:
-    torch.manual_seed(0)
+def _build(make: Callable[[], T], device: str, seed: int) -> T:
+    torch.manual_seed(seed)
     with torch.device(device):
         return make()

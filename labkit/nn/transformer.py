@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(shape.vocabulary, shape.d_model)
         self.positions = RotaryPositions(context_length, shape.head_dim)
         layers = (TransformerLayer(shape, self.positions, attention) for _ in range(shape.n_layers))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.Sequential(*layers)
         self.norm = RMSNorm(shape.d_model)
         self.output = Matrix(shape.d_model, shape.vocabulary)
 
@@ -65,16 +65,11 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)  # (B, S, d)
         if self.checkpoint_segment and torch.is_grad_enabled():
             for start in range(0, len(self.layers), self.checkpoint_segment):
-                x = checkpoint(self._run_layers, x, start, start + self.checkpoint_segment, use_reentrant=False)
+                x = checkpoint(self.layers[start : start + self.checkpoint_segment], x, use_reentrant=False)
         else:
-            x = self._run_layers(x, 0, len(self.layers))
+            x = self.layers(x)
         logits: Tensor = self.output(self.norm(x))
         return logits
-
-    def _run_layers(self, x: Tensor, start: int, end: int) -> Tensor:
-        for layer in self.layers[start:end]:
-            x = layer(x)
-        return x
 
 
 class TransformerLayer(nn.Module):
