@@ -14,15 +14,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -48,18 +48,17 @@ TOKENS = 64
 MARGIN_S = 0.0005  # until the moment at which ranks begin a turn
 
 Action = Callable[[], Any]
-Times = dict[str, list[float]]
+Times = dict[str, NDArray[np.float64]]
 
 
-@dataclass
-class Contest:
+class Contest(NamedTuple):
     """Alternatives that take turns, and the bound of each pair (labkit's, torch's) to compare, or None."""
 
     title: str
     alternatives: Mapping[str, Action]
     pairs: Mapping[tuple[str, str], float | None]
-    prepare: Callable[[str], Any] = lambda name: None
-    derived: dict[str, Callable[[Times], list[float]]] = field(default_factory=dict)  # from the times of others
+    prepare: Callable[[str], Any] | None = None
+    derive: Callable[[Times], Times] = lambda times: {}  # other times to compare
 
 
 def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
@@ -76,11 +75,10 @@ def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
             call(tensors[name])
             assert (tensors[name] == world_size).all(), f"{name} is wrong"
         bound = dict(zip(SIZES, bounds, strict=False)).get(n_bytes)
+        actions = {name: partial(call, tensors[name]) for name, call in calls.items()}
+        pairs = {(name, TORCH): bound if name == bounded else None for name in calls if name != TORCH}
         yield Contest(
-            f"all_reduce {n_bytes / 1024:.0f} KiB",
-            {name: partial(call, tensors[name]) for name, call in calls.items()},
-            {(name, TORCH): bound if name == bounded else None for name in calls if name != TORCH},
-            prepare=lambda name, tensors=tensors: tensors[name].fill_(1.0),
+            f"all_reduce {n_bytes / 1024:.0f} KiB", actions, pairs, lambda name, each=tensors: each[name].fill_(1.0)
         )
 
 
@@ -101,17 +99,13 @@ def data_parallel(_: argparse.Namespace) -> Iterator[Contest]:
     def backward(name: str) -> None:
         losses.pop(name).backward()
 
-    yield Contest(
-        "backward, ResNet-50",
-        {name: partial(backward, name) for name in wrappers},
-        {(f"best {kind}", f"best {TORCH}"): bound for kind, bound in bounds.items()},
-        prepare=forward,
-        derived={f"best {kind}": partial(_fastest, kind) for kind in (*bounds, TORCH)},
-    )
+    def find_best(times: Times) -> Times:
+        by_median = sorted(times, key=lambda name: -median(times[name]))
+        return {f"best {name.split()[0]}": times[name] for name in by_median}  # the fastest of a kind is the last
 
-
-def _fastest(kind: str, times: Times) -> list[float]:
-    return min((seconds for name, seconds in times.items() if name.split()[0] == kind), key=median)
+    actions = {name: partial(backward, name) for name in wrappers}
+    pairs = {(f"best {kind}", f"best {TORCH}"): bound for kind, bound in bounds.items()}
+    yield Contest("backward, ResNet-50", actions, pairs, forward, find_best)
 
 
 def sharding(_: argparse.Namespace) -> Iterator[Contest]:
@@ -119,23 +113,20 @@ def sharding(_: argparse.Namespace) -> Iterator[Contest]:
     tokens = torch.randint(ABOUT_100_MB.vocabulary, (1, TOKENS + 1))
     stages = dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), SHARED)
     stages |= dict.fromkeys(("torch_ddp", "torch_zero1", "torch_zero3", "zero3, gloo"), POINT_TO_POINT)
-    made = {}
+    sharded = {}
     for name, transport in stages.items():
         model = Transformer(ABOUT_100_MB, context_length=TOKENS)
-        made[name] = shard(name.split(",")[0], model, AdamW, transport=transport, lr=1e-4)
+        sharded[name] = shard(name.split(",")[0], model, AdamW, transport=transport, lr=1e-4)
 
     def step(name: str) -> None:
-        model, optimizer = made[name]
+        model, optimizer = sharded[name]
         language_model_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         optimizer.step()
 
-    zero3 = {("zero3", "torch_zero3"): 0.5, ("zero3, gloo", "torch_zero3"): 1.0}
-    yield Contest(
-        "training step, 100 MB",
-        {name: partial(step, name) for name in made},
-        {**zero3, ("zero1", "torch_zero1"): 0.9, ("zero2", "zero1"): 1.0, ("ddp", "torch_ddp"): None},
-        prepare=lambda name: made[name][1].zero_grad(),
-    )
+    pairs = {("zero3", "torch_zero3"): 0.5, ("zero3, gloo", "torch_zero3"): 1.0, ("ddp", "torch_ddp"): None}
+    pairs |= {("zero1", "torch_zero1"): 0.9, ("zero2", "zero1"): 1.0}
+    actions = {name: partial(step, name) for name in sharded}
+    yield Contest("training step, 100 MB", actions, pairs, lambda name: sharded[name][1].zero_grad())
 
 
 def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
@@ -151,14 +142,14 @@ def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
     def passes(layer: nn.Module) -> None:
         torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
 
-    alternatives: dict[str, Action] = {name: partial(passes, layer) for name, layer in layers.items()}
-    alternatives["all-reduces"] = lambda: [dist.all_reduce(message) for message in messages]
-    budget = "plain + 2 all-reduces"
+    actions: dict[str, Action] = {name: partial(passes, layer) for name, layer in layers.items()}
+    actions["all-reduces"] = lambda: [dist.all_reduce(message) for message in messages]
+    pairs = {("labkit", "plain + 2 all-reduces"): 1.0, ("labkit", "plain"): 3.0}
     yield Contest(
         "SyncBatchNorm 64 x 1024",
-        alternatives,
-        {("labkit", budget): 1.0, ("labkit", "plain"): 3.0},
-        derived={budget: lambda times: [a + 2 * b for a, b in zip(times["plain"], times["all-reduces"], strict=True)]},
+        actions,
+        pairs,
+        derive=lambda times: {"plain + 2 all-reduces": times["plain"] + 2 * times["all-reduces"]},
     )
 
 
@@ -186,7 +177,7 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
             rounds_s=options.seconds * len(contest.alternatives),
         )
         times = {name: np.max(gather_numbers(samples_s), axis=0) for name, samples_s in samples.items()}
-        times |= {name: derive(times) for name, derive in contest.derived.items()}
+        times |= contest.derive(times)
         lines += [_line(contest, pair, times, bandwidth) for pair in contest.pairs]
     return lines
 
@@ -194,8 +185,8 @@ def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:
 def start_together() -> None:
     """Return on all ranks at one moment of the clock that they share; they leave a barrier up to 100 us apart.
 
-    Window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as you
-    think".
+    Window synchronization: Hunold & Carpen-Amarie 2016, "Reproducible MPI benchmarking is still not as easy as
+    you think".
     """
     moment = torch.tensor(time.perf_counter() + MARGIN_S, dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
@@ -213,10 +204,8 @@ def _line(contest: Contest, pair: tuple[str, str], times: Times, bandwidth: floa
     verdict = "" if bound is None else f"  at most {bound:.2f}: {'MISSED' if has_missed else 'met'}"
     ms = f"{median(own) * 1e3:9.3f} ms / {median(theirs) * 1e3:9.3f} ms"
     interval = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return (
-        f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {' / '.join(pair):42} {ms}  {interval}{verdict}",
-        has_missed,
-    )
+    about = f"{bandwidth / 1e9:5.1f} GB/s  {contest.title:28} {' / '.join(pair):42}"
+    return f"{about} {ms}  {interval}{verdict}", has_missed
 
 
 def _copy_bandwidth() -> float:

@@ -8,8 +8,8 @@ instructions inside and outside of loops; KiB of shared memory per block; column
 multiprocessor; instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the
 tensor cores' peak if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds shared or tensor memory.
 
-Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Compiled
-kernels stay in Triton's cache.  Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
+Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Rates: CUDA
+C++ programming guide, arithmetic instructions by compute capability.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -30,7 +29,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from labkit.nn.attention import dtype_name
 from labkit.nn.flash_attention import KERNELS as TILED_KERNELS
 from labkit.nn.flash_attention import Tile, kernel_constants, tiles_for
 from labkit.nn.flash_backward_kernels import delta_kernel
@@ -100,13 +98,12 @@ def compile_tile(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
-    chip, shared, warps = CHIPS[capability], compiled.metadata.shared, compiled.metadata.num_warps
+    facts = compiled.metadata
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         registers = int(re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1])
         flow = _read_code(_run("nvdisasm", "-c", file.name))
-    warps = int(getattr(compiled.metadata, "ws_num_warps", warps) or warps)
     loops = _loops(flow, is_specialized=tile.specialize > 0)
     spills = {index for index, name in flow.nodes(data="name") if name.split(".")[0] in ("LDL", "STL")}
     inside = spills & set().union(*loops)
@@ -119,9 +116,11 @@ def compile_tile(
         registers=registers,
         spills_in_loops=len(inside),
         spills_outside=len(spills - inside),
-        shared_bytes=shared,
-        tensor_columns=int(getattr(compiled.metadata, "tmem_size", 0) or 0),
-        blocks=_blocks(chip, registers, shared, warps),
+        shared_bytes=facts.shared,
+        tensor_columns=int(getattr(facts, "tmem_size", 0) or 0),
+        blocks=_blocks(
+            CHIPS[capability], registers, facts.shared, getattr(facts, "ws_num_warps", 0) or facts.num_warps
+        ),
         instructions=len(main),
         bound=bound,
         tensor_share=share,
@@ -129,22 +128,16 @@ def compile_tile(
 
 
 def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dtype) -> ASTSource:
-    function, constants = KERNELS[kernel], constants | tile.constants()
-    signature: dict[str, str] = {}
-    for parameter in function.params:
-        name = parameter.name
-        if name in constants or parameter.has_default:
-            signature[name] = "constexpr"
-            constants.setdefault(name, parameter.default)
-        elif name in ("logsumexp_ptr", "delta_ptr"):
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = POINTERS[dtype]
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
+    function = KERNELS[kernel]
+    defaults = {one.name: one.default for one in function.params if one.has_default}
+    constants = {
+        name: value for name, value in (defaults | constants | tile.constants()).items() if name in function.arg_names
+    }
+    types = dict.fromkeys(constants, "constexpr") | {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
+    signature = {name: types.get(name, POINTERS[dtype] if "_ptr" in name else "i32") for name in function.arg_names}
     # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
     aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name.endswith("_ptr")}
-    return ASTSource(function, signature, {name: constants[name] for name in signature if name in constants}, aligned)
+    return ASTSource(function, signature, constants, aligned)
 
 
 def _run(program: str, *arguments: str) -> str:
@@ -228,13 +221,9 @@ def _shared_bytes(name: str, text: str) -> float:
         rows, columns, depth = map(int, match.groups())
         from_registers = re.search(r"HGMMA\S* R\d+, R\d+", text) is not None
         return (4 if "TF32" in name else 2) * depth * (columns + (0 if from_registers else rows)) / 4
-    if re.match(r"LDSM|STSM", name):
-        return 512 if ".4" in name else 256 if ".2" in name else 128
-    if re.match(r"LDGSTS", name):
-        return 512
-    if re.match(r"LDS|STS|SHFL", name):
-        return 512 if ".128" in name else 256 if ".64" in name else 128
-    return 0
+    if not re.match(r"LDS|STS|LDGSTS|SHFL", name):
+        return 0
+    return 512 if re.search(r"LDGSTS|\.4|\.128", name) else 256 if re.search(r"\.2|\.64", name) else 128
 
 
 def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
@@ -253,40 +242,30 @@ ROW = "{:7}{:9}{:8}{:<4}{!s:22}{:<10}{:<9}{:<8}{:<5}{:<7}{:<7}{:<13}{:8}{:<6}"
 
 
 def main() -> int:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", nargs="+", type=int, choices=list(CHIPS), default=list(CHIPS))
+    parser.add_argument(
+        "--dtype", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16", "float32"]
+    )
+    parser.add_argument("--kernel", nargs="+", choices=list(KERNELS), default=list(TILED_KERNELS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128, 256])
+    parser.add_argument("--tile", nargs="+", type=lambda text: Tile(*map(int, text.split(","))))
+    parser.add_argument("--full", action="store_true", help="without the causal mask")
+    options = parser.parse_args()
     print(re.sub("<|!s", "", ROW).format(*COLUMNS.split()))
     wrong = 0
-    for capability, dtype, head_dim, kernel, tile in _selected(options):
-        sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "capability": capability}
-        resources = compile_tile(kernel, tile, causal=not options.full, **sizes)
-        faults = resources.faults(capability)
-        wrong += bool(faults)
-        problem = [f"sm_{capability}", dtype_name(dtype), kernel, head_dim, tile]
-        kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
-        cells = vars(replace(resources, shared_bytes=kib, tensor_share=share)).values()
-        print(ROW.format(*problem, *cells), *faults, flush=True)
+    for problem in product(options.capability, options.dtype, options.kernel, options.head_dim):
+        capability, name, kernel, head_dim = problem
+        sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": getattr(torch, name)}
+        for tile in options.tile or tiles_for(kernel, capability=divmod(capability, 10), **sizes):
+            resources = compile_tile(kernel, tile, causal=not options.full, capability=capability, **sizes)
+            faults = resources.faults(capability)
+            wrong += bool(faults)
+            kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
+            cells = vars(replace(resources, shared_bytes=kib, tensor_share=share)).values()
+            print(ROW.format(f"sm_{capability}", *problem[1:], tile, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")
     return int(wrong > 0)
-
-
-def _selected(options: argparse.Namespace) -> Iterator[tuple[int, torch.dtype, int, str, Tile]]:
-    targets = product(options.capability or CHIPS, options.dtype or ("bfloat16", "float32"))
-    kernels = list(product(options.kernel or TILED_KERNELS, options.head_dim or (32, 64, 128, 256)))
-    for (capability, name), (kernel, head_dim) in product(targets, kernels):
-        dtype: torch.dtype = getattr(torch, name)
-        shipped = tiles_for(kernel, dtype=dtype, head_dim=head_dim, capability=divmod(capability, 10))
-        yield from ((capability, dtype, head_dim, kernel, tile) for tile in options.tile or shipped)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", action="append", choices=list(KERNELS))
-    parser.add_argument("--head-dim", action="append", type=int)
-    parser.add_argument("--dtype", action="append", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--capability", action="append", type=int, choices=list(CHIPS))
-    parser.add_argument("--tile", action="append", type=lambda text: Tile(*map(int, text.split(","))))
-    parser.add_argument("--full", action="store_true", help="without the causal mask")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

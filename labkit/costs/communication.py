@@ -1,8 +1,8 @@
 """Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient buckets.
 
 Alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An all-reduce is a reduce-scatter
-and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p bytes per rank (Thakur, Rabenseifner & Gropp
-2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2).
+and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p bytes per rank (Thakur, Rabenseifner &
+Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2).
 
 Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
 """
