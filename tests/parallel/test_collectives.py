@@ -1,13 +1,13 @@
 """Collectives against the exact answer in float64: algorithms, transports, dtypes, lengths, layouts, numbers of ranks.
 
-Ranks are started once per test and go through many cases; they return descriptions of what was wrong.
+Ranks are started once per number of ranks and go through all checks.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from labkit.costs.communication import ALL_REDUCE_COSTS
-from labkit.parallel import prepare
 from labkit.parallel import transport as transports
 from labkit.parallel.collectives import (
     ALGORITHMS,
@@ -34,11 +33,12 @@ from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
+from tests.parallel.shared_ranks import Check, SharedRanks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 SHORT = (0, 1, 3, 1000)
-LENGTHS = (*SHORT, 2**20 + 1)
+LONG = 2**18 + 1
 CPU = torch.device("cpu")
 TRANSPORTS = (POINT_TO_POINT, SHARED) if shared_memory.unavailable_reason() is None else (POINT_TO_POINT,)
 # Largest whole number that 8 ranks can add without rounding, over 8.
@@ -66,16 +66,10 @@ ALL = {**ALGORITHMS, "auto": all_reduce, "phases": phases, "phases into": phases
 FUNCTIONS = {f"{name} {by}": partial(function, transport=by) for name, function in ALL.items() for by in TRANSPORTS}
 
 
-def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int, **options: Any) -> None:
-    wrong = run_ranks(_poisoned, check, args, world_size=world_size, **options)
-    assert [text for of_rank in wrong for text in of_rank] == []
-
-
-def _poisoned(check: Callable[..., list[str]], args: tuple[Any, ...]) -> list[str]:
-    """Run a check with uninitialized memory full of NaN."""
+def fill_uninitialized_memory() -> None:
+    """Have torch fill it with NaN."""
     torch.set_deterministic_debug_mode("error")
     assert torch.empty(1).isnan()
-    return check(*args)
 
 
 def whole_numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,25 +85,13 @@ def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None)
     return [f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "lengths"),
-    [
-        (3, (*SHORT, 2**18 + 1)),
-        *((p, SHORT) for p in (1, 2, 4, 5)),
-        *(pytest.param(p, LENGTHS, marks=pytest.mark.slow) for p in (1, 2, 3, 4, 5, 8)),
-    ],
-    ids=lambda value: f"to {value[-1]}" if isinstance(value, tuple) else str(value),
-)
-def test_sum_and_mean_of_whole_numbers_are_exact(world_size: int, lengths: tuple[int, ...]) -> None:
-    check_on_ranks(_check_exact, lengths, world_size=world_size)
-
-
-def _check_exact(lengths: tuple[int, ...]) -> list[str]:
+def _check_exact(lengths: tuple[int, ...] = SHORT, dtypes: Iterable[torch.dtype] = EXACT_BELOW) -> list[str]:
+    """Sums and means of whole numbers are exact."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
     rank, p = dist.get_rank(), dist.get_world_size()
     for length in lengths:
-        for dtype in EXACT_BELOW:
+        for dtype in dtypes:
             inputs = [whole_numbers(r, length, dtype) for r in range(p)]
             total = sum((x.double() for x in inputs), torch.zeros(length, dtype=torch.float64))
             for op, exact in (("sum", total), ("mean", total / p)):
@@ -127,6 +109,14 @@ def _check_exact(lengths: tuple[int, ...]) -> list[str]:
                         if not ((x.double() - exact).abs() <= error).all():
                             wrong.append(f"rank {rank}: {case}: beyond the bound")
     return wrong + differing_between_ranks(results)
+
+
+def _check_exact_in_pieces() -> list[str]:
+    return _check_exact((LONG,), (torch.float64, torch.bfloat16))
+
+
+def _check_exact_in_many_pieces() -> list[str]:
+    return _check_exact((4 * LONG,))
 
 
 def _check_bound() -> list[str]:
@@ -207,11 +197,11 @@ class Lossy(Transport):
 def _check_lost_messages() -> list[str]:
     """Every single lost message makes a result wrong: the numbers of all ranks and places differ."""
     wrong = []
-    rank, p, length = dist.get_rank(), dist.get_world_size(), 3001
+    rank, p, length = dist.get_rank(), dist.get_world_size(), 1601
     inputs = [whole_numbers(r, length, torch.float64) + 1 for r in range(p)]
     total = torch.stack(inputs).sum(0)
     for name, function in {**ALGORITHMS, "phases": phases}.items():
-        for by in TRANSPORTS:
+        for by in TRANSPORTS if p != 4 else TRANSPORTS[-1:]:
             for victim in range(p) if p != 4 else (0, 3):
                 lost = count = 0
                 while lost <= count:  # one round more than there are messages: nothing is lost in the last
@@ -350,20 +340,20 @@ def _check_kept_for_backward() -> list[str]:
 
 def _check_inference_mode() -> list[str]:
     """Tensors of inference mode are refused outside of it; scratch memory is shared."""
-    wrong = []
+    wrong, group = [], dist.new_group()  # whose first call makes the scratch memory
     for name, function in FUNCTIONS.items():
         if "into" in name:
             continue  # it reduces a clone
         with torch.inference_mode():
             x = torch.ones(10)
-            function(x, op="sum")
+            function(x, group, op="sum")
         try:
-            function(x)
+            function(x, group)
             wrong.append(f"{name}: accepted")
         except ValueError:
             pass
         y = torch.ones(10, requires_grad=True)
-        function(y, op="sum")
+        function(y, group, op="sum")
         if not torch.equal(y, torch.full((10,), 3.0)) or not torch.equal(x, torch.full((10,), 3.0)):
             wrong.append(f"{name}: wrong")
     return wrong
@@ -393,7 +383,7 @@ def _check_groups() -> list[str]:
     """Groups work side by side, and count ranks their own way."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
-    rank, layout = dist.get_rank(), [[3, 0], [4, 1, 2]]
+    rank, layout = dist.get_rank(), [[3, 0], [1, 2, *range(4, dist.get_world_size())]]
     groups = [dist.new_group(ranks) for ranks in layout]
     mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
     members = layout[mine]
@@ -406,7 +396,7 @@ def _check_groups() -> list[str]:
             results[f"{name} {length}"] = x
         x = torch.full((100,), float(rank))
         function(x)  # all ranks, between the groups' calls
-        if not torch.allclose(x, torch.full((100,), 2.0)):
+        if not torch.allclose(x, torch.full((100,), (dist.get_world_size() - 1) / 2)):
             wrong.append(f"rank {rank}: {name} over all")
     return wrong + differing_between_ranks(results, groups[mine])
 
@@ -416,7 +406,7 @@ def _check_scratch() -> list[str]:
     wrong = []
     for name, algorithm in ALGORITHMS.items():
         transport = StreamTransport(dist.group.WORLD)  # type: ignore[arg-type]
-        for length in (1000, 4_000_000, 4_000_000):
+        for length in (1000, 1_000_000, 1_000_000):
             algorithm(torch.ones(length), transport=transport)
             if not 0 < len(transport._scratch) <= StreamTransport.scratch_limit_bytes + 4096:
                 wrong.append(f"{name} {length}: {len(transport._scratch)} bytes")
@@ -430,11 +420,10 @@ def _check_scratch() -> list[str]:
 
 def _check_batches() -> list[str]:
     """Every algorithm runs in batches, and the butterfly with p-1 messages at once: what NCCL needs."""
-    wrong = []
+    wrong: list[str] = []
     rank, p = dist.get_rank(), dist.get_world_size()
-    BatchTransport.scratch_limit_bytes = 4 * 4096
     batches = BatchTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
-    prepare.find_transport = lambda group, device, preference: batches
+    batches.scratch_limit_bytes = 4 * 4096
     launched: list[int] = []
     launch = batches._launch
     batches._launch = lambda steps, landings: (launched.append(len(steps)), launch(steps, landings))[1]  # type: ignore
@@ -442,7 +431,7 @@ def _check_batches() -> list[str]:
         for length in (0, 1, 3, 1000, 30_001):
             launched.clear()
             x = torch.arange(float(length)) + rank
-            function(x, op="sum")
+            function(x, op="sum", transport=batches)
             if not torch.equal(x, p * torch.arange(float(length)) + p * (p - 1) / 2):
                 wrong.append(f"rank {rank}: {name} {length}")
             if name == "butterfly" and p > 1 and set(launched) != {p - 1}:
@@ -484,34 +473,32 @@ def _check_refusals() -> list[str]:
     return wrong + ([] if half.tolist() == [1.0] * 6 else ["changed before it was refused"])
 
 
-# Each check, on how many ranks; and in `make test-all`
-CHECKS = [
-    (_check_bound, (3,), (2, 5, 8)),
-    (_check_special, (3,), ()),
-    (_check_lost_messages, (3, 4), (2, 5)),
-    (_check_bytes, (3, 4), (2, 5)),
-    (_check_exchange, (3,), ()),
-    (_check_layouts, (1, 3), ()),
-    (_check_kept_for_backward, (2,), ()),
-    (_check_inference_mode, (3,), ()),
-    (_check_sequence, (4,), ()),
-    (_check_groups, (5,), ()),
-    (_check_scratch, (2, 4), ()),
-    (_check_batches, (3, 4), (1, 2, 5)),
-    (_check_refusals, (2,), ()),
-]
-
-
-@pytest.mark.parametrize(
-    ("check", "world_size"),
+ON_RANKS = SharedRanks(
     [
-        pytest.param(check, p, marks=[pytest.mark.slow] if p in slow else [], id=f"{check.__name__[7:]} {p}")
-        for check, quick, slow in CHECKS
-        for p in quick + slow
+        (_check_exact, (1, 2, 3, 4), (5, 8)),
+        (_check_exact_in_pieces, (3,), (8,)),
+        (_check_exact_in_many_pieces, (), (1, 2, 3, 4, 5)),
+        (_check_bound, (3,), (2, 5, 8)),
+        (_check_special, (3,), ()),
+        (_check_lost_messages, (3, 4), (2, 5)),
+        (_check_bytes, (3, 4), (2, 5)),
+        (_check_exchange, (3,), ()),
+        (_check_layouts, (1, 3), ()),
+        (_check_kept_for_backward, (2,), ()),
+        (_check_inference_mode, (3,), ()),
+        (_check_sequence, (4,), ()),
+        (_check_groups, (4,), (5,)),
+        (_check_scratch, (2, 4), ()),
+        (_check_batches, (3, 4), (1, 2, 5)),
+        (_check_refusals, (2,), ()),
     ],
+    prepare=fill_uninitialized_memory,
 )
-def test_on_ranks(check: Callable[..., list[str]], world_size: int) -> None:
-    check_on_ranks(check, world_size=world_size)
+
+
+@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
+def test_on_ranks(check: Check, world_size: int) -> None:
+    assert ON_RANKS.errors(check, world_size) == []
 
 
 def test_without_a_process_group_the_error_names_what_is_missing() -> None:
@@ -533,14 +520,14 @@ def test_there_is_an_algorithm_for_every_size(world_size: int, by: str) -> None:
 
 @pytest.mark.gpu
 def test_gloo_moves_cuda_tensors_through_the_host() -> None:
-    check_on_ranks(_check_cuda, world_size=2)
+    assert run_ranks(_check_cuda, world_size=2) == [[], []]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU per rank")
 def test_nccl_moves_cuda_tensors_in_place() -> None:
-    wrong = run_ranks(_check_cuda, world_size=torch.cuda.device_count(), backend="nccl")
-    assert [text for of_rank in wrong for text in of_rank] == []
+    p = torch.cuda.device_count()
+    assert run_ranks(_check_cuda, world_size=p, backend="nccl") == [[]] * p
 
 
 def _check_cuda() -> list[str]:
@@ -549,7 +536,7 @@ def _check_cuda() -> list[str]:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     for name, function in {**ALGORITHMS, "auto": all_reduce, "phases": phases}.items():
-        for length in LENGTHS:
+        for length in (*SHORT, 4 * LONG):
             x = torch.arange(length, dtype=torch.float64, device=device) + rank
             function(x, op="sum")
             exact = p * torch.arange(length, dtype=torch.float64, device=device) + p * (p - 1) / 2
