@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,10 +19,9 @@ from labkit.parallel.context import LAYOUTS, context_parallel, gather_attention,
 from labkit.parallel.context import join_sequence as join
 from labkit.parallel.context import split_sequence as split
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.traffic import recorded_traffic
-from tests.cases import thinned
-from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, assert_refused, find_needless, furthest, gradients
+from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, find_accepted, find_needless, furthest, gradients
+from tests.parallel.shared_ranks import Check, SharedRanks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -62,21 +62,16 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
 
 
 def check_parity() -> list[str]:
-    wrong, p = [], dist.get_world_size()
+    """Every method, layout and mask, over both transports in float64; with a mask the ring in other dtypes, too."""
+    wrong, p, routes = [], dist.get_world_size(), [("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")]
     for dtype, tolerance in {**TOLERANCES, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}.items():
-        for is_causal in (True, False):
-            for layout, length in (("zigzag", 2 * p * 3), ("contiguous", p * 5)):
-                expected = reference(dtype, length, is_causal=is_causal)
-                for method, transport in (("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")):
-                    options = {"is_causal": is_causal, "layout": layout, "transport": transport}
-                    error = furthest(attend(method, dtype, length, **options), expected)
-                    wrong += [f"{method} {dtype} {options}: {error}"] if not error <= tolerance else []
+        for is_causal, (layout, length) in product((True, False), (("zigzag", 6 * p), ("contiguous", 5 * p))):
+            expected = reference(dtype, length, is_causal=is_causal)
+            for method, transport in routes if dtype == torch.float64 else [routes[is_causal]]:
+                options = {"is_causal": is_causal, "layout": layout, "transport": transport}
+                error = furthest(attend(method, dtype, length, **options), expected)
+                wrong += [f"{method} {dtype} {options}: {error}"] if not error <= tolerance else []
     return wrong
-
-
-@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4], lambda world_size: world_size != 2))
-def test_it_computes_what_one_process_does(world_size: int) -> None:
-    assert run_ranks(check_parity, world_size=world_size) == [[]] * world_size
 
 
 def build() -> Transformer:
@@ -84,46 +79,48 @@ def build() -> Transformer:
     return Transformer(SHAPE, context_length=30).double()
 
 
-def train_transformer() -> float:
+def check_training() -> list[str]:
     """Rotary positions are those of the layout, and the mean over ranks is the gradient of the sequence."""
-    model, errors = build(), []
+    model, wrong = build(), []
     language_model_loss(model(TOKENS), TOKENS.roll(-1)).backward()
-    for layout in LAYOUTS:
-        for method in METHODS.values():
-            wrapper = BucketedDDP(context_parallel(build(), attention=method, layout=layout))
-            tokens, targets = (split(x, 1, layout=layout) for x in (TOKENS, TOKENS.roll(-1)))
-            language_model_loss(wrapper(tokens), targets).backward()
-            errors.append(furthest(gradients(wrapper.module), gradients(model)))
-    return max(errors)
+    for layout, (name, method) in product(LAYOUTS, METHODS.items()):
+        wrapper = BucketedDDP(context_parallel(build(), attention=method, layout=layout))
+        tokens, targets = (split(x, 1, layout=layout) for x in (TOKENS, TOKENS.roll(-1)))
+        language_model_loss(wrapper(tokens), targets).backward()
+        error = furthest(gradients(wrapper.module), gradients(model))
+        wrong += [] if error <= EXACT else [f"{layout}, {name}: {error}"]
+    return wrong
 
 
-def test_a_transformer_trains_on_a_part_of_the_sequence_per_rank() -> None:
-    assert max(run_ranks(train_transformer, world_size=2)) <= EXACT
-
-
-def attend_compiled() -> float:
+def check_compiled() -> list[str]:
+    """It goes into a compiled function."""
     parts = [split(x, 2) for x in inputs(torch.float64, 8)]
     compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v), backend="eager")
-    return furthest(differentiate(compiled, parts), differentiate(ring_attention, parts))
+    error = furthest(differentiate(compiled, parts), differentiate(ring_attention, parts))
+    return [] if error == 0 else [str(error)]
 
 
-def test_it_goes_into_a_compiled_function() -> None:
-    assert run_ranks(attend_compiled, world_size=2) == [0, 0]
+def check_garbage() -> list[str]:
+    """Forward and backward leave no objects in cycles, with the tensors that they hold, to the garbage collector."""
+    wrong = []
+    for name, method in METHODS.items():
+        parts = [split(x, 2) for x in inputs(torch.float32, 8)]
+        differentiate(method, parts)
+        gc.collect()
+        gc.disable()
+        differentiate(method, parts)
+        wrong += [f"{name}: {n} objects"] if (n := gc.collect()) else []
+        gc.enable()
+    return wrong
 
 
-def count_garbage(method: str) -> int:
-    """Objects that forward and backward leave to the garbage collector, in cycles, with the tensors that they hold."""
-    parts = [split(x, 2) for x in inputs(torch.float32, 8)]
-    differentiate(METHODS[method], parts)
-    gc.collect()
-    gc.disable()
-    differentiate(METHODS[method], parts)
-    return gc.collect()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_blocks_are_freed_at_once(method: str) -> None:
-    assert run_ranks(count_garbage, method, world_size=2) == [0, 0]
+def check_messages() -> list[str]:
+    """Every message is needed."""
+    wrong, n_calls = [], {"ring": 6, "gather": 3}
+    for layout, method in product(LAYOUTS, METHODS):
+        needless = leave_out_each(method, layout)
+        wrong += [] if needless == [f"{n_calls[method]} calls"] else [f"{layout}, {method}: {needless}"]
+    return wrong
 
 
 def leave_out_each(method: str, layout: str) -> list[str]:
@@ -145,27 +142,19 @@ def leave_out_each(method: str, layout: str) -> list[str]:
     return find_needless(lambda: furthest(step(), expected), places)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("method", "calls"), [("ring", 6), ("gather", 3)])
-def test_every_message_is_needed(method: str, calls: int, layout: str) -> None:
-    assert run_ranks(leave_out_each, method, layout, world_size=3) == [[f"{calls} calls"]] * 3
-
-
-def count_bytes(method: str) -> float:
-    """Bytes that this rank sends forward and backward, but for the notes it agrees by, less those of the formula."""
-    p = dist.get_world_size()
-    parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
-    with recorded_traffic() as traffic:
-        differentiate(METHODS[method], parts)
-    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
-    block = 2 * parts[1].nbytes
-    calls = communication.context_parallel_calls(block, 2 * block, p, is_ring=method == "ring")
-    return sent - communication.sent_bytes(calls, p)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_it_sends_what_the_formula_says(method: str) -> None:
-    assert run_ranks(count_bytes, method, world_size=3) == [0] * 3
+def check_bytes() -> list[str]:
+    """A rank sends forward and backward what the formula says, but for the notes that ranks agree by."""
+    wrong, p = [], dist.get_world_size()
+    for name, method in METHODS.items():
+        parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
+        with recorded_traffic() as traffic:
+            differentiate(method, parts)
+        sent = sum(call.sent_bytes for call in traffic if call.is_payload)
+        block = 2 * parts[1].nbytes
+        calls = communication.context_parallel_calls(block, 2 * block, p, is_ring=name == "ring")
+        expected = communication.sent_bytes(calls, p)
+        wrong += [] if sent == expected else [f"{name}: {sent} bytes, {expected} expected"]
+    return wrong
 
 
 def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
@@ -186,5 +175,23 @@ def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    assert_refused(attempts_that_do_not_fit, 3)
+def check_refusals() -> list[str]:
+    return find_accepted(attempts_that_do_not_fit)
+
+
+ON_RANKS = SharedRanks(
+    [
+        (check_parity, (1, 3), (2, 4)),
+        (check_training, (2,), ()),
+        (check_compiled, (2,), ()),
+        (check_garbage, (2,), ()),
+        (check_messages, (3,), ()),
+        (check_bytes, (3,), ()),
+        (check_refusals, (3,), ()),
+    ]
+)
+
+
+@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
+def test_on_ranks(check: Check, world_size: int) -> None:
+    assert ON_RANKS.errors(check, world_size) == []

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy
 from labkit.costs import communication
 from labkit.parallel import pipeline
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import Task, balance, make_schedule, peak_activations, plan_rank, simulate
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.traffic import recorded_traffic
-from tests.cases import thinned
-from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, assert_refused, furthest, gradients, left_out
+from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, find_accepted, furthest, gradients, left_out
+from tests.parallel.shared_ranks import Check, SharedRanks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -83,35 +83,41 @@ def run_step(stages: Pipeline, inputs: Tensor = TOKENS, steps: int = 1) -> dict[
     return {"loss": loss, **grads, **({"inputs": inputs.grad / steps} if has_inputs else {})}
 
 
-def check_parity() -> list[str]:
-    """Every schedule and number of micro-batches, also with recomputation in float32, and with inputs' gradients."""
+CASES: list[tuple[torch.dtype, int, dict[str, Any]]] = [
+    (torch.float64, 0, {}),
+    (torch.float32, 0, {"recompute": True, "transport": "point_to_point"}),
+    (torch.float64, 1, {"costs": [1, 5, 1, 1, 2, 1, 1, 1]}),
+]
+"""Dtype, first layer, which with 1 takes activations as inputs, and options."""
+
+
+def check_parity(n_cases: int = 1) -> list[str]:
+    """Every schedule and number of micro-batches, with one case after the other, or several of them each."""
     wrong = []
-    cases: list[tuple[torch.dtype, int, dict[str, Any]]] = [
-        (torch.float64, 0, {}),
-        (torch.float32, 0, {"recompute": True, "transport": "point_to_point"}),
-        (torch.float64, 1, {"costs": [1, 5, 1, 1, 2, 1, 1, 1]}),
-    ]
-    for schedule in SCHEDULES:
-        for number in (1, 2, 4, 8):
-            for dtype, start, options in cases:
-                layers = build(dtype, dist.get_rank())[start:]
-                stages = Pipeline(layers, schedule=schedule, micro_batches=number, **options)
-                result = run_step(stages, inputs_from(start, dtype), steps=2)
-                error, order = furthest(result, reference(dtype, start)), stages.schedule[stages.rank]
-                if not error <= TOLERANCES[dtype] or len(result) < 2:
-                    wrong.append(f"{schedule}, {number}, {options}: {error}")
-                if [each.task for each in stages.times] != order or stages.peak_held != peak_activations(order):
-                    wrong.append(f"{schedule}, {number}: ran {stages.times}, held {stages.peak_held}")
+    for place, (schedule, number) in enumerate(product(SCHEDULES, (1, 2, 4, 8))):
+        for dtype, start, options in [CASES[(place + n) % 3] for n in range(n_cases)]:
+            layers = build(dtype, dist.get_rank())[start:]
+            stages = Pipeline(layers, schedule=schedule, micro_batches=number, **options)
+            result = run_step(stages, inputs_from(start, dtype), steps=2)
+            error, order = furthest(result, reference(dtype, start)), stages.schedule[stages.rank]
+            if not error <= TOLERANCES[dtype] or len(result) < 2:
+                wrong.append(f"{schedule}, {number}, {options}: {error}")
+            if [each.task for each in stages.times] != order or stages.peak_held != peak_activations(order):
+                wrong.append(f"{schedule}, {number}: ran {stages.times}, held {stages.peak_held}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", thinned([1, 2, 3, 4], lambda world_size: world_size in (1, 3)))
-def test_it_computes_what_one_process_does(world_size: int) -> None:
-    assert run_ranks(check_parity, world_size=world_size, timeout_s=300) == [[]] * world_size
+def check_parity_of_all_cases() -> list[str]:
+    return check_parity(n_cases=3)
+
+
+def check_messages() -> list[str]:
+    """Every message is needed."""
+    return [f"{schedule}: {text}" for schedule in SCHEDULES for text in leave_out_each(schedule)]
 
 
 def leave_out_each(schedule: str) -> list[str]:
-    """Name the messages without which no rank gets a wrong result; last, the number of messages."""
+    """Name the messages without which no rank gets a wrong result."""
     stages = Pipeline(build(), schedule=schedule, micro_batches=2)
     run_step(stages)  # announces shapes
     pass_on, messages = pipeline._Run.pass_on, []
@@ -139,35 +145,27 @@ def leave_out_each(schedule: str) -> list[str]:
     for place in ((Pipeline, "_sum_tied"), (pipeline, "all_reduce")):
         with left_out(0, {place: lambda *args, **options: None}):
             needless += [place[1]] if is_right() else []
-    return [*needless, f"{len(messages)} messages"]
+    is_complete = len(messages) == 2 * 2 * (3 * SCHEDULES[schedule] - 1)
+    return needless if is_complete else [*needless, f"{len(messages)} messages"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_message_is_needed(schedule: str) -> None:
-    total = 2 * 2 * (3 * SCHEDULES[schedule] - 1)
-    assert run_ranks(leave_out_each, schedule, world_size=3) == [[f"{total} messages"]] * 3
+def check_bytes() -> list[str]:
+    """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
+    wrong, p, rank = [], dist.get_world_size(), dist.get_rank()
+    for schedule, chunks in SCHEDULES.items():
+        pipe = Pipeline(build(), schedule=schedule, micro_batches=4)
+        with recorded_traffic() as traffic:
+            pipe.step(TOKENS, TARGETS, loss_of)
+        sent = sum(call.sent_bytes for call in traffic if call.is_payload)
+        tied = 7 * 6 * 8 if rank in (0, p - 1) else 0
+        stages, last = range(rank, chunks * p, p), chunks * p - 1
+        neighbors = sum((stage > 0) + (stage < last) for stage in stages)  # activations go to one, gradients to another
+        expected = 2 * 3 * 6 * 8 * neighbors * 4 + tied + communication.recursive_doubling(p, 8).n_bytes
+        wrong += [] if sent == expected else [f"{schedule}: {sent} bytes, {expected} expected"]
+    return wrong
 
 
-def count_bytes(schedule: str) -> float:
-    """Bytes that this rank sends in a step, but for the notes it agrees by, and those of the formula."""
-    p, rank, chunks = dist.get_world_size(), dist.get_rank(), SCHEDULES[schedule]
-    stages = Pipeline(build(), schedule=schedule, micro_batches=4)
-    with recorded_traffic() as traffic:
-        stages.step(TOKENS, TARGETS, loss_of)
-    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
-    tied = 7 * 6 * 8 if rank in (0, p - 1) else 0
-    stages, last = range(rank, chunks * p, p), chunks * p - 1
-    neighbors = sum((stage > 0) + (stage < last) for stage in stages)  # activations go to one, gradients to the other
-    loss = communication.recursive_doubling(p, 8).n_bytes
-    return sent - (2 * 3 * 6 * 8 * neighbors * 4 + tied + loss)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_sends_what_the_formula_says(schedule: str) -> None:
-    assert run_ranks(count_bytes, schedule, world_size=4) == [0] * 4
-
-
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 9), st.integers(1, 24), st.integers(2, 5))
 def test_schedules_end_and_neighbors_agree(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
     """Rendezvous messages, as large ones are, end in the order of every rank's plan; peaks and idle shares hold."""
@@ -224,12 +222,8 @@ def attempts_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-def test_what_cannot_run_is_refused_on_all_ranks() -> None:
-    assert_refused(attempts_that_cannot_run, 3)
-
-
-def combine_axes() -> list[bool]:
-    """Two pipelines of two ranks, each with half of the batch. Right without a wrapper's average, and with it?"""
+def check_axes() -> list[str]:
+    """Two pipelines of two ranks, each with half of the batch, are right with a wrapper's average, not without it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     part = mesh.get_local_rank("data")
     stages = Pipeline(build(seed=dist.get_rank()), micro_batches=2, group=mesh.get_group("pipeline"))
@@ -243,17 +237,34 @@ def combine_axes() -> list[bool]:
 
     before = is_right()
     wrapper.average(absent=())
-    return [before, is_right()]
+    return [] if not before and is_right() else [f"before the average {before}"]
 
 
-def test_data_parallelism_goes_with_it_on_four_ranks() -> None:
-    assert run_ranks(combine_axes, world_size=4) == [[False, True]] * 4
-
-
-def balance_by_time() -> int:
+def check_balance() -> list[str]:
+    """Stages are balanced by measured time."""
     layers = [block(512) for _ in range(3)]
-    return len(Pipeline(layers, micro_batches=1, costs=measure_layers(layers, torch.ones(256, 6))).layers)
+    stages = Pipeline(layers, micro_batches=1, costs=measure_layers(layers, torch.ones(256, 6)))
+    sizes = gather_json(len(stages.layers))
+    return [] if sorted(sizes) == [1, 2] else [str(sizes)]
 
 
-def test_stages_balance_by_measured_time() -> None:
-    assert sorted(run_ranks(balance_by_time, world_size=2)) == [1, 2]
+def check_refusals() -> list[str]:
+    return find_accepted(attempts_that_cannot_run)
+
+
+ON_RANKS = SharedRanks(
+    [
+        (check_parity, (1, 3), ()),
+        (check_parity_of_all_cases, (), (2, 4)),
+        (check_messages, (3,), ()),
+        (check_refusals, (3,), ()),
+        (check_bytes, (4,), ()),
+        (check_axes, (4,), ()),
+        (check_balance, (2,), ()),
+    ]
+)
+
+
+@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
+def test_on_ranks(check: Check, world_size: int) -> None:
+    assert ON_RANKS.errors(check, world_size) == []

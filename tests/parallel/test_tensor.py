@@ -1,5 +1,6 @@
 """Tensor parallelism computes what one process does, sends what its formula says, and needs every message."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -17,20 +18,19 @@ from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor
 from labkit.parallel.background_comm import BackgroundAllReduce
 from labkit.parallel.data_parallel import BucketedDDP
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP, rows
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
-from tests.cases import thinned
 from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
-    assert_refused,
+    find_accepted,
     find_needless,
     furthest,
     gradients,
     left_out,
 )
+from tests.parallel.shared_ranks import Check, SharedRanks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -66,27 +66,28 @@ def compute(model: TensorParallel, *, from_parts: bool = True) -> dict[str, Tens
 
 
 def check_parity() -> list[str]:
-    """Loss from parts and from whole logits, checkpointed or not, in two dtypes, over three transports."""
-    wrong = []
-    for dtype, tolerance in TOLERANCES.items():
-        expected = reference(dtype)
-        for is_cut in (False, True):
-            for transport, segment, from_parts in (("auto", 0, True), ("torch", 1, True), ("point_to_point", 0, False)):
-                whole = build(dtype, seed=dist.get_rank(), checkpoint_segment=segment)
-                model = tensor_parallel(whole, sequence_parallel=is_cut, transport=transport)
-                result, state = compute(model, from_parts=from_parts), model.gather_state_dict()
-                error = max(furthest(result, expected), furthest(state, build(dtype).state_dict()))
-                if result.keys() != expected.keys() or not error <= tolerance:
-                    wrong.append(f"{dtype}, {is_cut}, {transport}: {error}")
+    """Loss from parts and from whole logits, checkpointed or not, over three transports, in turns in two dtypes."""
+    wrong, ways = [], (("auto", 0, True), ("torch", 1, True), ("point_to_point", 0, False))
+    for place, (is_cut, (transport, segment, from_parts)) in enumerate(product((False, True), ways)):
+        for dtype in TOLERANCES if dist.get_world_size() == 2 else [[*TOLERANCES][place % 2]]:
+            whole = build(dtype, seed=dist.get_rank(), checkpoint_segment=segment)
+            model = tensor_parallel(whole, sequence_parallel=is_cut, transport=transport)
+            expected, result, state = reference(dtype), compute(model, from_parts=from_parts), model.gather_state_dict()
+            error = max(furthest(result, expected), furthest(state, build(dtype).state_dict()))
+            if result.keys() != expected.keys() or not error <= TOLERANCES[dtype]:
+                wrong.append(f"{dtype}, {is_cut}, {transport}: {error}")
     return wrong
 
 
-@pytest.mark.parametrize("world_size", thinned([1, 2, 4], lambda world_size: world_size != 2))
-def test_it_computes_what_one_process_does(world_size: int) -> None:
-    assert run_ranks(check_parity, world_size=world_size) == [[]] * world_size
+def check_messages() -> list[str]:
+    """Every message is needed: of the two blocks of a layer, embedding, output and loss, and of three cut norms."""
+    n_calls = {False: 4 + 2 + 1, True: 8 + 4 + 1 + 3}
+    return [text for is_cut, n in n_calls.items() for text in leave_out_each(is_cut) if text != f"{n} calls"]
 
 
 def leave_out_each(sequence_parallel: bool) -> list[str]:
+    shape = dataclasses.replace(SHAPE, n_layers=1)
+
     def gather(ranks: Any, x: Tensor, sizes: Any = None) -> Tensor:
         lengths = sizes or [x.numel()] * dist.get_world_size()
         return torch.cat([x.flatten() if r == dist.get_rank() else x.new_zeros(n) for r, n in enumerate(lengths)])
@@ -95,7 +96,7 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
         return x.reshape(dist.get_world_size(), x.shape[0], -1, x.shape[2])[dist.get_rank()].clone()
 
     def step() -> dict[str, Tensor]:
-        model = tensor_parallel(build(), sequence_parallel=sequence_parallel)
+        model = tensor_parallel(build(shape=shape), sequence_parallel=sequence_parallel)
         loss = model(TOKENS, TARGETS)
         loss.backward()
         return {"loss": loss.detach(), **gradients(model)}
@@ -105,27 +106,19 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
     return find_needless(lambda: furthest(step(), expected), places)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "calls"), [(False, 8 + 2 + 1), (True, 16 + 4 + 1 + 5)])
-def test_every_message_is_needed(sequence_parallel: bool, calls: int) -> None:
-    """Of four blocks, embedding and output, and of the loss; with sequence parallelism, of five norms' gradients."""
-    assert run_ranks(leave_out_each, sequence_parallel, world_size=2) == [[f"{calls} calls"]] * 2
-
-
-def count_bytes(sequence_parallel: bool) -> float:
-    """Bytes that this rank sends in a step, but for the notes that it agrees by, less those of the formula."""
-    p, algorithm = dist.get_world_size(), communication.recursive_doubling  # these tensors are short
-    model = tensor_parallel(build(), sequence_parallel=sequence_parallel)
-    with recorded_traffic() as traffic:
-        model(TOKENS, TARGETS).backward()
-    calls = communication.tensor_parallel_calls(SHAPE, 2, 12, p, itemsize=8, sequence_parallel=sequence_parallel)
-    assert [call.sent_bytes for call in traffic if call.dtype == "int64"] == [16 * (p - 1)]  # two int64
-    sent = sum(call.sent_bytes for call in traffic if call.is_payload)
-    return sent - communication.sent_bytes(calls, p, all_reduce=algorithm)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_step_sends_what_the_formula_says(sequence_parallel: bool) -> None:
-    assert run_ranks(count_bytes, sequence_parallel, world_size=4) == [0] * 4
+def check_bytes() -> list[str]:
+    """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
+    wrong, p, algorithm = [], dist.get_world_size(), communication.recursive_doubling  # these tensors are short
+    for is_cut in (False, True):
+        model = tensor_parallel(build(), sequence_parallel=is_cut)
+        with recorded_traffic() as traffic:
+            model(TOKENS, TARGETS).backward()
+        calls = communication.tensor_parallel_calls(SHAPE, 2, 12, p, itemsize=8, sequence_parallel=is_cut)
+        notes = [call.sent_bytes for call in traffic if call.dtype == "int64"]
+        sent = sum(call.sent_bytes for call in traffic if call.is_payload)
+        if notes != [16 * (p - 1)] or sent != communication.sent_bytes(calls, p, all_reduce=algorithm):  # two int64
+            wrong.append(f"{is_cut}: {sent} bytes and notes of {notes}")
+    return wrong
 
 
 def models_that_cannot_be_cut() -> list[tuple[str, Callable[[], object]]]:
@@ -155,11 +148,6 @@ def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-def test_what_cannot_be_cut_is_refused_on_all_ranks() -> None:
-    assert_refused(models_that_cannot_be_cut, 3)
-    assert_refused(calls_that_cannot_run, 4)
-
-
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
     "no message": {},
     "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
@@ -167,11 +155,13 @@ LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
 }
 
 
-def combine_axes() -> list[str]:
+def check_axes() -> list[str]:
     """Two tensor-parallel groups of two ranks, each with half of the batch: BucketedDDP and FSDP average gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     part, targets, wrong = mesh.get_local_rank("data"), TOKENS.roll(3), []
     for is_cut, wrap, (lost, replaced) in product((False, True), (BucketedDDP, FSDP), LOST.items()):
+        if replaced and is_cut == (wrap is FSDP):
+            continue
         whole = build(seed=dist.get_rank())
         cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
         model: Any = wrap(cut, group=mesh.get_group("data"))
@@ -188,5 +178,26 @@ def combine_axes() -> list[str]:
     return wrong
 
 
-def test_data_and_sharding_go_with_it_on_four_ranks() -> None:
-    assert run_ranks(combine_axes, world_size=4) == [[]] * 4
+def check_models() -> list[str]:
+    return find_accepted(models_that_cannot_be_cut)
+
+
+def check_calls() -> list[str]:
+    return find_accepted(calls_that_cannot_run)
+
+
+ON_RANKS = SharedRanks(
+    [
+        (check_parity, (1, 4), (2,)),
+        (check_messages, (2,), ()),
+        (check_models, (3,), ()),
+        (check_bytes, (4,), ()),
+        (check_calls, (4,), ()),
+        (check_axes, (4,), ()),
+    ]
+)
+
+
+@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
+def test_on_ranks(check: Check, world_size: int) -> None:
+    assert ON_RANKS.errors(check, world_size) == []
