@@ -199,6 +199,7 @@ def pretended_gpu():
         "synchronize": lambda device=None: None,
         "Event": _Event,
         "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda device=None: (MEMORY - GIB, MEMORY),
         "memory_allocated": count,
         "max_memory_allocated": count,

@@ -165,7 +165,8 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     if callable(gather := getattr(model, "gather_full_parameters", None)):
         return dict(gather())
     parameters = getattr(model, "module", model).named_parameters()
-    return {name: (value.full_tensor() if _is_distributed(value) else value).detach() for name, value in parameters}
+    detached = {name: value.detach() for name, value in parameters}  # torch 2.11 gathers no other without autograd
+    return {name: value.full_tensor() if _is_distributed(value) else value for name, value in detached.items()}
 
 
 def held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:

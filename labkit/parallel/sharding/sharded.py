@@ -78,7 +78,7 @@ def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str
             return op_call(*args, **kwargs)
         finally:
             _handlers[op_call] = _draw
-    whole = op_call(args[0].full_tensor(), *args[1:], **kwargs)
+    whole = op_call(args[0].detach().full_tensor(), *args[1:], **kwargs)
     drawn = distribute_tensor(whole, args[0].device_mesh, args[0].placements, src_data_rank=None)
     if not op_call._schema.is_mutable:
         return drawn
