@@ -19,7 +19,6 @@ from tests.parallel.data_parallel_cases import (
     frozen,
     on_images,
     on_tokens,
-    plain,
     transformer,
 )
 
@@ -105,8 +104,6 @@ CASES = {
     "an added group": Case(optimizer=ADAMW, added_at=2),
     "a closure": Case(optimizer=ADAMW, closure=True),
 }
-OF_OPTIMIZERS = tuple(name for name, case in CASES.items() if case.build is plain and not case.clip and name != "AdamW")
-"""Cases that differ from the first one in the optimizer and how it is used, without clipping."""
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -4,6 +4,7 @@ Ranks are started once per number of ranks and go through all cases; they return
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -17,11 +18,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.sharding import FSDP, ShardedOptimizer
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
 from tests.parallel.data_parallel_cases import SGD, WIDTH, Case, built, distance, on_images, reference, state_of, train
-from tests.parallel.sharding_cases import CASES, OF_OPTIMIZERS
+from tests.parallel.sharding_cases import CASES
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -297,7 +299,7 @@ SITUATIONS = {
 
 
 VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded")
-"""Their optimizers see the same shards as ZeRO-3's: on three ranks they skip what differs in the optimizer alone."""
+"""On three ranks each takes a third of the cases, since most of the code is that of ZeRO-3."""
 
 
 ALREADY = {"plain", "plain float32", "AdamW", "tied weights", "a frozen parameter", "mixed dtypes", "channels last"}
@@ -312,20 +314,30 @@ OF_WRAPPERS = {
 under FSDP, and second derivatives, which it refuses."""
 
 
+def _cases_of(strategy: str, world_size: int) -> dict[str, Case]:
+    every = CASES | SITUATIONS | ({} if strategy == "ZeRO-1" else OF_WRAPPERS)  # ZeRO-1 has these wrappers
+    if strategy in VARIANTS and world_size == 3:
+        common = [name for name, case in every.items() if "ZeRO-3" not in case.without]
+        skipped = {*common} - {*common[VARIANTS.index(strategy) :: len(VARIANTS)]}
+        every = {name: case for name, case in every.items() if name not in skipped}
+    return {name: case for name, case in every.items() if strategy not in case.without}
+
+
 def _check(strategy: str) -> list[str]:
     group, wrong = dist.group.WORLD, []
     assert group is not None
-    skipped = {*OF_WRAPPERS} if strategy == "ZeRO-1" else set[str]()  # which has these wrappers
-    skipped |= {*OF_OPTIMIZERS} if strategy in VARIANTS and group.size() == 3 else set()
-    for name, case in (CASES | SITUATIONS | OF_WRAPPERS).items():
-        if strategy in case.without or name in skipped:
-            continue
+    for number, (name, case) in enumerate(_cases_of(strategy, group.size()).items()):
         ranks_differ = "unused" in name or "unlike" in name  # in the heads that they use: those may be no units
         is_one_unit = ranks_differ and strategy in WITH_UNITS
         wrap = partial(STRATEGIES[strategy], units=()) if is_one_unit else STRATEGIES[strategy]
         model, make = wrap(built(case, seed=group.rank()), case.optimizer, group)
         train(case, model, [group.rank()], make)
-        if not (error := distance(state_of(model), reference(case, group.size()))) <= case.tolerance:
+        state = state_of(model)
+        if len({*gather_json(zlib.crc32(repr(state).encode()))}) > 1:
+            wrong.append(f"{name}: ranks differ")
+        if number % group.size() != group.rank():
+            continue  # another rank compares
+        if not (error := distance(state, reference(case, group.size()))) <= case.tolerance:
             wrong.append(f"{name}: {error}")
     return wrong
 
