@@ -1,7 +1,4 @@
-"""What sharding promises besides its numbers: memory and messages, saving at any moment, refusals, scalers, hooks.
-
-Ranks are started once per number of ranks and go through all sections; they return what was wrong, in words.
-"""
+"""What sharding promises besides its numbers: memory and messages, saving at any moment, refusals, scalers, hooks."""
 
 import contextlib
 import copy
@@ -12,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,13 +29,13 @@ from torch.optim.swa_utils import AveragedModel
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
-from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import FSDP
 from labkit.parallel.sharding.partition import find_units, partition
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
 from tests.parallel.sharding_cases import furthest, values
+from tests.parallel.shared_ranks import Check, SharedRanks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -46,9 +43,9 @@ SHAPE = TransformerShape(d_model=16, d_ff=32, n_layers=3, n_heads=2, vocabulary=
 TOKENS = torch.arange(24).view(2, 12) % SHAPE.vocabulary
 
 
-def transformer() -> Transformer:
+def transformer(n_layers: int = SHAPE.n_layers) -> Transformer:
     torch.manual_seed(1 + dist.get_rank())
-    return Transformer(SHAPE, context_length=12)
+    return Transformer(dataclasses.replace(SHAPE, n_layers=n_layers), context_length=12)
 
 
 def loss_of(model: nn.Module, shift: int = 0) -> Tensor:
@@ -222,14 +219,14 @@ def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None
 def _check_saving() -> list[str]:
     """Whole into the bare module, by torch's checkpoints onto fewer ranks, in shards: training goes on to one end."""
     wrong, fewer, make = [], dist.new_group([0, 1]), partial(optim.AdamW, lr=1e-2)
-    model = FSDP(transformer())
+    model = FSDP(transformer(1))
     optimizer = make(model.parameters())
-    _trained(model, optimizer, range(3))
+    _trained(model, optimizer, range(2))
     shard = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     whole: Any = model.consolidated_state_dict(to=None)
     if (model.consolidated_state_dict(to=1) is None) != (dist.get_rank() != 1):
         wrong.append("consolidated on another rank than asked")
-    bare = transformer()
+    bare = transformer(1)
     bare.load_state_dict(whole)
     if furthest(list(bare.parameters()), values(model)) > 0:
         wrong.append("the bare module has other values")
@@ -242,13 +239,13 @@ def _check_saving() -> list[str]:
     )
     if furthest(list(everywhere[0].values()), list(whole.values())) > 0 or bool(on_rank_0[0]) != (dist.get_rank() == 0):
         wrong.append("torch's full state has other values")
-    _trained(model, optimizer, range(3, 5))
+    _trained(model, optimizer, range(2, 3))
     expected = values(model)
     full: dict[str, Any] = {"full, everywhere": everywhere, "full, on rank 0": on_rank_0}
     for way in ("shards", "whole and shards", "checkpoint", "checkpoint on fewer ranks", *full):
         if "fewer" in way and dist.get_rank() > 1:
             continue
-        again = FSDP(transformer(), group=fewer if "fewer" in way else None)
+        again = FSDP(transformer(1), group=fewer if "fewer" in way else None)
         after = make(again.parameters())
         if "shards" in way:
             (again if way == "shards" else again.module).load_state_dict(shard[0] if way == "shards" else whole)
@@ -261,7 +258,7 @@ def _check_saving() -> list[str]:
             state = _state(again, after)
             checkpoint.load(state, checkpoint_id=folders[0], process_group=again.group)
             set_state_dict(again.module, after, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        _trained(again, after, range(3, 5))
+        _trained(again, after, range(2, 3))
         if not (error := furthest(values(again), expected)) < 1e-6:
             wrong.append(f"goes on differently from {way}: {error}")
     dist.barrier()
@@ -631,41 +628,28 @@ def _check_hooks() -> list[str]:
     return wrong if alive() is None else [*wrong, "not freed"]
 
 
-SECTIONS: dict[str, tuple[int, Callable[[], list[str]]]] = {
-    "memory": (2, _check_memory),
-    "messages": (2, _check_messages),
-    "order": (2, _check_order),
-    "one order": (3, _check_one_order),
-    "any moment": (2, _check_any_moment),
-    "refusals": (2, _check_refusals),
-    "gathers": (2, _check_gathers),
-    "averages": (2, _check_averages),
-    "elements": (3, _check_elements),
-    "scaler": (2, _check_scaler),
-    "dtypes": (2, _check_dtypes),
-    "hooks": (2, _check_hooks),
-    "compiled in place": (2, _check_compiled_in_place),
-    "fast path": (2, _check_fast_path),
-    "reductions": (2, _check_reductions),
-    "messages of three": (3, _check_messages),
-    "saving": (3, _check_saving),
-}
+ON_RANKS = SharedRanks(
+    [
+        (_check_memory, (2,), ()),
+        (_check_messages, (2, 3), ()),
+        (_check_order, (2,), ()),
+        (_check_one_order, (3,), ()),
+        (_check_any_moment, (2,), ()),
+        (_check_refusals, (2,), ()),
+        (_check_gathers, (2,), ()),
+        (_check_averages, (2,), ()),
+        (_check_elements, (3,), ()),
+        (_check_scaler, (2,), ()),
+        (_check_dtypes, (2,), ()),
+        (_check_hooks, (2,), ()),
+        (_check_compiled_in_place, (2,), ()),
+        (_check_fast_path, (2,), ()),
+        (_check_reductions, (2,), ()),
+        (_check_saving, (3,), ()),
+    ]
+)
 
 
-def _check(sections: list[str]) -> dict[str, list[str]]:
-    found = {}
-    for section in sections:
-        found[section] = SECTIONS[section][1]()
-        dist.barrier()
-    return found
-
-
-@cache
-def _wrong(world_size: int) -> list[dict[str, list[str]]]:
-    sections = [name for name, (ranks, _) in SECTIONS.items() if ranks == world_size]
-    return run_ranks(_check, sections, world_size=world_size, timeout_s=300)
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_it_keeps_its_promises(section: str) -> None:
-    assert [text for rank in _wrong(SECTIONS[section][0]) for text in rank[section]] == []
+@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
+def test_on_ranks(check: Check, world_size: int) -> None:
+    assert ON_RANKS.errors(check, world_size) == []
