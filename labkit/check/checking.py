@@ -12,7 +12,7 @@ from typing import Any
 from labkit.check import TOLERANCE
 from labkit.check.comparison import Change, SessionTimes, compare, differences, has_lost_hardware
 from labkit.check.worker import CheckPoint, measure_quantities
-from labkit.lab.config import ParameterError, RatioWithin, Repeats, RoundsSeconds, Sessions, TimedConfig, Warmup
+from labkit.lab.config import ParameterError, RatioWithin, Repeats, Seconds, Sessions, TimedConfig, Warmup
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
 from labkit.lab.project import check_writable, project_root, runs_directory, write_file
@@ -31,7 +31,7 @@ class CheckConfig(TimedConfig):
 
     warmup: Warmup = 2
     repeats: Repeats = 20
-    rounds_s: RoundsSeconds | None = 2.5
+    rounds_s: Seconds | None = 2.5
     ratio_within: RatioWithin = 0.0
     sessions: Sessions = 8
     timeout_s: float = 120.0

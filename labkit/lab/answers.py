@@ -83,6 +83,8 @@ class Question:
     """Whether everybody expects the answer. The index page does not list it among the largest differences."""
     advice: str | None = None
     """Template for an answer that finds something better; filled like the headline."""
+    needs_calibration: bool = False
+    """Whether the answer uses the machine's calibration."""
 
     def __post_init__(self) -> None:
         if self.topic is not None and self.topic not in TOPICS:
@@ -90,17 +92,12 @@ class Question:
 
     def answer(self, results: Results) -> Answer:
         """Answer from the results of a run; "not measured", with reasons, if they have no rows for it."""
-        answer = self.find(results)
-        return answer or Answer(
-            "not measured", f"Not measured: {self._no_answer_reason(results)}", notes=results.missing
-        )
+        reason = NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
+        return self.find(results) or Answer("not measured", f"Not measured: {reason}", notes=results.missing)
 
     def find(self, results: Results) -> Answer | None:
         """Return the answer, or None without rows."""
         raise NotImplementedError
-
-    def _no_answer_reason(self, results: Results) -> str:
-        return NO_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +116,15 @@ class Compare(Question):
         notes = (*metric.failures(results.frame, compared), *results.missing)
         table = metric.ratios_to(self.baseline, results.frame, self.among)
         if table.empty:
-            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
+            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes)
         best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
         better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
         is_undecided = bool(rows["p"].isna().all())
         no_winner = rows[metric.compare].nunique() > 1
         verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, no_winner)
-        words = self._words(rows, better, worse)
+        quoted = better if len(better) else worse
+        words = self._words(rows, better, quoted)
         n_alternatives = table[metric.compare].nunique()
         words["name"] = f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
         words["baseline"] = self._name(self.baseline, results)
@@ -134,7 +132,6 @@ class Compare(Question):
         advice = self.keep
         if verdict in ("yes", "it depends"):
             advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
-        quoted = better if len(better) else worse
         ratios = quotable(quoted)["ratio"].astype(float)
         return Answer(
             verdict,
@@ -147,10 +144,9 @@ class Compare(Question):
             notes=notes,
         )
 
-    def _words(self, rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame) -> dict[str, str]:
+    def _words(self, rows: pd.DataFrame, better: pd.DataFrame, quoted: pd.DataFrame) -> dict[str, str]:
         """Return values for the placeholders of headlines and advice, except names."""
         phrases = phrasing(self.metric.value)
-        quoted = better if len(better) else worse
         region = describe_region(rows, better, self.metric.configuration) if len(better) else None
         some = "in most configurations" if 2 * len(better) > len(rows) else "in some configurations"
         return {
@@ -178,9 +174,8 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: b
     if not n_better and not n_worse:
         return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
     if not n_better and no_winner:
-        if n_worse == n:
-            return "no", "No: all are {worse} than {baseline}."
-        return "no", "No: none is measurably {better} than {baseline}."
+        result = "all are {worse}" if n_worse == n else "none is measurably {better}"
+        return "no", f"No: {result} than {{baseline}}."
     if n_worse == n:
         return "no", "No: {name} {change} {baseline}."
     if not n_better:
@@ -215,8 +210,6 @@ class Check(Question):
     """Plural noun for the measured quantity."""
     reference: str = "the prediction"
     """Noun for the predicted quantity."""
-    needs_calibration: bool = False
-    """Whether the prediction uses the machine's calibration."""
 
     def find(self, results: Results) -> Answer | None:
         table = self.table(results).dropna(subset=[self.measured, self.predicted])
@@ -253,9 +246,6 @@ class Check(Question):
             f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "
             f"the worst is {worst} times that."
         )
-
-    def _no_answer_reason(self, results: Results) -> str:
-        return NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)

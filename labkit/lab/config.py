@@ -21,11 +21,10 @@ SeveralRanks = Annotated[int, Field(ge=2, le=64)]
 Repeats = Annotated[int, Field(ge=1, le=100_000)]
 """Timed calls, at most. Fewer than six give no interval, and so no verdict."""
 RatioWithin = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-RoundsSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Warmup = Annotated[int, Field(ge=0, le=10_000)]
 Sessions = Annotated[int, Field(ge=1, le=20)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-TimeoutSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 AUTO = "auto"
 Device = Literal["auto", "cpu", "cuda"]
 """ "auto": CUDA if there is a GPU."""
@@ -76,11 +75,17 @@ class TimedConfig(LabConfig):
     repeats: Repeats = 30
     ratio_within: RatioWithin = 0.05
     """Rounds end once the ratio of any two alternatives is known to this share; 0: they do not."""
-    rounds_s: RoundsSeconds | None = 30.0
+    rounds_s: Seconds | None = 30.0
     """Seconds after which rounds end, once there are six; None: no limit."""
     seed: Seed = 0
-    timeout_s: TimeoutSeconds = 300.0
+    timeout_s: Seconds = 300.0
     """Deadline of one point."""
+
+
+class DeviceConfig(TimedConfig):
+    """Parameters of such a lab that runs on a device."""
+
+    device: Device = "auto"
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:

@@ -62,6 +62,13 @@ class Point:
         lists = {name: tuple(value) for name, value in (shared | values).items() if isinstance(value, list)}
         return cls(**shared | values | lists)
 
+    @classmethod
+    def on(cls, machine: "Machine", config: Any, world_size: int, **values: Any) -> Self:
+        """Make a point of several ranks on the device of the config, with the backend that connects them."""
+        device = machine.device(config.device)
+        backend = machine.backend(device, ranks_here(world_size))
+        return cls.of(config, **{"world_size": world_size, "device": device, "backend": backend} | values)
+
     @cached_property
     def id(self) -> str:
         """Twelve hexadecimal digits that identify the description, in every process on every machine."""
@@ -135,9 +142,10 @@ class Point:
         return ", ".join([ranks, *(label(name, value) for name, value in values)])
 
     def _own_fields(self) -> Iterator[tuple[str, Any]]:
-        """Return names and values of the fields that a lab adds."""
+        """Return names and values of the fields that a lab adds, device and batch last."""
         common = {field.name for field in fields(SessionPoint)}
-        return ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in common)
+        own = [field.name for field in fields(self) if field.name not in common]
+        return ((name, getattr(self, name)) for name in sorted(own, key=("device", *BATCH).__contains__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +180,21 @@ class TimedPoint(Point):
     def batch_seed(self, rank: int) -> int:
         """Seed of a rank's batch."""
         return (1000 * self.seed + rank) % 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePoint(TimedPoint):
+    """A timed point on "cpu" or "cuda"."""
+
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPoint(DevicePoint):
+    """A timed point that trains a model; `batch`: sequences or images per rank."""
+
+    batch: int = 4
+    context_length: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
 
     False at `smoke`, which must be short, and under torchrun, where all other ranks would have to wait.
     """
-    predicts = any(getattr(question, "needs_calibration", False) for lab in studies for question in lab.questions)
+    predicts = any(question.needs_calibration for lab in studies for question in lab.questions)
     if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
         return False
     machine = describe_machine()

@@ -16,7 +16,7 @@ from pydantic import Field
 from labkit.costs.calibration import NCCL
 from labkit.costs.communication import ALL_REDUCE_COSTS, bus_bandwidth
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Ranks, Repeats, RoundsSeconds, Sessions, Some, TimedConfig, TimeoutSeconds, one_of
+from labkit.lab.config import Ranks, Repeats, Seconds, Sessions, Some, TimedConfig, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -52,8 +52,8 @@ class AllReduceConfig(TimedConfig):
     sessions: Sessions = 2
     """How often tensors of up to 1 MiB are measured, each time by other processes."""
     repeats: Repeats = 60
-    rounds_s: RoundsSeconds | None = 0.5
-    timeout_s: TimeoutSeconds = 120.0
+    rounds_s: Seconds | None = 0.5
+    timeout_s: Seconds = 120.0
 
 
 CONFIGURATION = ("backend", "world_size", "n_bytes")

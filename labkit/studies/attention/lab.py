@@ -14,7 +14,7 @@ from pydantic import Field
 
 from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explicit_saved, forward_flops, tiled_saved
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, RoundsSeconds, Sessions, Some, TimedConfig, one_of
+from labkit.lab.config import Count, DeviceConfig, Seconds, Sessions, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -27,7 +27,7 @@ SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
 Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
 
 
-class AttentionConfig(TimedConfig):
+class AttentionConfig(DeviceConfig):
     """The parameters of this lab."""
 
     sequences: Some[Length] = [256, 512, 1024, 2048, 4096]
@@ -44,10 +44,9 @@ class AttentionConfig(TimedConfig):
     causal: bool = True
     sessions: Sessions = 2
     """How often lengths of up to 2048 tokens are measured, each time by other processes."""
-    device: Device = "auto"
     max_bytes: int = Field(2**29, ge=0)
     """An implementation that needs more is skipped; 0: only one that does not fit into memory is."""
-    rounds_s: RoundsSeconds | None = 1.0
+    rounds_s: Seconds | None = 1.0
 
 
 CONFIGURATION = ("device", "dtype", "batch", "head_dim", "sequence")

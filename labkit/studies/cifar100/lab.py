@@ -7,6 +7,7 @@ peak memory are compared with torch's.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +15,13 @@ import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seed, SeveralRanks, Some, one_of
+from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seconds, Seed, SeveralRanks, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.machine.description import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.cifar100.data import CIFAR100, DIGITS
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
 from labkit.studies.cifar100.worker import EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
@@ -53,7 +53,7 @@ class CifarConfig(LabConfig):
     learning_rate: Positive = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     device: Device = "auto"
-    timeout_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 3600.0
+    timeout_s: Seconds = 3600.0
     """Deadline of one seed."""
 
     @field_validator("archive")
@@ -83,9 +83,9 @@ def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
     if config.archive is not None:
         _check_archive(Path(config.archive), "parameter 'archive': ")
     md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
-    about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names, "device": device}
-    about["backend"] = machine.backend(device, ranks_here(config.world_size))
-    return [TrainingPoint.of(config, seed=seed, has_memory=seed == config.seeds[0], **about) for seed in config.seeds]
+    about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names}
+    point = partial(TrainingPoint.on, machine, config, config.world_size, **about)
+    return [point(seed=seed, has_memory=seed == config.seeds[0]) for seed in config.seeds]
 
 
 def _check_archive(path: Path, prefix: str = "") -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, ParameterError, RoundsSeconds, SeveralRanks, Some, TimedConfig
+from labkit.lab.config import Count, DeviceConfig, ParameterError, Seconds, SeveralRanks, Some
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -19,7 +19,7 @@ from labkit.studies.context_parallel.worker import ContextParallelPoint
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
-class ContextParallelConfig(TimedConfig):
+class ContextParallelConfig(DeviceConfig):
     """The parameters of this lab."""
 
     world_sizes: Some[SeveralRanks] = [2]
@@ -28,8 +28,7 @@ class ContextParallelConfig(TimedConfig):
     dtypes: Some[Literal["float32", "bfloat16"]] = ["float32"]
     heads: Count = 4
     head_dim: Annotated[int, Field(ge=8, le=1024)] = 64
-    device: Device = "auto"
-    rounds_s: RoundsSeconds | None = 3.0
+    rounds_s: Seconds | None = 3.0
 
 
 CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "sequence")
@@ -49,10 +48,8 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
     for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
         if sequence % (2 * world_size):
             raise ParameterError(f"context_parallel: expected multiples of {2 * world_size} as lengths, got {sequence}")
-        here = ranks_here(world_size)
-        ways = worker.WAYS[1:] if device == "cpu" and here > machine.cores else worker.WAYS
-        about = {"world_size": world_size, "backend": machine.backend(device, here), "device": device}
-        yield ContextParallelPoint.of(config, ways=ways, sequence=sequence, dtype=dtype, **about)
+        ways = worker.WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else worker.WAYS
+        yield ContextParallelPoint.on(machine, config, world_size, ways=ways, sequence=sequence, dtype=dtype)
 
 
 def efficiency(results: Results) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import context_parallel_calls, sent_bytes
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import DevicePoint
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
@@ -29,7 +29,7 @@ N_COPIES = 24  # of q on a rank: inputs, outputs and gradients of every way, and
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallelPoint(TimedPoint):
+class ContextParallelPoint(DevicePoint):
     """Causal attention to q, k and v, each (heads, sequence, head dimension) on all ranks together."""
 
     ways: tuple[str, ...]
@@ -37,7 +37,6 @@ class ContextParallelPoint(TimedPoint):
     heads: int
     head_dim: int
     dtype: str = "float32"
-    device: str = "cpu"
 
     @property
     def q_bytes(self) -> int:

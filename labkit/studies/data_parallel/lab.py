@@ -5,6 +5,7 @@ compared with the mean over ranks first. Wrappers are ranked by the time of back
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Ranks, RoundsSeconds, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, DeviceConfig, Ranks, Seconds, Some, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -31,7 +32,7 @@ PROFILED = (TORCH, "bucketed", "naive", "flat")
 """Wrappers with a timeline."""
 
 
-class DataParallelConfig(TimedConfig):
+class DataParallelConfig(DeviceConfig):
     """The parameters of this lab. Bucket sizes are in MiB for all wrappers."""
 
     workloads: Some[Annotated[str, one_of(lambda: (RESNET50, *SIZES))]] = ["nano", "mini"]
@@ -46,9 +47,8 @@ class DataParallelConfig(TimedConfig):
     context_lengths: Some[Count] = [32]
     image_size: Annotated[int, Field(ge=32, le=4096)] = 32
     micro_batches: Annotated[int, Field(ge=2, le=1024)] = 2
-    device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: RoundsSeconds | None = 2.5
+    rounds_s: Seconds | None = 2.5
 
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")
@@ -87,30 +87,29 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
     more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
     largest = [(max(config.batches), max(config.context_lengths))]
     for world_size, workload in product([*config.world_sizes, *more], config.workloads):
-        backend = machine.backend(device, ranks_here(world_size))
+        point = partial(DataParallelPoint.on, machine, config, world_size, workload=workload)
+        sweeps = list(_sweeps(config, names if world_size > 1 else [], workload))
         for batch, length in largest if world_size in more else product(config.batches, config.context_lengths):
-            about = {"workload": workload, "batch": batch, "context_length": length, "device": device}
-            about |= {"world_size": world_size, "backend": backend, "micro_batches": 1}
-            yield from _points(config, names if world_size > 1 else [], about)
+            for sweep, alternatives in sweeps:
+                micro_batches = config.micro_batches if sweep == "accumulation" else 1
+                about = {"batch": batch, "context_length": length, "micro_batches": micro_batches}
+                if alternatives:
+                    yield point(sweep=sweep, alternatives=alternatives, **about)
 
 
-def _points(config: DataParallelConfig, names: list[str], about: dict[str, Any]) -> Iterator[DataParallelPoint]:
+def _sweeps(config: DataParallelConfig, names: list[str], workload: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the sweeps of a workload, and the wrappers that each compares."""
     bucketed = [name for name in BUCKETED if name in names]
-    yield DataParallelPoint.of(config, sweep="wrappers", alternatives=[LOCAL, *names], **about)
-    if bucketed and about["workload"] == config.workloads[0]:
-        several = about | {"micro_batches": config.micro_batches}
-        yield DataParallelPoint.of(config, sweep="accumulation", alternatives=bucketed, **several)
-    if about["workload"] != config.workloads[-1]:
-        return
-    if bucketed and config.buckets_mb:
+    yield "wrappers", [LOCAL, *names]
+    if workload == config.workloads[0]:
+        yield "accumulation", bucketed
+    if workload == config.workloads[-1]:
         sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
-        swept = [name + size for name in bucketed for size in sizes]
-        yield DataParallelPoint.of(config, sweep="buckets", alternatives=swept, **about)
-    # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
-    visible = [name for name in names if name not in OVER_SHARED_MEMORY]
-    for sweep, alternatives in (("timeline", [name for name in PROFILED if name in visible]), ("memory", visible)):
-        if alternatives:
-            yield DataParallelPoint.of(config, sweep=sweep, alternatives=alternatives, **about)
+        yield "buckets", [name + size for name in bucketed for size in sizes if config.buckets_mb]
+        # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
+        visible = [name for name in names if name not in OVER_SHARED_MEMORY]
+        yield "timeline", [name for name in PROFILED if name in visible]
+        yield "memory", visible
 
 
 def communication(results: Results) -> pd.DataFrame:

@@ -18,18 +18,9 @@ from labkit.bench.clock import Stopwatch
 from labkit.bench.memory import measure_second_peak
 from labkit.bench.trace import TraceEvent, profile_call
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint
-from labkit.nn.training import (
-    BACKWARD,
-    FINISH,
-    FORWARD,
-    OPTIMIZER,
-    RESNET50,
-    RESNET50_PARAMETERS,
-    Trainer,
-    Workload,
-    build_workload,
-)
+from labkit.lab.point import ModelPoint
+from labkit.nn import training
+from labkit.nn.training import BACKWARD, FINISH, FORWARD, OPTIMIZER, RESNET50, Trainer, Workload, build_workload
 from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
@@ -50,23 +41,19 @@ N_COPIES = 3  # of the parameters per alternative: parameters, gradients, messag
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelPoint(TimedPoint):
+class DataParallelPoint(ModelPoint):
     """A workload, and the wrappers that are compared on it."""
 
     sweep: str
     """ "wrappers", "buckets", "accumulation", "memory" or "timeline"."""
     workload: str
     alternatives: tuple[str, ...]
-    device: str = "cpu"
-    batch: int = 4
-    """Sequences or images per rank."""
-    context_length: int = 128
     image_size: int = 224
     micro_batches: int = 1
 
     @property
     def parameters(self) -> int:
-        return RESNET50_PARAMETERS if self.workload == RESNET50 else n_parameters(SIZES[self.workload])
+        return training.RESNET50_PARAMETERS if self.workload == RESNET50 else n_parameters(SIZES[self.workload])
 
     @property
     def needed_bytes(self) -> float:

@@ -16,7 +16,7 @@ from labkit.costs.calibration import ALL_REDUCE
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
 from labkit.lab.calibration import transports
-from labkit.lab.config import Count, Device, RoundsSeconds, SeveralRanks, Some, TimedConfig, one_of
+from labkit.lab.config import Count, DeviceConfig, Seconds, SeveralRanks, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -28,7 +28,7 @@ THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # large enough to use every thre
 ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
 
 
-class LimitsConfig(TimedConfig):
+class LimitsConfig(DeviceConfig):
     """The parameters of this lab."""
 
     matmul_sizes: Some[Annotated[int, Field(ge=8, le=2**15)]] = [2**k for k in range(4, 12)]
@@ -44,8 +44,7 @@ class LimitsConfig(TimedConfig):
     """The model whose operators are timed, for the roofline."""
     batch: Count = 4
     context_length: Count = 128
-    device: Device = "auto"
-    rounds_s: RoundsSeconds | None = 1.0
+    rounds_s: Seconds | None = 1.0
 
 
 MATMUL = Metric(

@@ -15,7 +15,7 @@ from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.costs.memory import STATES_BYTES, activation_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.lab.units import format_seconds
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.limits.exchange import exchange
@@ -32,17 +32,14 @@ ATTENTION_BATCH = 8  # a batched matmul has the sides of the largest, divided by
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitPoint(TimedPoint):
+class LimitPoint(ModelPoint):
     """A sweep whose calls take turns: matmuls of several sizes, copies and additions, numbers of threads, operators."""
 
     sweep: str
-    device: str = "cpu"
     dtype: str = "float32"
     sizes: tuple[int, ...] = ()
     """Rows of square matrices, or bytes."""
     model: str = ""
-    batch: int = 1
-    context_length: int = 1
 
     @property
     def rounds(self) -> dict[str, Any]:

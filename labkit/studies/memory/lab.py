@@ -13,7 +13,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Device, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import DeviceConfig, Seconds, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -32,7 +32,7 @@ Named = Annotated[str, one_of(lambda: SIZES)]
 Context = Annotated[int, Field(ge=2, le=2**20)]
 
 
-class MemoryConfig(TimedConfig):
+class MemoryConfig(DeviceConfig):
     """The parameters of this lab. Contexts are in tokens."""
 
     sizes: Some[Size] = ["nano", "mini"]
@@ -47,8 +47,7 @@ class MemoryConfig(TimedConfig):
     """The model that is measured and timed with each segment length that divides its layers."""
     counted_checkpoint_size: Named = "mini"
     batch: Annotated[int, Field(ge=1, le=4096)] = 4
-    device: Device = "auto"
-    rounds_s: RoundsSeconds | None = 2.0
+    rounds_s: Seconds | None = 2.0
 
 
 CONFIGURATION = ("device", "size", "context_length", "batch")

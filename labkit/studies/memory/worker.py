@@ -15,7 +15,7 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
@@ -30,16 +30,13 @@ MAX_ERROR = 1e-4  # of a gradient, relative to the largest of its tensor: the sa
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPoint(TimedPoint):
+class MemoryPoint(ModelPoint):
     """One model size, context length and precision, measured, counted or with checkpointing."""
 
     kind: str
     """ "measured", "counted" or "checkpoint"."""
     size: str
-    context_length: int
-    batch: int = 4
     precision: str = "float32"
-    device: str = "cpu"
     phases: tuple[str, ...] = ()
     """A measured point has exactly one."""
     checkpoint_segment: int = NO_CHECKPOINTS

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import Count, Device, RoundsSeconds, SeveralRanks, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, DeviceConfig, Seconds, SeveralRanks, Some, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
@@ -22,7 +22,7 @@ from labkit.studies.model_parallel.worker import AXES, DATA, SEQUENCE, TORCH, WA
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
-class ModelParallelConfig(TimedConfig):
+class ModelParallelConfig(DeviceConfig):
     """The parameters of this lab."""
 
     world_sizes: Some[SeveralRanks] = [2]
@@ -38,9 +38,8 @@ class ModelParallelConfig(TimedConfig):
     model_batch: Count = 1
     """Its sequences per rank; each is a micro-batch of the pipeline."""
     axes: Some[Annotated[str, one_of(lambda: AXES)]] = list(AXES)
-    device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: RoundsSeconds | None = 2.0
+    rounds_s: Seconds | None = 2.0
 
 
 TENSOR_KEYS = ("world_size", "device", "width")
@@ -66,8 +65,7 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
     device, widths = machine.device(config.device), tuple(sorted(config.widths))
     for world_size in config.world_sizes:
-        backend = machine.backend(device, ranks_here(world_size))
-        point = partial(ModelParallelPoint.of, config, world_size=world_size, device=device, backend=backend)
+        point = partial(ModelParallelPoint.on, machine, config, world_size)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
         for width in widths:
             yield point(sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=())

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import ALL_REDUCE_COSTS, pipeline_idle_share, sent_bytes, tensor_parallel_calls
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.nn.training import Workload, random_tokens
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.context import context_parallel, split_sequence
@@ -46,7 +46,7 @@ COPIES = 5  # of the parameters per alternative: parameters, gradients, two stat
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelParallelPoint(TimedPoint):
+class ModelParallelPoint(ModelPoint):
     """A model, a batch, and alternatives: transports, schedules or axes. `model`: a named size, instead of a width."""
 
     sweep: str
@@ -55,10 +55,7 @@ class ModelParallelPoint(TimedPoint):
     """Width of the model; a pipeline takes the first one whose stages take long enough."""
     layers: int = 2
     model: str = ""
-    batch: int = 2
-    context_length: int = 64
     micro_batches: tuple[int, ...] = ()
-    device: str = "cpu"
 
     @property
     def shape(self) -> TransformerShape:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import Count, Device, DeviceConfig, Seconds, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
@@ -21,7 +21,7 @@ from labkit.machine.description import Machine
 from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
 
 
-class PrecisionConfig(TimedConfig):
+class PrecisionConfig(DeviceConfig):
     """The parameters of this lab."""
 
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["nano", "mini"]
@@ -34,7 +34,7 @@ class PrecisionConfig(TimedConfig):
     additions: Annotated[int, Field(ge=2, le=10_000_000)] = 1000
     device: Device = "auto"
     """auto: sums and dtypes on every device, times on the GPU if there is one."""
-    rounds_s: RoundsSeconds | None = 2.0
+    rounds_s: Seconds | None = 2.0
 
 
 CONFIGURATION = ("device", "model", "batch", "context_length", "mode")

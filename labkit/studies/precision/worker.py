@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
@@ -34,11 +34,10 @@ SUMS: Mapping[str, tuple[str, str, bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionPoint(TimedPoint):
+class PrecisionPoint(ModelPoint):
     """One part of the lab: "accumulation", "dtypes" or "speed"."""
 
     part: str
-    device: str
     precision: str = FULL
     """The autocast dtype of the part "dtypes"."""
     precisions: tuple[str, ...] = ()
@@ -46,8 +45,6 @@ class PrecisionPoint(TimedPoint):
     term: float = 0.01
     additions: int = 1000
     model: str = ""
-    batch: int = 4
-    context_length: int = 128
 
     @property
     def needed_bytes(self) -> float:

@@ -15,7 +15,7 @@ from labkit.costs.communication import STAGES
 from labkit.costs.memory import PARTS, activation_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, Warmup, one_of
+from labkit.lab.config import Count, DeviceConfig, Seconds, Some, Warmup, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
@@ -31,7 +31,7 @@ TORCH_DDP, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
 WorldSizes = Some[Annotated[int, Field(ge=2, le=1024)]]
 
 
-class ShardingConfig(TimedConfig):
+class ShardingConfig(DeviceConfig):
     """The parameters of this lab."""
 
     sizes: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
@@ -47,9 +47,8 @@ class ShardingConfig(TimedConfig):
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
     context_length: Count = 32
-    device: Device = "auto"
     warmup: Warmup = 0
-    rounds_s: RoundsSeconds | None = 6.0
+    rounds_s: Seconds | None = 6.0
 
 
 CONFIGURATION = ("size", "optimizer", "transport", "world_size", "device")
@@ -82,24 +81,21 @@ def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
 
     With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
     """
-    device = machine.device(config.device)
-    names = tuple(config.implementations)
-    transports = config.transports if device == "cpu" else [AUTO]
+    is_cpu, names = machine.device(config.device) == "cpu", config.implementations
+    transports = config.transports if is_cpu else [AUTO]
     pairs = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
 
-    def point(kind: str, world_size: int, **about: Any) -> ShardingPoint:
-        here = ranks_here(world_size)
-        about |= {"device": device, "backend": machine.backend(device, here), "host_ranks": here}
-        return ShardingPoint.of(config, kind=kind, world_size=world_size, **about)
+    def point(world_size: int, **about: Any) -> ShardingPoint:
+        return ShardingPoint.on(machine, config, world_size, host_ranks=ranks_here(world_size), **about)
 
     for world_size, size, (optimizer, transport) in product(config.world_sizes, config.sizes, pairs):
-        yield point("time", world_size, size=size, optimizer=optimizer, transport=transport, implementations=names)
+        yield point(world_size, kind="time", size=size, optimizer=optimizer, transport=transport)
     # Pages that several ranks map would count on each of them: memory is measured point to point.
-    transport = POINT_TO_POINT if device == "cpu" else AUTO
+    transport = POINT_TO_POINT if is_cpu else AUTO
     for world_size, size in product(config.memory_world_sizes, config.sizes):
         is_fewest = world_size == min(config.memory_world_sizes)
-        measured = tuple(name for name in names if is_fewest or name not in TORCHS) or names
-        yield point("memory", world_size, size=size, transport=transport, implementations=measured)
+        measured = [name for name in names if is_fewest or name not in TORCHS] or names
+        yield point(world_size, kind="memory", size=size, transport=transport, implementations=measured)
 
 
 def held(results: Results) -> pd.DataFrame:

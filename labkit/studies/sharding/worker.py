@@ -19,7 +19,7 @@ from labkit.bench.memory import process_peak, return_memory_when_freed
 from labkit.costs.communication import STAGES, sent_bytes, sharding_calls
 from labkit.costs.memory import PARTS, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.nn.training import Trainer, Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
@@ -40,7 +40,7 @@ MIN_HELD_BYTES = 2**20  # below, most tensors lie there
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingPoint(TimedPoint):
+class ShardingPoint(ModelPoint):
     """A model, a batch, an optimizer, a transport, and the implementations that are compared on them."""
 
     kind: str
@@ -50,9 +50,6 @@ class ShardingPoint(TimedPoint):
     """Transport of labkit's implementations; torch's use the backend."""
     implementations: tuple[str, ...]
     optimizer: str = "AdamW"
-    device: str = "cpu"
-    batch: int = 1
-    context_length: int = 32
     host_ranks: int = 0
     """Ranks on this host, which share its memory."""
 

@@ -6,23 +6,22 @@ with plain BatchNorm on the rank's rows, and with torch's SyncBatchNorm.
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 from pydantic import Field
 
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, SeveralRanks, Some, TimedConfig, one_of
+from labkit.lab.config import Count, DeviceConfig, Repeats, Seconds, SeveralRanks, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
-from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.sync_batchnorm import worker
 from labkit.studies.sync_batchnorm.worker import BOTH, COLLECTIVES, LABKIT, PLAIN, TORCH, WHOLE, SyncBatchNormPoint
 
 
-class SyncBatchNormConfig(TimedConfig):
+class SyncBatchNormConfig(DeviceConfig):
     """The parameters of this lab."""
 
     world_sizes: Some[SeveralRanks] = [2, 4]
@@ -32,9 +31,8 @@ class SyncBatchNormConfig(TimedConfig):
     alternatives: list[Annotated[str, one_of(lambda: (*worker.LAYERS, COLLECTIVES))]] = list(worker.ALTERNATIVES)
     calls: Annotated[int, Field(ge=1, le=10_000)] = 2
     """A sample is the mean of so many calls."""
-    device: Device = "auto"
     repeats: Repeats = 60
-    rounds_s: RoundsSeconds | None = 0.6
+    rounds_s: Seconds | None = 0.6
 
 
 CONFIGURATION = ("world_size", "backend", "device", "batch", "features")
@@ -51,11 +49,9 @@ NAMES = {
 
 def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchNormPoint]:
     """Plan one point per number of ranks, batch and number of features, small ones first."""
-    device = machine.device(config.device)
     sizes = product(sorted(config.world_sizes), sorted(config.batches), sorted(config.features))
     for world_size, batch, features in sizes:
-        here: dict[str, Any] = {"world_size": world_size, "device": device, "batch": batch, "features": features}
-        yield SyncBatchNormPoint.of(config, backend=machine.backend(device, ranks_here(world_size)), **here)
+        yield SyncBatchNormPoint.on(machine, config, world_size, batch=batch, features=features)
 
 
 def split(results: Results) -> pd.DataFrame:
@@ -78,12 +74,7 @@ LAB = Lab(
     title="SyncBatchNorm",
     summary="What normalizing over the batch of all ranks costs a layer, and where that goes.",
     config=SyncBatchNormConfig,
-    paper={
-        "world_sizes": [2],
-        "calls": 10,
-        "warmup": 10,
-        "repeats": 1000,
-    },
+    paper={"world_sizes": [2], "calls": 10, "warmup": 10, "repeats": 1000},
     on_gpu={"world_sizes": [2, 8], "calls": 10},
     worker=worker.measure,
     points=points,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench import check
+from labkit.bench.check import max_over_ranks
 from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import DevicePoint
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
@@ -44,10 +44,9 @@ N_COPIES = 30  # of the whole batch on a rank: inputs and gradients of every lay
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncBatchNormPoint(TimedPoint):
+class SyncBatchNormPoint(DevicePoint):
     """A batch, and the layers compared on it."""
 
-    device: str = "cpu"
     batch: int
     """Rows of all ranks together."""
     features: int
@@ -196,13 +195,12 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
         for one in affine:
             dist.all_reduce(one)
     actual = [output, dx, *affine, layer.layer.get_buffer("running_mean"), layer.layer.get_buffer("running_var")]
-    exact = _exact(layer, batch, gradient)
-    errors = [_relative_error(*pair) for pair in zip(actual, exact, strict=True)]
+    pairs = list(zip(actual, _exact(layer, batch, gradient), strict=True))
+    errors = [_relative_error(*pair) for pair in pairs]
     deviations = [
-        furthest(*pair) if check.verdict(one, TOLERANCE) != "ok" else (RIGHT, 0.0, 0.0)
-        for one, pair in zip(errors, zip(actual, exact, strict=True), strict=True)
+        (RIGHT, 0.0, 0.0) if error <= TOLERANCE else furthest(*pair) for error, pair in zip(errors, pairs, strict=True)
     ]
-    return {"error": check.max_over_ranks(max(errors)), "check": describe_first(TENSORS, deviations) or "ok"}
+    return {"error": max_over_ranks(max(errors)), "check": describe_first(TENSORS, deviations) or "ok"}
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ import pandas as pd
 from labkit.bench.kernel_names import FAMILIES
 from labkit.costs.transformer import SIZES, backward_flops, forward_flops
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, Repeats, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import Count, DeviceConfig, Repeats, Seconds, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -36,7 +36,7 @@ PHASES = {
 """Timed part -> the phases that it adds up."""
 
 
-class TrainingStepConfig(TimedConfig):
+class TrainingStepConfig(DeviceConfig):
     """The parameters of this lab."""
 
     sizes: Some[Size] = ["nano", "mini"]
@@ -50,9 +50,8 @@ class TrainingStepConfig(TimedConfig):
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32"]
     batch: Count = 2
     context_length: Count = 64
-    device: Device = "auto"
     repeats: Repeats = 15
-    rounds_s: RoundsSeconds | None = 2.0
+    rounds_s: Seconds | None = 2.0
 
 
 CONFIGURATION = ("device", "precision", "size", "batch", "context_length")

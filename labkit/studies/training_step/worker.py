@@ -13,7 +13,7 @@ from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
 from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
@@ -32,16 +32,13 @@ COMPILE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingStepPoint(TimedPoint):
+class TrainingStepPoint(ModelPoint):
     """A model, and the sweep that measures it."""
 
     sweep: str
     """ "phases", "first" (steps of a new process), "compile" or "profile"."""
     size: str
-    device: str
     precision: str = "float32"
-    batch: int = 4
-    context_length: int = 128
     trial: int = 0
 
     @property

@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.config import Count, Device, RoundsSeconds, Some, TimedConfig, one_of
+from labkit.lab.config import Count, DeviceConfig, Seconds, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric, Results
 from labkit.lab.recommended import DEFAULT, Configuration, recommend, runs_here
@@ -25,7 +25,7 @@ FIELDS = tuple(Configuration.__dataclass_fields__)
 WORDS = {"attention": "{} attention", "compiled": "torch.compile", "wrapper": "the {} wrapper"}
 
 
-class TunedStepConfig(TimedConfig):
+class TunedStepConfig(DeviceConfig):
     """The parameters of this lab. None: as the newest runs of the other labs on this machine recommend."""
 
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
@@ -36,8 +36,7 @@ class TunedStepConfig(TimedConfig):
     wrapper: Annotated[str, one_of(lambda: WRAPPERS)] | None = None
     batch: Count = 2
     context_length: Count = 64
-    device: Device = "auto"
-    rounds_s: RoundsSeconds | None = 4.0
+    rounds_s: Seconds | None = 4.0
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
@@ -54,9 +53,8 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
         base = recommended[model]
         if device != "cpu" and base.wrapper in OVER_SHARED_MEMORY:
             base = replace(base, wrapper=DEFAULT.wrapper)
-        about = {"world_size": world_size, "model": model, "device": device} | vars(base) | chosen
-        backend = machine.backend(device, ranks_here(world_size)) if world_size > 1 else None
-        yield TunedStepPoint.of(config, backend=backend, **about)
+        alone = {} if world_size > 1 else {"backend": None}
+        yield TunedStepPoint.on(machine, config, world_size, model=model, **vars(base) | chosen | alone)
 
 
 def ingredients(results: Results) -> pd.DataFrame:

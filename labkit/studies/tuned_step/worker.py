@@ -10,7 +10,7 @@ import torch.distributed as dist
 from labkit.bench.check import largest_difference, max_over_ranks, verdict
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
-from labkit.lab.point import TimedPoint
+from labkit.lab.point import ModelPoint
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.training import TrainingStep, gradients
 from labkit.parallel.data_parallel import wrap
@@ -23,7 +23,7 @@ TORCH = "torch"  # the wrapper of the default
 
 
 @dataclass(frozen=True, kw_only=True)
-class TunedStepPoint(TimedPoint):
+class TunedStepPoint(ModelPoint):
     """A model, and the joined configuration that is compared with the default one."""
 
     model: str
@@ -31,9 +31,6 @@ class TunedStepPoint(TimedPoint):
     attention: str
     compiled: bool
     wrapper: str
-    device: str = "cpu"
-    batch: int = 2
-    context_length: int = 128
 
     @property
     def refusal(self) -> str | None:
