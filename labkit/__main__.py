@@ -23,7 +23,6 @@ from labkit.lab.commands.console import (
     out,
     print_json,
     print_load,
-    print_output,
     progress,
     require_device,
 )
@@ -152,11 +151,11 @@ def measure(
     with progress(lab) as show:
         if resume is None:
             run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=print_load, on_output=print_output
+                study, config, profile=profile, on_progress=show, on_start=print_load, on_output=err.print
             )
         else:
             path = find_run([project.runs_directory() / lab], resume)
-            run = measuring.resume(study, path, on_progress=show, on_output=print_output)
+            run = measuring.resume(study, path, on_progress=show, on_output=err.print)
     coverage = run.coverage()
     counts = {str(status): int(count) for status, count in coverage["status"].value_counts().items()}
     described = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -195,7 +194,7 @@ def report(
         raise ParameterError(f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}")
     parameters: dict[str, Any] = parse_assignments(settings or [])
     parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
-    output = output or project.reports_directory()
+    output = output or project.project_root() / "reports"
     check_report(studies, parameters, output)
     for study in studies:
         if project.committed_notebook(study.name)[1]:
@@ -240,7 +239,7 @@ def compare_command(
     from labkit.check.class_page import holds_hand_ins, write_class_page
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
 
-    page = output or project.reports_directory() / "compare.html"
+    page = output or project.project_root() / "reports" / "compare.html"
     project.check_page(page)
     if len(runs) == 1 and holds_hand_ins(runs[0]):
         lines = write_class_page(Path(runs[0]), page)

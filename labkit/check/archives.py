@@ -14,7 +14,7 @@ from typing import Any
 from labkit.check.checking import CheckResult
 from labkit.lab.commands.doctor import machine_rows
 from labkit.lab.config import ParameterError
-from labkit.lab.project import project_root, reports_directory, runs_directory, write_file
+from labkit.lab.project import project_root, runs_directory, write_file
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
@@ -105,7 +105,7 @@ def write_hand_in(name: str, labs: Sequence[str], folder: Path, notebooks: Seque
     files |= {f"notebooks/{notebook.name}": notebook.read_text(encoding="utf-8") for notebook in notebooks}
     for lab, run in runs.items():
         files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
-        if (page := reports_directory() / f"{lab}.html").is_file():
+        if (page := project_root() / "reports" / f"{lab}.html").is_file():
             files[f"{lab}/{lab}.html"] = page.read_text(encoding="utf-8")
     path = folder / f"hand-in-{name.replace(' ', '-')}.zip"
     _write_zip(path, files)

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import document, err, number, out, print_load, print_output
+from labkit.lab.commands.console import document, err, number, out, print_load
 from labkit.lab.config import ParameterError
 from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
@@ -64,7 +64,7 @@ def check(
     print_load()
     try:
         with terminal_line(err, "check") as show:
-            result = check_machine(baseline, show, print_output, tolerance=tolerance)
+            result = check_machine(baseline, show, err.print, tolerance=tolerance)
     except KeyboardInterrupt:
         err.print("interrupted: nothing was compared or saved")
         raise typer.Exit(130) from None

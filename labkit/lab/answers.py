@@ -139,7 +139,8 @@ class Compare(Question):
             table.assign(verdict=table["verdict"].replace({"faster": words["better"], "slower": words["worse"]})),
             advice=None if is_undecided else advice,
             effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
-            change=_without_verb(words["change"]) or None,
+            # "2 times faster" from "is 2 times faster than"
+            change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
             scope=": ".join(filter(None, (count, describe_scope(rows, metric.configuration)))),
             notes=notes,
         )
@@ -160,11 +161,6 @@ class Compare(Question):
 
     def _name(self, alternative: Any, results: Results) -> str:
         return results.names.get(alternative) or label(self.metric.compare, alternative)
-
-
-def _without_verb(clause: str) -> str:
-    """Return "2 times faster" from "is 2 times faster than"."""
-    return re.sub(r" (than|as|of)$", "", clause.partition(" ")[2])
 
 
 def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: bool) -> tuple[Verdict, str]:

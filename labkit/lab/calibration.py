@@ -56,9 +56,7 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> Cal
     for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
-        if run.pending or not _is_same_machine(run.header.machine, machine) or not _is_enough(run):
-            continue
-        calibration = calibrate_machine(run)
+        calibration = calibrate_machine(run) if _is_usable(run, machine) else None
         if calibration is not None and calibration.rates_on(machine.device("auto")):
             return replace(calibration, is_disturbed=bool(run.busy))
     return None
@@ -75,18 +73,17 @@ def describe_calibration(run: Run) -> str:
     return text
 
 
-def _is_enough(run: Run) -> bool:
-    """Return whether a run planned large matrix products and messages between ranks, which predictions need."""
+def _is_usable(run: Run, here: Machine) -> bool:
+    """Return whether a run is complete, of this machine, and has the large products and messages of predictions.
+
+    Cores and torch are the same, too: other ones multiply at another rate.
+    """
+    one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (run.header.machine, here))
     planned = run.header.planned.values()
     products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]
     is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
-    return run.header.profile != "smoke" and is_large and any(point.get("sweep") == "exchange" for point in planned)
-
-
-def _is_same_machine(theirs: Machine, here: Machine) -> bool:
-    """Return whether cores and torch are the same, too: other ones multiply at another rate."""
-    one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (theirs, here))
-    return one == other
+    has_messages = any(point.get("sweep") == "exchange" for point in planned)
+    return one == other and not run.pending and run.header.profile != "smoke" and is_large and has_messages
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[Rates]:

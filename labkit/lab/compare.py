@@ -66,6 +66,10 @@ class Pair:
                 outcomes[question] = "lost" if first else "gained"
         return outcomes
 
+    def unshared_reason(self) -> str:
+        differences = (f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in self.parameters.items())
+        return f"the runs of {self.lab.name} share no point: {', '.join(differences) or 'none was planned by both'}"
+
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
     """Load runs by path or name, or all below a folder; also return files left out, with the reason.
@@ -130,7 +134,7 @@ def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pa
     if not pairs:
         raise ParameterError(f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}")
     if not any(pair.n_shared for pair in pairs):
-        raise ParameterError(f"nothing to compare: {'; '.join(map(_unshared_reason, pairs))}")
+        raise ParameterError(f"nothing to compare: {'; '.join(pair.unshared_reason() for pair in pairs)}")
     return pairs
 
 
@@ -177,11 +181,6 @@ def _answer_shared(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]
     results, points = run.results(), [point for point, key in keys.items() if key in shared]
     is_shared = results.frame.reindex(columns=["point"])["point"].isin(points)
     return lab.answers(replace(results, frame=results.frame[is_shared]))
-
-
-def _unshared_reason(pair: Pair) -> str:
-    differences = (f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in pair.parameters.items())
-    return f"the runs of {pair.lab.name} share no point: {', '.join(differences) or 'none was planned by both'}"
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:

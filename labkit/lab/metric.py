@@ -97,11 +97,8 @@ class Metric:
         table = median_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:
             sessions = median_groups(samples, self.value, [*self.columns, "session"])
-            groups = sessions.groupby(self.columns, dropna=False, sort=False)
-            ends = groups.agg(first_low=("low", "min"), last_high=("high", "max")).reset_index()
-            table = table.merge(ends, on=self.columns)
-            table["low"] = table[["low", "first_low"]].min(axis=1)
-            table["high"] = table[["high", "last_high"]].max(axis=1)
+            groups = pd.concat([table, sessions]).groupby(self.columns, dropna=False, sort=False)
+            table[["low", "high"]] = groups.agg({"low": "min", "high": "max"}).to_numpy()
         return table.rename(columns={"median": self.value})[[*self.columns, self.value, "low", "high", "n"]]
 
     def largest(self, frame: pd.DataFrame) -> pd.DataFrame:
@@ -167,10 +164,7 @@ class Metric:
             ("Not measured", rows.dropna(subset="not_measured"), "not_measured"),
         )
         return tuple(
-            f"{kind}: {self._names(group)} ({reason})."
+            f"{kind}: {join_words([label(self.compare, name) for name in names.unique()])} ({reason})."
             for kind, some, reasons in kinds
-            for reason, group in some.groupby(reasons, sort=False)
+            for reason, names in some.groupby(reasons, sort=False)[self.compare]
         )
-
-    def _names(self, rows: pd.DataFrame) -> str:
-        return join_words(list(dict.fromkeys(label(self.compare, name) for name in rows[self.compare])))

@@ -53,10 +53,6 @@ def figures_directory() -> Path:
     return project_root() / "figures"
 
 
-def reports_directory() -> Path:
-    return project_root() / "reports"
-
-
 def notebooks_directory() -> Path:
     return shipped() / "notebooks"
 

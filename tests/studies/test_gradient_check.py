@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.studies.shared import gradient_check
-from labkit.studies.shared.gradient_check import check_completeness, largest_error
+from labkit.studies.shared import checks
+from labkit.studies.shared.checks import check_completeness, largest_error
 
 WORLDS = [2, 3, 5, 8, 16, 32]
 
@@ -20,11 +20,9 @@ class _Ranks:
 
     def __init__(self, ranks, monkeypatch, dtype=torch.float32):
         self.rank, self.ranks = 0, ranks
-        monkeypatch.setattr(gradient_check.dist, "get_rank", lambda: self.rank)
-        monkeypatch.setattr(gradient_check.dist, "get_world_size", lambda: ranks)
-        monkeypatch.setattr(
-            gradient_check, "first_failing_rank", lambda report: (0, report) if report[0] >= 0 else None
-        )
+        monkeypatch.setattr(checks.dist, "get_rank", lambda: self.rank)
+        monkeypatch.setattr(checks.dist, "get_world_size", lambda: ranks)
+        monkeypatch.setattr(checks, "first_failing_rank", lambda report: (0, report) if report[0] >= 0 else None)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(dtype)
         self.named = dict(self.model.named_parameters())
@@ -32,9 +30,9 @@ class _Ranks:
         self.x = torch.randn(4, 6, dtype=dtype)
         self.local = []
         for self.rank in range(ranks):
-            with gradient_check._whole_numbers(self.parameters):
+            with checks._whole_numbers(self.parameters):
                 self.backward()
-            self.local.append(gradient_check._take_gradients(self.parameters))
+            self.local.append(checks._take_gradients(self.parameters))
         self.rank = 0
 
     def backward(self):
@@ -128,7 +126,7 @@ def test_micro_batches_are_told_apart(monkeypatch):
 
 
 def test_a_missing_gradient_and_nan_are_infinitely_wrong(monkeypatch):
-    monkeypatch.setattr(gradient_check, "max_over_ranks", lambda error: error)
+    monkeypatch.setattr(checks, "max_over_ranks", lambda error: error)
     one = torch.ones(3)
     assert largest_error([one, one], [one, one]) == 0
     assert largest_error([one, None], [one, one]) == math.inf

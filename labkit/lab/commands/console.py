@@ -48,11 +48,6 @@ def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
         raise typer.Exit(130) from None
 
 
-def print_output(line: str) -> None:
-    """Print output of the ranks above the progress line."""
-    err.print(line)
-
-
 def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
     """Measure this machine's limits if one of these labs needs a calibration of this source and day."""
     from labkit.lab.calibration import LIMITS
@@ -61,7 +56,7 @@ def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
     if studies[0].name != LIMITS and needs_calibration(studies, profile):
         err.print(CALIBRATING)
         with progress(LIMITS) as show:
-            calibrate(on_progress=show, on_output=print_output)
+            calibrate(on_progress=show, on_output=err.print)
 
 
 def print_load(run: Path | None = None) -> None:
@@ -150,11 +145,10 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
         yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
         if not isinstance(question, Compare) or answer.table is None:
             continue
-        for where, row in zip(
-            labels(answer.table, question.metric.columns), answer.table.to_dict("records"), strict=True
-        ):
-            ends: dict[str, Any] = {"low": row.get("low"), "high": row.get("high")}
-            yield number(f"{name}: {where}", row["ratio"], "ratio", **ends, validity=validity, measured=at, **facts)
+        names, ratios = labels(answer.table, question.metric.columns), answer.table[["ratio", "low", "high"]].to_numpy()
+        for where, (ratio, low, high) in zip(names, ratios, strict=True):
+            facts |= {"low": low, "high": high}
+            yield number(f"{name}: {where}", ratio, "ratio", validity=validity, measured=at, **facts)
 
 
 def comparison_numbers(pairs: "Iterable[Pair]") -> Iterator[dict[str, Any]]:

@@ -68,7 +68,9 @@ class Executor:
         """Record points that cannot be measured here, with the reason; return the others."""
         machine, remaining = describe_machine(), []
         for point in points:
-            reason = point.skip_reason(machine) or self._size_reason(point)
+            series, size = point.series or (None, 0.0)
+            limit, too_large = self._size_limits.get(series, (math.inf, ""))
+            reason = point.skip_reason(machine) or (too_large if size >= limit else None)
             reason = reason or (None if is_job_rank() else too_many_ranks_reason(point.world_size))
             if reason is None:
                 remaining.append(point)
@@ -125,11 +127,6 @@ class Executor:
             limit = math.nextafter(size, math.inf), f"a smaller point of this series took {format_seconds(timed_s)}"
         self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
         return True
-
-    def _size_reason(self, point: Point) -> str | None:
-        series, size = point.series or (None, 0.0)
-        limit, reason = self._size_limits.get(series, (math.inf, ""))
-        return reason if size >= limit else None
 
     @property
     def _checkpoints(self) -> Path:

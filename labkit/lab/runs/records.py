@@ -27,6 +27,7 @@ from labkit.lab.point import Point
 from labkit.machine.description import Machine
 from labkit.machine.load import Load
 from labkit.machine.source import Source
+from labkit.scaling import first_problem
 
 SCHEMA = 1
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
@@ -130,13 +131,7 @@ def parse_record(line: bytes) -> Record:
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-
-
-def first_problem(error: ValidationError) -> str:
-    """ "machine.cores: Input should be a valid integer"."""
-    first = error.errors(include_url=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise ValueError(" ".join(first_problem(error)).strip()) from None
 
 
 class RunWriter:

@@ -16,19 +16,10 @@ from pydantic import ValidationError
 
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.runs.records import (
-    SCHEMA,
-    Again,
-    End,
-    Resumption,
-    Row,
-    RunFileError,
-    RunHeader,
-    first_problem,
-    parse_record,
-)
+from labkit.lab.runs.records import SCHEMA, Again, End, Resumption, Row, RunFileError, RunHeader, parse_record
 from labkit.machine.load import Load, busy_points
 from labkit.machine.source import Source
+from labkit.scaling import first_problem
 
 __all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 
@@ -124,9 +115,7 @@ class Run:
         """Return one row per planned point: its fields, status ("pending" before its end), reason, elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         ends = {point: {name: getattr(end, name) for name in pending} for point, end in self._ends.items()}
-        rows = [
-            {"point": point, **self._scalar_fields(point), **ends.get(point, pending)} for point in self.header.planned
-        ]
+        rows = [{"point": id, **self._scalar_fields(id), **ends.get(id, pending)} for id in self.header.planned]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
     @property
@@ -183,10 +172,8 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
 
 def _parse_header(path: Path, line: bytes) -> RunHeader:
     try:
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
+        record = dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
         raise RunFileError(f"{path}, line 1: not a line of a run ({error})") from None
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
@@ -195,17 +182,17 @@ def _parse_header(path: Path, line: bytes) -> RunHeader:
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
+        name, problem = first_problem(error)
         if error.errors()[0]["type"] == "extra_forbidden":
-            name = error.errors()[0]["loc"][0]
             raise RunFileError(f"{path}: written by {_writer(record)}; {name} is unknown to this labkit") from None
-        raise RunFileError(f"{path}: damaged header: {first_problem(error)}") from None
+        raise RunFileError(f"{path}: damaged header: {name} {problem}") from None
 
 
 def _writer(record: dict[str, Any]) -> str:
     """Name the labkit that wrote a header which this version cannot read."""
-    machine = record.get("machine")
-    source = machine.get("source") if isinstance(machine, dict) else None
-    if not isinstance(source, dict):
-        return "another labkit"
-    version, commit = (str(source.get(name) or "")[:40] for name in ("version", "commit"))
-    return f"labkit {version or 'of another version'}" + (f" (commit {commit})" if commit else "")
+    match record:
+        case {"machine": {"source": {"version": str(version), "commit": str(commit)}}}:
+            return f"labkit {version[:40]} (commit {commit[:40]})"
+        case {"machine": {"source": {"version": str(version)}}}:
+            return f"labkit {version[:40]}"
+    return "another labkit"

@@ -22,9 +22,8 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.machine.description import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
-from labkit.studies.cifar100.data import CIFAR100, DIGITS
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
-from labkit.studies.cifar100.worker import EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
+from labkit.studies.cifar100.worker import CIFAR100, DIGITS, EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
 
 LABKIT, TORCH, SYNCHRONIZED, LOCAL = "own", "torch", "SyncBatchNorm", "BatchNorm"
 RESULTS = {"accuracy_percent": "accuracy", "validation_loss": "validation loss", "train_loss": "training loss"}

@@ -26,7 +26,7 @@ from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
-from labkit.studies.shared.gradient_check import check_completeness, check_gradients, local_means
+from labkit.studies.shared.checks import check_completeness, check_gradients, local_means
 
 DEFAULT_BUCKETS = "default"
 EVERY, LAST = "every micro-batch", "the last micro-batch"

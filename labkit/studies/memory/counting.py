@@ -81,7 +81,8 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors if it has a shape."""
     is_named = isinstance(arguments["source"], TransformerShape)
     mode: AbstractContextManager[Any] = FakeTensorMode() if is_named else nullcontext()
-    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_file_under_study) as ledger:
+    source = lambda path: path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)  # noqa: E731
+    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=source) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
         for phase in run:  # in this order: AdamW's states stay after a full step
@@ -91,10 +92,6 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
             other = "recomputed" if allocation.recomputed else "temporaries" if allocation.phase else "inputs"
             allocation.category = allocation.category or other
     return counted
-
-
-def _file_under_study(path: str) -> str:
-    return path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)
 
 
 def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ from labkit.parallel.sharding import shard, whole_parameters
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
-from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
 
 if TYPE_CHECKING:
     from labkit.machine.description import Machine

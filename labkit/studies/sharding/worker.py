@@ -26,7 +26,7 @@ from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whol
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
-from labkit.studies.shared.training_check import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {

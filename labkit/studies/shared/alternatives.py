@@ -41,10 +41,7 @@ def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: 
         with guarded_turn(alternative, device):
             return dict(check())
     except Exception as error:
-        if _is_one_of_several():
-            raise
-        current_alternative.end()
-        return {"check": describe_failure(error, device)}
+        return {"check": _survive(error, device)}
 
 
 def count_traffic(run: Action) -> tuple[dict[str, int], list[Collective]]:
@@ -97,10 +94,7 @@ def time_guarded(
             if (blamed := current_alternative.name) is None:
                 raise
             _explain(error, device, turn)
-            if _is_one_of_several():
-                raise
-            failed[blamed] = describe_failure(error, device)
-            current_alternative.end()
+            failed[blamed] = _survive(error, device)
     current_alternative.end()
     return samples, failed
 
@@ -180,6 +174,14 @@ def _explain(error: Exception, device: str, turn: str) -> None:
     current_alternative.explain(describe_failure(error, device, where))
     if out_of_memory:
         raise OutOfMemoryEverywhere(str(error)) from error
+
+
+def _survive(error: Exception, device: str) -> str:
+    """Return the reason of the failed alternative and end its turn; on several ranks raise the error."""
+    if _is_one_of_several():
+        raise error
+    current_alternative.end()
+    return describe_failure(error, device)
 
 
 def _is_one_of_several() -> bool:

@@ -23,7 +23,7 @@ from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.alternatives import check_and_time, row_of
-from labkit.studies.shared.gradient_check import RIGHT, describe_first, furthest
+from labkit.studies.shared.checks import RIGHT, describe_first, furthest
 
 LABKIT, TORCH, PLAIN, WHOLE = "labkit", "torch", "plain_local_batch", "plain_whole_batch"
 LAYERS: dict[str, Callable[[int], nn.Module]] = {

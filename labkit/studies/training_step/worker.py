@@ -18,7 +18,7 @@ from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, gradients
 from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.gradient_check import TOLERANCES
+from labkit.studies.shared.checks import TOLERANCES
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 STEP, FORWARD_BACKWARD = "step", "forward and backward"

@@ -16,7 +16,7 @@ from labkit.nn.training import TrainingStep, gradients
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time
-from labkit.studies.shared.gradient_check import TOLERANCES, check_completeness
+from labkit.studies.shared.checks import TOLERANCES, check_completeness
 
 DEFAULT_NAME, JOINED = "default", "joined"
 TORCH = "torch"  # the wrapper of the default

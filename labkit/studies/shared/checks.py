@@ -1,23 +1,34 @@
-"""Checks that a wrapper's gradients are the mean over ranks and complete, before anything is timed.
+"""Checks before anything is timed: a wrapper's gradients are the mean over ranks, a training is that of one process.
 
-Two checks. The first puts whole numbers in the place of each local gradient, in the middle of the same backward pass.
-Their mean is whole, and wrong if any rank's part of any element is missing, counts twice, or is in another place
-(`bench.checksums`). Rounding would hide that of a small gradient. The second compares the model's gradients with the
-mean of the local ones.
+Gradients are checked twice. First, whole numbers take the place of each local gradient in the middle of the backward
+pass. Their mean is whole, and wrong if any rank's part of any element is missing, counts twice, or is in another place
+(`bench.checksums`). Rounding would hide that of a small gradient. Then the model's gradients are compared with the mean
+of the local ones. A training is checked by its parameters after two steps.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from labkit.bench.check import deterministic_math, first_failing_rank, largest_difference, max_over_ranks, verdict
+from labkit.bench.check import (
+    deterministic_math,
+    first_failing_rank,
+    largest,
+    largest_difference,
+    max_over_ranks,
+    verdict,
+)
 from labkit.bench.checksums import fill_part, first_deviation
+from labkit.nn.training import Workload
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 """Errors of a gradient by the precision of the passes, relative to the largest of its tensor.
@@ -34,6 +45,12 @@ Deviation = tuple[int, float, float]
 """The first wrong element, the expected value, and the actual one."""
 Run = Callable[[], None]
 """Forward and backward passes of one step, without the optimizer's: afterwards gradients are averaged."""
+
+STEPS = 2  # a gradient that is wrong in the first one has spread by the second
+PARAMETER_TOLERANCE = 1e-2
+"""Error of an element, relative to the largest change of its tensor."""
+ROUNDING = 1e-6
+"""Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them says nothing."""
 
 
 def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor]:
@@ -73,16 +90,14 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     """
     with _whole_numbers(list(parameters.values())) as starts:
         run()
-    gradients = _take_gradients(parameters.values())
-    deviations = [_deviation(*pair) for pair in zip(gradients, starts, strict=True)]
+    pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
+    ranks = dist.get_world_size()
+    deviations = [
+        (MISSING, 0.0, 0.0) if one is None else first_deviation(one.contiguous(), ranks, starts=start, within=HALF)
+        for one, start in pairs
+    ]
     wrong = describe_first(list(parameters), deviations)
     return f"{wrong} in a mean of whole numbers, which is whole" if wrong else "ok"
-
-
-def _deviation(gradient: Tensor | None, starts: list[int]) -> Deviation:
-    if gradient is None:
-        return MISSING, 0.0, 0.0
-    return first_deviation(gradient.contiguous(), dist.get_world_size(), starts=starts, within=HALF)
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
@@ -149,3 +164,55 @@ def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
         gradients.append(parameter.grad)
         parameter.grad = None
     return gradients
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Parameters after a training in one process."""
+
+    expected: Mapping[str, Tensor]
+    scales: Mapping[str, float]
+    """The largest change of each parameter, or of the whole model if its gradients are rounding."""
+
+    def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
+        """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective.
+
+        All ranks get the same: "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25".
+        """
+        errors, deviations = zip(*(self._compare(parameters.get(name), name) for name in self.expected), strict=True)
+        return max_over_ranks(max(errors)), describe_first(list(self.expected), deviations) or "ok"
+
+    def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:
+        """Return the relative error of a parameter, and its worst element if that is wrong."""
+        expected, scale = self.expected[name], self.scales[name]
+        if actual is None or actual.shape != expected.shape:
+            return math.inf, (MISSING, 0.0, 0.0)
+        difference = largest(actual - expected)
+        error = difference / scale if scale else math.inf if difference else 0.0
+        if error <= PARAMETER_TOLERANCE:
+            return error, (RIGHT, 0.0, 0.0)
+        return math.inf if math.isnan(error) else error, furthest(actual, expected)
+
+
+def train_in_one_process(
+    workloads: list[Workload], optimizer_class: type[Optimizer], settings: Mapping[str, Any]
+) -> Reference:
+    """Train two steps on the mean loss of all ranks' workloads."""
+    model = workloads[0].build()
+    start = _copy_parameters(model)
+    optimizer = optimizer_class(model.parameters(), **dict(settings))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for workload in workloads:
+            (workload.loss(model) / len(workloads)).backward()
+        optimizer.step()
+    slopes = {name: largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    expected = _copy_parameters(model)
+    changes = {name: largest(value - start[name]) for name, value in expected.items()}
+    flat, most = ROUNDING * max(slopes.values(), default=0.0), max(changes.values())
+    scales = {name: most if 0 < slopes.get(name, 0) <= flat else change for name, change in changes.items()}
+    return Reference(expected, scales)
+
+
+def _copy_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
