@@ -102,10 +102,7 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
 
 
 def autograd(frame: pd.DataFrame) -> Autograd | None:
-    """Fit the cost of autograd from chains of few and many operators, on one device; None without both.
-
-    Medians count, not minima: passes in training run after others, too.
-    """
+    """Fit autograd's cost from medians of chains of few and many operators on one device; None without both."""
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None

@@ -105,10 +105,7 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and the copies by path: a run with the start, machine and plan of another.
-
-    Of a run and a copy made before it was resumed, the one with more ended points stays.
-    """
+    """Return the different runs, and by path the copies: of equal start, machine and plan the most complete stays."""
     by_content: dict[Any, Run] = {}
     copies: dict[str, str] = {}
     for run in sorted(runs, key=lambda run: len(run.pending)):

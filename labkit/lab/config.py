@@ -1,7 +1,4 @@
-"""Parameters of a lab, checked before anything runs, with a message that says what was expected.
-
-The notebook's parameters cell, `--set name=value` and papermill's options all end in `resolve_config`.
-"""
+"""Parameters of a lab, from a notebook, `--set` or papermill, checked before anything runs."""
 
 import ast
 import difflib

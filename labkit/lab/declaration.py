@@ -86,10 +86,7 @@ class Lab:
         return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))}
 
     def configure(self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None) -> LabConfig:
-        """Return parameters of a profile on a machine (None: this one), replaced by `overrides`.
-
-        ParameterError for a wrong name or value.
-        """
+        """Return a profile's parameters on a machine (None: here), with `overrides`. ParameterError for wrong ones."""
         profiles = self.profiles_on(machine or describe_machine(), overrides.get("device") or AUTO)
         return resolve_config(self.name, profiles, profile, overrides)
 

@@ -89,10 +89,7 @@ class Metric:
         )
 
     def medians(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Return medians with intervals and `n`: one row per (configuration, alternative).
-
-        With several sessions the interval covers those of all.
-        """
+        """Return medians, intervals that cover those of all sessions, and `n`, by configuration and alternative."""
         samples = self.samples(frame)
         table = median_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:

@@ -1,8 +1,4 @@
-"""What a notebook calls: open the lab, measure, show figures and tables, answer, close.
-
-Displays are escaped HTML that reads the same in JupyterLab, in papermill's notebook and on the exported page, and
-fetches nothing.
-"""
+"""What a notebook calls: open the lab, measure, show figures and tables, answer, close. Displays are escaped HTML."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -119,10 +115,7 @@ class OpenLab:
         return check_alternative(self.study, alternative)
 
     def resume(self) -> pd.DataFrame:
-        """Measure the rest of an interrupted `measure()`, with the same alternatives; return the whole frame.
-
-        After a complete run there is nothing to do. ValueError before anything is measured.
-        """
+        """Measure the rest of an interrupted `measure()` with the same alternatives. ParameterError if none began."""
         if self._interrupted is not None:
             self._run, self._answers = self._measure(partial(resume, self.study, self._interrupted)), {}
         elif self._run is None:
@@ -144,10 +137,7 @@ class OpenLab:
         display(self._figure(plot, name, caption or name, caption))
 
     def answer(self, question_id: str) -> None:
-        """Show the answer to a question: verdict and headline, the question's figure, then the numbers.
-
-        ValueError for an unknown id.
-        """
+        """Show the answer to a question: headline, figure, then the numbers. ValueError for an unknown id."""
         question, answer, figures = self.study.question(question_id), self.answers()[question_id], []
         if question.figure is not None and answer.verdict != "not measured":
             plot = question.figure.draw(self.run.results(), answer.table)

@@ -104,10 +104,7 @@ def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
 
 @contextmanager
 def errors_with_line(name: str | None) -> Iterator[None]:
-    """Raise errors of a user's model as `ModelError` with its line, or with the line of the function.
-
-    Out-of-memory errors pass through.
-    """
+    """Raise errors of a user's model as `ModelError` with its line; out-of-memory errors pass through."""
     try:
         yield
     except Exception as error:

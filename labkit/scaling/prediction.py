@@ -1,7 +1,4 @@
-"""Predictions of a run, of many, and of a table: step time with a 90% interval, a breakdown, memory by stage.
-
-`calibrate` fits a profile to a user's runs, for predictions of that site.
-"""
+"""Predictions of a run, of many, and of a table: step time, breakdown, memory. `calibrate` fits a profile to runs."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Advice on a training, and why one is slow, as a verdict, a sentence and tables, for the screen and the page.
-
-Each table says where its numbers come from: *predicted*, *published* or *measured by you*.
-"""
+"""Advice on a training, and why one is slow: a verdict, a sentence, and tables with the origin of their numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +22,7 @@ CLEAR = 0.01
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a heading; `mark` says where its numbers come from.
-
-    Rows beyond `max_rows` and a figure of `steps` are only on the page.
-    """
+    """A table and the source of its numbers, `mark`. A page has all rows, and a figure of `steps`."""
 
     title: str
     mark: str

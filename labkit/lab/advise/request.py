@@ -1,7 +1,4 @@
-"""The options of `labkit advise`, checked before anything is computed, and the question to the predictor they make.
-
-The command line and notebooks take the same options.
-"""
+"""The options of `labkit advise`, on the command line or in a notebook, checked, and the question that they make."""
 
 import math
 import re

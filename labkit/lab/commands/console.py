@@ -1,7 +1,4 @@
-"""Output of a command in a terminal: results or one JSON document on stdout; progress and notes on stderr.
-
-`docs/for-scripts.md` describes the document.
-"""
+"""Output in a terminal: results, or a JSON document (docs/for-scripts.md), on stdout; progress and notes on stderr."""
 
 import json
 import math

@@ -21,10 +21,7 @@ FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`, from zero.
-
-    ParameterError for two rows of the same bar.
-    """
+    """A group of bars per `x`, a bar, or layer if `stacked`, per `hue`. ParameterError for two rows of a bar."""
 
     stacked: bool = False
 
@@ -82,10 +79,7 @@ class Bars(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Areas(Figure):
-    """Parts of a whole over a numeric axis, stacked from the bottom up in `order`.
-
-    A value holds until the next `x` (steps, not slopes: memory jumps); a part without a row at some `x` is 0 there.
-    """
+    """Parts of a whole, stacked in `order` over a numeric axis: steps, since memory jumps; a missing part is 0."""
 
     order: tuple[str, ...] = ()
 
@@ -109,10 +103,7 @@ class Areas(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Figure):
-    """Boxes that start at `start_s` and last `duration_s`: one lane per name, from the top down; the first starts at 0.
-
-    If each lane has one box, its duration is written next to it.
-    """
+    """Boxes from `start_s` for `duration_s`, a lane per name from the top down; one box in a lane shows its value."""
 
     x: str = "start_s"
     y: str = "duration_s"

@@ -1,7 +1,4 @@
-"""Looks that all figures share: colors, panels, titles with units, ticks at round numbers, the legend.
-
-Colors are close to Okabe and Ito's, which are safe for color-blind readers; each has a marker.
-"""
+"""Looks that all figures share, with colors close to Okabe and Ito's, which are safe for color-blind readers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -146,10 +146,7 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 
 
 def render_source(studied: Any) -> Piece:
-    """Return the source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
-
-    ParameterError for an object without Python source.
-    """
+    """Return source and docstring of an object, without wrappers. ParameterError if it has no Python source."""
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
         lines, first = inspect.getsourcelines(inside)

@@ -278,10 +278,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
 
 
 def _recommendations(answers: Iterable[AnswerRecord], *, has_joined: bool) -> dict[str, AnswerRecord]:
-    """The title of each topic that has advice, with its strongest answer: one that changes something comes first.
-
-    Once the joined configuration was measured, its parts are not recommended: it has them, or does without.
-    """
+    """The title of each topic with its strongest advice; parts of a measured joined configuration are left out."""
     best: dict[str | None, AnswerRecord] = {}
     for answer in sorted(answers, key=lambda answer: (answer.is_better, answer.size)):
         if answer.advice and not (has_joined and answer.topic in JOINED_TOPICS and answer.is_better):

@@ -172,8 +172,10 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
 
 def _parse_header(path: Path, line: bytes) -> RunHeader:
     try:
-        record = dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError) as error:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
         raise RunFileError(f"{path}, line 1: not a line of a run ({error})") from None
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")

@@ -1,8 +1,4 @@
-"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it costs a step.
-
-Wrappers take turns with torch's DDP, and with the bare model, which communicates nothing. Gradients of each are
-compared with the mean over ranks first. Wrappers are ranked by the time of backward until gradients are averaged.
-"""
+"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it costs a step."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -19,10 +19,7 @@ GLOO, SHARED_MEMORY = "gloo", "shared memory"
 
 
 def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
-    """Time an all-reduce, messages in a row, and messages at once, over each way that ranks have.
-
-    An all-reduce by recursive doubling, whose messages are known, shows the cost of a call without its messages.
-    """
+    """Time all-reduces, one by recursive doubling to show the cost of a call; messages in a row, and at once."""
     by_torch = NCCL if point.backend == "nccl" else GLOO
     ways: dict[str, Callable[[torch.Tensor], Any]] = {by_torch: dist.all_reduce}
     all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport

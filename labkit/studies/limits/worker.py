@@ -154,10 +154,7 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Forward and backward passes over chains of tiny operators.
-
-    A long copy takes turns with them: a model's passes do not find in the caches what they left there, either.
-    """
+    """Passes over chains of tiny operators; a long copy empties the caches between them, as a model would."""
     ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
 
     def pass_over(operators: int) -> None:
@@ -191,10 +188,7 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Each operator of a training step of a named model in float32, separately.
-
-    FLOPs per element are counted by hand; each tensor counts as read or written once.
-    """
+    """Each operator of a named model's training step in float32, with FLOPs and bytes counted by hand."""
     shape, batch, context = SIZES[point.model], point.batch, point.context_length
     tensor = partial(torch.randn, device=device)
     tokens, d, f, v = batch * context, shape.d_model, shape.d_ff, shape.vocabulary

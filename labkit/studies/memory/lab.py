@@ -1,8 +1,4 @@
-"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that fits.
-
-Peaks are counted on fake tensors for any size, and measured with the allocator for models that fit. Checkpointing is
-compared with the same step without it, in memory and in time.
-"""
+"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that fits."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,8 +1,4 @@
-"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size.
-
-Forward and backward passes under autocast take turns with the same passes in float32, on one model and batch. Loss and
-gradients are compared with float32's first.
-"""
+"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size."""
 
 import math
 from collections.abc import Iterator

@@ -31,10 +31,7 @@ class OutOfMemoryEverywhere(Exception):
 
 
 def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
-    """Run `check` and return its columns; a `check` with the reason if this alternative fails now or failed before.
-
-    Raises if the device is dead, and on several ranks for every failure.
-    """
+    """Return the columns of `check`, or why the alternative failed. Raises on a dead device, and on several ranks."""
     if (reason := current_alternative.excluded_reason(alternative)) is not None:
         return {"check": reason}
     try:
@@ -128,10 +125,7 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its action.
-
-    A row that has `not_measured` is neither checked nor timed.
-    """
+    """`timed_rows` by name, after `check` has returned columns and action; not of rows with `not_measured`."""
     checked, actions = dict[str, dict[str, Any]](), dict[str, Action | Mapping[str, Action]]()
 
     def check_one(name: str) -> Mapping[str, Any]:
@@ -162,10 +156,7 @@ def describe_failure(error: Exception, device: str, where: str = "") -> str:
 
 
 def _explain(error: Exception, device: str, turn: str) -> None:
-    """Leave the reason for the alternative's row, in case this error ends the point on this rank.
-
-    Raises `OutOfMemoryEverywhere` if all ranks are out of memory.
-    """
+    """Leave the reason for the row, in case new ranks measure. `OutOfMemoryEverywhere` if all lack memory."""
     if not _is_one_of_several():
         current_alternative.explain(describe_failure(error, device))
         return

@@ -54,10 +54,7 @@ ROUNDING = 1e-6
 
 
 def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor]:
-    """Expected gradients: the mean over ranks of those that `run` computes on the bare model, which loses them.
-
-    Summed in float64, returned in each one's dtype. All parameters have gradients.
-    """
+    """Expected gradients: the mean over ranks of those that `run` computes on the bare model, summed in float64."""
     with deterministic_math():
         run()
     means = []
@@ -84,10 +81,7 @@ def check_gradients(parameters: Mapping[str, nn.Parameter], run: Run, means: Seq
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
-    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients, on all ranks.
-
-    Gradients are float32 or float64; parameters lose them.
-    """
+    """ "ok", or the first wrong mean of whole numbers in the place of local gradients (float32 or float64)."""
     with _whole_numbers(list(parameters.values())) as starts:
         run()
     pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
@@ -142,10 +136,7 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
 
 
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
-    """Return the largest deviation from the mean, relative to the largest mean of the tensor, over all ranks.
-
-    Infinite for NaN and for a missing gradient.
-    """
+    """Return the largest deviation of any rank, relative to its tensor's largest mean; infinite for NaN or none."""
     actual = {str(index): one for index, one in enumerate(gradients) if one is not None}
     return max_over_ranks(largest_difference(actual, {str(index): one for index, one in enumerate(means)}))
 

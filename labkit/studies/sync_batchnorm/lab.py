@@ -1,8 +1,4 @@
-"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that time goes.
-
-Layers that agree with BatchNorm in float64 take turns on the same batch, forward and backward. labkit's is compared
-with plain BatchNorm on the rank's rows, and with torch's SyncBatchNorm.
-"""
+"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that time goes."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -55,10 +51,7 @@ def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchN
 
 
 def split(results: Results) -> pd.DataFrame:
-    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives alone, and the rest.
-
-    The rest is the layer's arithmetic, and waiting for a slower rank.
-    """
+    """Time that synchronizing adds to plain BatchNorm, median: collectives, and the rest, arithmetic and waiting."""
     samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(results.frame)
     wide = samples.pivot_table(index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds")
     if not {LABKIT, PLAIN, COLLECTIVES} <= set(wide.columns):

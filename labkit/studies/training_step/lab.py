@@ -1,8 +1,4 @@
-"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change.
-
-Inference and the phases of a step take turns; so do a compiled and an eager step, once their gradients agree. First
-steps are those of new processes, compared with later steps of the same process.
-"""
+"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change."""
 
 from collections.abc import Iterator
 from itertools import product
