@@ -131,18 +131,14 @@ def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[Runner
     fits, first = set(ranking.order), dict[str, int]()
     for row in (*ranking.order, *np.argsort(ranking.predictions.peak_gib)):
         first.setdefault(strategy(ranking.predictions.runs.origin[row].layout), int(row))
-    proposed = {one.layout for one in best}
+    proposed, best_s = {one.layout for one in best}, sums_s(best[0])
     for name, row in sorted(first.items()):
         prediction = ranking.predictions.prediction(row)
         if prediction.layout not in proposed:
-            yield RunnerUp(name, prediction, _cause(prediction, best[0]) if row in fits else "memory")
-
-
-def _cause(prediction: Prediction, best: Prediction) -> str:
-    if prediction.is_unstable and not best.is_unstable:
-        return "unstable"
-    seconds, best_seconds = sums_s(prediction), sums_s(best)
-    return max(SUMS, key=lambda name: seconds[name] - best_seconds[name])
+            lost = {part: seconds - best_s[part] for part, seconds in sums_s(prediction).items()}
+            cause = max(lost, key=lost.__getitem__) if row in fits else "memory"
+            is_unstable = row in fits and prediction.is_unstable and not best[0].is_unstable
+            yield RunnerUp(name, prediction, "unstable" if is_unstable else cause)
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:

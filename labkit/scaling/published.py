@@ -60,7 +60,7 @@ def load_published() -> Runs:
                 **vars(run),
                 key=f"{file}:{row.line}",
                 status=row.cells["status"],
-                step_s=float(row.cells.get("step_s") or "nan"),
+                step_s=row.step_s or np.nan,
                 mfu=float(row.cells.get("mfu_percent") or "nan") / 100,
                 reserved_gib=float(row.cells.get("peak_reserved_gib") or "nan"),
             )

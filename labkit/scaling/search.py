@@ -122,7 +122,9 @@ def _layouts(request: Request) -> Iterator[Layout]:
     inside = _powers(min(request.gpus, request.hardware.gpus_per_node))
     contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
     for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
-        for pp, cp in product(choices("pp", _divisors(request.gpus // tp, model.layers)), contexts):
+        stages = [pp for pp in range(1, model.layers + 1) if request.gpus // tp % pp == 0]
+        even = [pp for pp in stages if model.layers % pp == 0 or pp & (pp - 1) == 0]  # layers each, or powers of two
+        for pp, cp in product(choices("pp", even), contexts):
             dp, rest = divmod(request.gpus, tp * pp * cp)
             if rest or fixed.get("dp", dp) != dp:
                 continue
@@ -175,12 +177,3 @@ def _no_layout_reason(request: Request) -> str:
 def _powers(largest: int) -> list[int]:
     """1, 2, 4 up to `largest`; 1 in any case."""
     return [1 << exponent for exponent in range(max(largest, 1).bit_length())]
-
-
-def _divisors(gpus: int, layers: int) -> Iterator[int]:
-    """Pipeline degrees that divide the GPUs, and the layers evenly or by powers of two."""
-    return (
-        degree
-        for degree in range(1, min(gpus, layers) + 1)
-        if gpus % degree == 0 and (layers % degree == 0 or degree & (degree - 1) == 0)
-    )

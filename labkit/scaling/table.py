@@ -69,6 +69,8 @@ class Row:
     run: Run | None
     refusal: str = ""
     assumptions: Sequence[str] = field(default_factory=list)
+    step_s: float | None = None
+    """Measured seconds of a step."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -121,10 +123,11 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
         return Row(line, texts, None, "more cells than columns")
     assumptions: list[str] = []
     try:
-        run = _read_run({name: _plain(name, text, separator) for name, text in texts.items() if text}, assumptions)
+        plain = {name: _plain(name, text, separator) for name, text in texts.items() if text}
+        run, step_s = _read_run(plain, assumptions)
     except ValueError as error:
         return Row(line, texts, None, str(error))
-    return Row(line, texts, run, assumptions=assumptions)
+    return Row(line, texts, run, assumptions=assumptions, step_s=step_s)
 
 
 def _plain(name: str, text: str, separator: str) -> str:
@@ -143,8 +146,8 @@ def _plain(name: str, text: str, separator: str) -> str:
     return f"{float(text):.12g}" if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text) else text
 
 
-def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> Run:
-    """The run of a row's filled cells; assumptions about empty ones are added. ValueError if it describes none."""
+def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
+    """The run of a row's filled cells, and its time; assumptions are added. ValueError if it describes no run."""
     note, tp = texts.get("note", ""), texts.get("tp", "1")
     if _CPU_OPTIMIZER.search(note):
         raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
@@ -175,7 +178,7 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> Run:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {site.gpus}")
     if reason := impossible_reason(layout, model, site.seq_len):
         raise ValueError(reason)
-    return Run(model, hardware, layout, site.seq_len, framework, texts.get("group", ""))
+    return Run(model, hardware, layout, site.seq_len, framework, texts.get("group", "")), site.step_s
 
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:

@@ -1,7 +1,7 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
 from labkit.costs.transformer import SIZES
-from labkit.studies.training_step.operators import OPTIMIZER, list_operators, predict_seconds
+from labkit.studies.training_step.worker import OPTIMIZER, list_operators, predict_seconds
 from tests.calibrated import made_up
 
 

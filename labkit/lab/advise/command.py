@@ -1,5 +1,6 @@
 """The command `labkit advise`: its options, the answer on a screen, and the same as a page."""
 
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import Parameter, Signature
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labkit.lab.advise.request import Options, flag, make_request, read_options
-from labkit.lab.commands.console import print_json
+from labkit.lab.commands.console import number, print_json
 from labkit.lab.config import ParameterError
 from labkit.lab.project import check_page, is_full_disk, path_from_here, write_file
 
@@ -48,22 +49,22 @@ def advise(
         print("\n".join(lines))
 
 
-def _parameters() -> Iterator[Parameter]:
-    """Yield an option of the command line for each field of `Options`, all text, and those of the command itself."""
-    for name, field in Options.model_fields.items():
-        yield _parameter(name, str | None, None, str(field.description))
-    yield _parameter("output", str | None, None, "Also write a page, one HTML file.")
-    yield _parameter("apply", bool, False, "Print this machine's best configuration as Python.", "--apply")
-    yield _parameter("explain", bool, False, "Say why a run may be slower than predicted.", "--explain")
-    yield _parameter("as_json", bool, False, "Print one JSON document (docs/for-scripts.md).", "--json")
-
-
-def _parameter(name: str, kind: Any, default: Any, help_text: str, *names: str) -> Parameter:
+def _parameter(name: str, help_text: str | None, *names: str) -> Parameter:
+    """Make an option of the command line: text, or a flag of these names."""
+    kind, default = (bool, False) if names else (str | None, None)
     option = typer.Option(*names, help=help_text, show_default=False)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-advise.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defined]
+advise.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        *(_parameter(name, field.description) for name, field in Options.model_fields.items()),
+        _parameter("output", "Also write a page, one HTML file."),
+        _parameter("apply", "Print this machine's best configuration as Python.", "--apply"),
+        _parameter("explain", "Say why a run may be slower than predicted.", "--explain"),
+        _parameter("as_json", "Print one JSON document (docs/for-scripts.md).", "--json"),
+    ]
+)
 
 
 def _advise(options: Options, explain: bool, page: Path | None) -> tuple["Report", list["Prediction"]]:
@@ -102,8 +103,6 @@ def _apply(options: Options, page: Path | None, explain: bool) -> str:
 
 def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str, Any]]:
     """Yield the step time of each layout as JSON has it, with memory and MFU."""
-    from labkit.lab.commands.console import number
-
     for one in predictions:
         low, high = one.interval_90
         facts: dict[str, Any] = {"peak_gib": one.peak_gib, "mfu": one.mfu, "out_of_memory": one.out_of_memory}
@@ -113,8 +112,6 @@ def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str
 
 def _write_page(report: "Report", page: Path) -> None:
     """Write the page, with all rows of every table and the steps as figures."""
-    import shlex
-
     import pandas as pd
 
     from labkit.lab.advise.notebook import draw_steps

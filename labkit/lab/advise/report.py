@@ -83,11 +83,8 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequenc
     counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
     peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
     title = f"The same throughput by every convention; the dense peak is {peak}"
-    sections += [
-        _nearest(rows),
-        Section(title, YOURS, ("counted as", "MFU"), counted_as),
-        _step_parts(diagnosis.expected),
-    ]
+    sections += [_nearest(rows), Section(title, YOURS, ("counted as", "MFU"), counted_as)]
+    sections.append(_step_parts(diagnosis.expected))
     about = f"{describe_request(request.request)}; {diagnosis.expected.layout}"
     return Report(verdict, headline, about, sections, list(_notes(request, rows, ())))
 
@@ -187,6 +184,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     request, layout, budget = advice_request.request, one.layout, advice_request.budget
     bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
+    hours_text = _with_interval(one, lambda step_s: gpu_hours * step_s, format_count)
     return {
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
@@ -197,9 +195,7 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
         "MFU": _with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
         "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, format_count),
         "tokens per day": _with_interval(one, lambda step_s: 86400 * tokens / step_s, format_count),
-        f"GPU-hours, {format_count(budget)} tokens": _with_interval(
-            one, lambda step_s: gpu_hours * step_s, format_count
-        ),
+        f"GPU-hours, {format_count(budget)} tokens": hours_text,
     }
 
 
@@ -254,9 +250,8 @@ def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
 def _step_parts(expected: Prediction) -> Section:
     parts = sorted(sums_s(expected).items(), key=lambda part: -part[1])
     rows = [(name, format_seconds(value), format_percent(value / expected.step_s)) for name, value in parts if value]
-    return Section(
-        "Parts of the predicted step", PREDICTED, ("part", "seconds", "share"), rows, 5, {PREDICTED: expected}
-    )
+    headings = ("part", "seconds", "share")
+    return Section("Parts of the predicted step", PREDICTED, headings, rows, 5, {PREDICTED: expected})
 
 
 def _nearest(rows: Sequence[Neighbor]) -> Section:

@@ -1,6 +1,5 @@
 """The options of `labkit advise`, on the command line or in a notebook, checked, and the question that they make."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,10 +172,8 @@ def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
     request = advice_request.request
     runs, seconds = _read_runs(path)
     request = replace(request, constants=calibrate(runs, seconds, base=request.framework), framework=CALIBRATED)
-    errors = np.abs(predict_runs(as_calibrated(runs, request.constants)).step_s / seconds - 1)
-    return replace(
-        advice_request, request=request, calibration_runs=len(runs), calibration_error=float(np.median(errors))
-    )
+    error = float(np.median(np.abs(predict_runs(as_calibrated(runs, request.constants)).step_s / seconds - 1)))
+    return replace(advice_request, request=request, calibration_runs=len(runs), calibration_error=error)
 
 
 def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
@@ -186,9 +183,8 @@ def _read_runs(path: Path) -> tuple[list[Run], list[float]]:
     for row in read_rows(path):
         if row.run is None:
             raise ValueError(f"{path}, line {row.line}: {row.refusal}")
-        runs.append(row.run)
-        step_s = parse_number(row.cells.get("step_s") or "0")
-        if not 0 < step_s < math.inf:
+        if row.step_s is None:
             raise ValueError(f"{path}, line {row.line}: expected step_s above 0, the seconds per step")
-        seconds.append(step_s)
+        runs.append(row.run)
+        seconds.append(row.step_s)
     return runs, seconds

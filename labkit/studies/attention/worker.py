@@ -118,7 +118,12 @@ def _refusal(point: AttentionPoint, name: str) -> str | None:
 def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, name: str) -> dict[str, Any]:
     """Warm up, then run one pass with its peak memory, and compare it with float64."""
     _ = problem.reference  # computed now, not inside the measured pass
-    _warm_up(point, passes, name)
+    warm_up = passes
+    if name not in SLOW_AT_FIRST:  # libraries allocate their workspaces, which do not belong to this problem
+        shape = (1, WARM_UP_TOKENS, point.head_dim)
+        small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
+        warm_up = Passes(small, IMPLEMENTATIONS[name])
+    warm_up.run_checked()
     with record_allocations(point.device) as record, record.window(BOTH):
         results, pass_s = time_once(passes.run_checked, point.device)
     row: dict[str, Any] = dict(zip(("error", "check"), check(problem, results), strict=True))
@@ -131,16 +136,6 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
     if point.session == 1:
         row["peak_bytes"] = record.peaks[BOTH]
     return row
-
-
-def _warm_up(point: AttentionPoint, passes: Passes, name: str) -> None:
-    """Compile, or let libraries allocate their workspaces on a small problem: neither belongs to this problem."""
-    if name in SLOW_AT_FIRST:
-        passes.run_checked()
-        return
-    shape = (1, WARM_UP_TOKENS, point.head_dim)
-    small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
-    Passes(small, IMPLEMENTATIONS[name]).run_checked()
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
 from labkit.parallel.ranks.worker import use_device
-from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
+from labkit.studies.shared.alternatives import check_and_time, count_traffic, row_of
 
 WHOLE, RING, RING_CONTIGUOUS, GATHERED = "one rank", "ring, zigzag", "ring, contiguous", "gathered, zigzag"
 WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
@@ -86,18 +86,17 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
     device = use_device(point.device)
     shape, dtype = (point.heads, point.sequence, point.head_dim), getattr(torch, point.dtype)
     problem = AttentionProblem(shape, dtype, device, causal=True, seed=point.seed)
-    right: dict[str, Passes] = {}
+    right = []
 
-    def examine(way: str) -> dict[str, Any]:
+    def examine(way: str) -> tuple[dict[str, Any], Callable[[], Any]]:
         passes = Passes(problem, way)
-        error, verdict = check(problem, passes.joined())
-        if verdict == "ok":
-            right[way] = passes
-        return {"error": error, "check": verdict} | (_count_traffic(point, passes) if passes.layout else {})
+        columns: dict[str, Any] = dict(zip(("error", "check"), check(problem, passes.joined()), strict=True))
+        return columns | (_count_traffic(point, passes) if passes.layout else {}), passes.run
 
-    rows = {way: {"way": way} | row_of(way, partial(examine, way), device=device) for way in point.ways}
-    turns = {way: passes.run for way, passes in right.items()}
-    yield from timed_rows(rows, turns, device=device, before=dist.barrier, **point.rounds)
+    rows = {way: {"way": way} for way in point.ways}
+    for row in check_and_time(rows, examine, device=device, before=dist.barrier, **point.rounds):
+        right += [row["way"]] * ("seconds" in row)
+        yield row
     for way in right:
         dist.barrier()
         measure_peak = partial(measure_second_peak, partial(Passes, problem, way), Passes.run, device=device)

@@ -5,6 +5,7 @@ other labs predict times.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
 from labkit.costs.calibration import ALL_REDUCE
 from labkit.costs.transformer import SIZES
 from labkit.lab.answers import Compare, Report
-from labkit.lab.calibration import transports
+from labkit.lab.calibration import MEMORY, transports
 from labkit.lab.config import Count, DeviceConfig, Seconds, SeveralRanks, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
@@ -50,22 +51,16 @@ class LimitsConfig(DeviceConfig):
 MATMUL = Metric(
     "seconds", "shape", ("device", "dtype", "dimensions", "flops"), where={"sweep": "products", "world_size": 1}
 )
-MEMORY = Metric("seconds", "operation", ("device", "n_bytes", "bytes"), where={"sweep": "memory", "world_size": 1})
 THREADS = Metric("seconds", "threads", ("operation",), where={"sweep": "threads"})
 EXCHANGE = Metric("seconds", "way", ("world_size", "n_bytes"), where={"sweep": "exchange", "what": ALL_REDUCE})
 ITSELF = Metric("seconds", "repetition", ("world_size", "device", "operation"), where={"sweep": "itself"})
-OPERATORS = Metric(
-    "seconds",
-    "operator",
-    ("device", "model", "batch", "context_length", "flops", "bytes"),
-    where={"sweep": "operators"},
-)
+OPERATOR_KEYS = ("device", "model", "batch", "context_length", "flops", "bytes")
+OPERATORS = Metric("seconds", "operator", OPERATOR_KEYS, where={"sweep": "operators"})
 
 
 def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     """Plan matmuls, memory and operators on the device; threads, ranks and messages between them on the CPU."""
-    device = machine.device(config.device)
-    rows, arrays = tuple(config.matmul_sizes), tuple(config.copy_sizes_bytes)
+    device, rows, arrays = machine.device(config.device), config.matmul_sizes, config.copy_sizes_bytes
     threaded = (min(THREADED_ROWS, max(rows)), min(THREADED_BYTES, max(arrays)))
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     for dtype in config.dtypes:
@@ -74,7 +69,7 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
     yield LimitPoint.of(config, sweep="operators", device=device)
     yield LimitPoint.of(config, sweep="threads", sizes=threaded, **on_cpu)
     for sweep, sizes, largest in (("products", rows, threaded[0]), ("memory", arrays, threaded[1])):
-        fitting = sizes if device == "cpu" else tuple(size for size in sizes if size <= largest)
+        fitting = [size for size in sizes if device == "cpu" or size <= largest]
         yield LimitPoint.of(config, sweep=sweep, sizes=fitting, **on_cpu)
     # All rounds are run: the widths of intervals are the result.
     rounds = {"repeats": max(config.repeats, ITSELF_REPEATS), "ratio_within": 0.0, "rounds_s": None}
@@ -86,12 +81,10 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
             where = here if ranks > 1 else here | {"device": device}
             yield LimitPoint.of(config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds)
         if ranks > 1 and config.exchange_sizes_bytes:
-            messages = tuple(config.exchange_sizes_bytes)
-            yield LimitPoint.of(config, sweep="exchange", sizes=messages, **here)
+            exchange = partial(LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes)
+            yield exchange(**here)
             if machine.backend(device, ranks) == "nccl":
-                yield LimitPoint.of(
-                    config, sweep="exchange", sizes=messages, **here | {"device": device, "backend": "nccl"}
-                )
+                yield exchange(**here | {"device": device, "backend": "nccl"})
 
 
 def matmuls(results: Results) -> pd.DataFrame:

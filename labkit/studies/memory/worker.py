@@ -114,11 +114,8 @@ def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for segment in point.segments:
         counted = count_phases((FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment)))
-        rows[str(segment)] = {
-            "table": "checkpoint",
-            "segment": segment,
-            "counted_bytes": counted.peak(FULL_STEP).n_bytes,
-        }
+        peak = counted.peak(FULL_STEP).n_bytes
+        rows[str(segment)] = {"table": "checkpoint", "segment": segment, "counted_bytes": peak}
     if not point.repeats:
         yield from rows.values()
         return

@@ -17,7 +17,6 @@ from labkit.lab.user_models import find_shape, model_names, recorded_shapes
 from labkit.machine.description import Machine
 from labkit.studies.shared.tables import in_order
 from labkit.studies.training_step import worker
-from labkit.studies.training_step.operators import list_operators, predict_seconds
 from labkit.studies.training_step.worker import TrainingStepPoint
 
 Size = Annotated[str, one_of(model_names)]
@@ -115,8 +114,8 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
     if calibration is None or shape is None or (rates := calibration.rates_on(row["device"])) is None:
         return None
     sizes = int(row["batch"]), int(row["context_length"])
-    operators = list_operators(shape, *sizes, row["precision"], row["device"])
-    return predict_seconds(rates, operators, PHASES[row["phase"]])
+    operators = worker.list_operators(shape, *sizes, row["precision"], row["device"])
+    return worker.predict_seconds(rates, operators, PHASES[row["phase"]])
 
 
 def shares(results: Results) -> pd.DataFrame:

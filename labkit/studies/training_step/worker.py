@@ -1,27 +1,33 @@
-"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile."""
+"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile, operators by phase."""
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
+from labkit.bench.operators import OperatorCall, record_operators
 from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
+from labkit.costs.transformer import TransformerShape
 from labkit.lab.point import ModelPoint
 from labkit.lab.user_models import count_parameters, find_shape, model_source
 from labkit.nn.attention_implementations import no_compiler_reason
-from labkit.nn.training import TrainingStep, gradients
+from labkit.nn.training import TrainingStep, adamw, gradients
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES
 
+if TYPE_CHECKING:
+    from labkit.costs.calibration import Rates
+
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
+Phases = Mapping[str, tuple[OperatorCall, ...]]  # operators by phase
 EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
@@ -148,3 +154,36 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
             samples = [times.get(key, []) for times in by_pass]
             names = dict(zip(("profiled", "phase", "family", "operator"), (name, *key), strict=True))
             yield names | {"self_s": [sum(part) for part in samples], "calls": [len(part) for part in samples]}
+
+
+@cache
+def list_operators(
+    shape: TransformerShape, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
+) -> Phases:
+    """Return the operators that each phase of a step calls, in any order; the optimizer's states are there already.
+
+    Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA tensors. The
+    optimizer is the device's.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not needed by ranks, which import this package
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step = TrainingStep(shape, batch=batch, context_length=context_length, precision=precision)
+        step.optimizer = adamw(step.model.parameters(), torch.device(device))
+        step.run()
+        actions = {
+            INFERENCE: step.infer,
+            FORWARD: step.forward,
+            BACKWARD: step.backward,
+            OPTIMIZER: step.optimizer_step,
+        }
+        return {name: record_operators(action) for name, action in actions.items()}
+
+
+def predict_seconds(rates: "Rates", operators: Phases, parts: Iterable[str]) -> float:
+    """Predict the seconds of these parts of a step: their operators at the device's rates, under autograd."""
+    parts = list(parts)
+    passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
+    counts = Counter((one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part])  # layers repeat
+    seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
+    return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))
