@@ -74,8 +74,7 @@ class Point:
 
     def describe(self) -> dict[str, Any]:
         """Fields by name as JSON has them, with tuples as lists."""
-        description: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return description
+        return dict(json.loads(json.dumps(asdict(self))))
 
     @property
     def ranks_key(self) -> tuple[Any, ...]:

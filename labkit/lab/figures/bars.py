@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Canvas
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
-from labkit.lab.units import column, format_value, label
+from labkit.lab.units import column, format_value
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
 LANE_INCHES, SPARE_INCHES = 0.3, 1.0  # height of a lane, and of the titles around a panel
@@ -37,9 +37,8 @@ class Bars(Figure):
         figure = Canvas(figsize=(width, style.PANEL_HEIGHT))
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=n_places)[0]
         marks: list[Mark] = []
-        for axis, (value, rows), places in zip(axes, panels, n_places, strict=True):
+        for axis, (title, rows), places in zip(axes, panels, n_places, strict=True):
             marks += self._draw_panel(axis, rows, colors)
-            title = style.panel_title(self.panel, value)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
             names = [style.name_text(name) for name in dict.fromkeys(rows[self.x])]
             style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
@@ -68,13 +67,8 @@ class Bars(Figure):
         boxes = [patch.get_bbox() for patch in bars.patches]
         if not self.stacked:
             style.draw_intervals(axis, rows["place"] + shift, rows, [style.TEXT] * len(rows))
-        return [
-            Mark(axis, *box.extents, self._text(row)) for box, row in zip(boxes, rows.to_dict("records"), strict=True)
-        ]
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        names = label(self.color, row[self.color]), label(self.x, row[self.x])
-        return mark_text(names, self.value, {self.value: row[self.value]} if self.stacked else row)
+        pairs = zip(boxes, rows.to_dict("records"), strict=True)
+        return [Mark(axis, *box.extents, self._text(row, has_interval=not self.stacked)) for box, row in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +82,10 @@ class Areas(Figure):
         figure, axes = style.panel_grid(len(panels))
         colors = style.colors([*self.order, *data[self.color]])
         layers = [name for name in colors if (data[self.color] == name).any()]
-        for axis, (value, rows) in zip(axes, panels, strict=True):
+        for axis, (title, rows) in zip(axes, panels, strict=True):
             table = rows.pivot_table(index=self.x, columns=self.color, values=self.value, aggfunc="sum", fill_value=0.0)
             heights = table.reindex(columns=layers, fill_value=0.0).to_numpy().T
             axis.stackplot(table.index, heights, colors=[colors[name] for name in layers], step="post", linewidth=0)
-            title = style.panel_title(self.panel, value)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value), grid="both")
             axis.set_xlim(table.index.min(), table.index.max())
             style.format_axis(axis.xaxis, self.x)
@@ -123,18 +116,18 @@ class Timeline(Figure):
         longest = data.reindex(columns=["high", self.value]).max(axis=1)
         reach = (data[self.x] + longest).max() * (1 + ROOM * has_values)
         marks: list[Mark] = []
-        for axis, (value, rows) in zip(axes, panels, strict=True):
+        for axis, (title, rows) in zip(axes, panels, strict=True):
             axis.set_xlim(0, reach)
             at = rows[self.lane].map(lanes.index)
             colored = rows[self.color].map(colors)
             axis.barh(at, rows[self.value], 0.76, rows[self.x], color=colored, linewidth=0)
             marks += self._finish_boxes(axis, at, rows, has_values)
-            style.finish_axes(axis, style.panel_title(self.panel, value), grid="x")
+            style.finish_axes(axis, title, grid="x")
             axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
             style.format_axis(axis.xaxis, self.value)
         axes[0].set_ylim(len(lanes) - 0.4, -0.6)
-        title = column(self.value).axis if has_values else "time since the first event"
-        figure.supxlabel(title, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
+        name = column(self.value).axis if has_values else "time since the first event"
+        figure.supxlabel(name, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
         style.add_legend(figure, self.color, style.patches(colors))
         return Plot(figure, data, marks)
 

@@ -25,7 +25,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.figures.style import ALL, FONT, GRID, PAGE, PALETTE, SOFT, TEXT, WIDTH
 from labkit.lab.metric import Metric, Results
 from labkit.lab.project import write_file
-from labkit.lab.units import counted, format_value
+from labkit.lab.units import counted, format_value, label
 
 _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumerate(PALETTE)} | {
     TEXT.lower(): "currentColor",
@@ -180,6 +180,11 @@ class Figure:
     def draw_rows(self, data: pd.DataFrame) -> Plot:
         """Draw rows that all have a value."""
         raise NotImplementedError
+
+    def _text(self, row: Mapping[str, Any], *, has_interval: bool = True) -> str:
+        """Return the text of a point or bar: its color, its place, its value."""
+        names = label(self.color, row[self.color]), label(self.x, row[self.x])
+        return mark_text(names, self.value, row if has_interval else {self.value: row[self.value]})
 
     def _tidy(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Select the rows that can be drawn and the columns of the figure; `ALL` becomes a column of empty texts."""

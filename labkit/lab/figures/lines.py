@@ -12,8 +12,8 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
-from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
-from labkit.lab.units import column, label
+from labkit.lab.figures.figure import Figure, Mark, Plot
+from labkit.lab.units import column
 
 MAX_LINES = 6  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
@@ -46,9 +46,8 @@ class Lines(Figure):
         panels = list(self._panels(rows))
         figure, axes = style.panel_grid(len(panels))
         marks: list[Mark] = []
-        for axis, (value, part) in zip(axes, panels, strict=True):
+        for axis, (title, part) in zip(axes, panels, strict=True):
             marks += self._draw_panel(axis, part, colors, markers)
-            title = style.panel_title(self.panel, value)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
             if names:
                 inches = float(figure.get_figwidth()) * 0.8 / min(len(panels), style.MAX_PANELS_IN_ROW)
@@ -61,13 +60,13 @@ class Lines(Figure):
         style.add_legend(figure, self.color, self._handles(data, colors, markers))
         return Plot(figure, data.drop(columns=AT), marks)
 
-    def _panels(self, data: pd.DataFrame) -> Iterator[tuple[Any, pd.DataFrame]]:
-        """Yield the rows of each panel, in several parts if they are too many lines."""
-        for value, rows in style.split_panels(data, self.panel):
+    def _panels(self, data: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
+        """Yield title and rows of each panel, in several parts if they are too many lines."""
+        for title, rows in style.split_panels(data, self.panel):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
-                yield value, rows[rows[self.color].isin(names[start : start + size])].sort_values([AT, self.color])
+                yield title, rows[rows[self.color].isin(names[start : start + size])].sort_values([AT, self.color])
 
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
@@ -82,18 +81,13 @@ class Lines(Figure):
         style.draw_intervals(axis, rows[AT], rows, [colors[name] for name in rows[self.color]])
         if self.value in RATIOS:
             axis.axhline(1, color=style.TEXT, linewidth=1.0, zorder=1)
-        return [
-            Mark(axis, row[AT], row[self.value], row[AT], row[self.value], self._text(row))
-            for row in rows.to_dict("records")
-        ]
+        places = [(row, row[AT], row[self.value]) for row in rows.to_dict("records")]
+        return [Mark(axis, x, y, x, y, self._text(row)) for row, x, y in places]
 
     def _has_lines(self, rows: pd.DataFrame) -> bool:
         """Return whether each color of a panel has one point at each number of the x axis."""
         keys = [name for name in (self.panel, self.x, self.color) if name in rows]
         return _has_numbers(rows[self.x]) and not rows.duplicated(keys).any()
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        return mark_text((label(self.color, row[self.color]), label(self.x, row[self.x])), self.value, row)
 
     def _place_ticks(self, axis: Axes, places: list[float]) -> None:
         if "x" in self.log:

@@ -111,16 +111,11 @@ def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
     axis.set_xlim(middle - half, middle + half)
 
 
-def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[Any, pd.DataFrame]]:
-    """Value and rows of each panel: numbers ascending, names in the order of the rows; (None, data) for one panel."""
+def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[str | None, pd.DataFrame]]:
+    """Title and rows of each panel: numbers ascending, names in the order of the rows; (None, data) for one panel."""
     if panel is None:
         return [(None, data)]
-    return list(data.groupby(panel, sort=is_numeric_dtype(data[panel])))
-
-
-def panel_title(panel: str | None, value: Any) -> str | None:
-    """Return the title of the panel of a value; None for a single panel."""
-    return None if panel is None else label(panel, value)
+    return [(label(panel, value), rows) for value, rows in data.groupby(panel, sort=is_numeric_dtype(data[panel]))]
 
 
 def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from labkit.bench.probe import PROBE, probed
 from labkit.lab.declaration import Lab
@@ -151,13 +151,14 @@ def launch_points(
     )
 
 
-def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> None:
-    """Measure, in a torchrun rank other than the first, the points that the first one chooses; write nothing."""
+def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> NoReturn:
+    """Measure, in a torchrun rank other than the first, the points that the first one chooses; write nothing; exit."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:
             for _ in launch_points(study, to_measure, plugins):
                 pass
+    raise SystemExit(0)
 
 
 def _details(failure: RankFailure | None) -> str:

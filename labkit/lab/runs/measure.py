@@ -22,14 +22,8 @@ from labkit.lab.runs.store import Run
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins, registered, with_plugin_names
 from labkit.machine.description import describe_machine
 from labkit.machine.load import load_before_measuring
-from labkit.parallel.ranks.torchrun import (
-    broadcast_from_first_rank,
-    describe_hosts,
-    is_job_rank,
-    job_rank,
-    job_store,
-    ranks_by_host,
-)
+from labkit.parallel.ranks import torchrun
+from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
 CALIBRATING = "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
@@ -67,7 +61,6 @@ def measure(
         header = _plan(study, config, profile, points)
         if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
-            raise SystemExit(0)
         with RunWriter.create(folder, header) as writer:
             on_start(writer.path)
             for point in points if unavailable else ():
@@ -102,7 +95,6 @@ def resume(
             raise ParameterError(f"{path}: cannot go on: {unavailable}")
         if job_rank() > 0:
             run_as_worker_rank(study, remaining, plugins)
-            raise SystemExit(0)
         with RunWriter.reopen(path) as writer:
             if Run.load(path).pending != run.pending:  # the run was read before its file was locked
                 raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
@@ -150,8 +142,8 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
 def _check_job() -> None:
     """ParameterError if the environment describes a job of ranks that torchrun has not started, or that is over."""
     try:
-        if is_job_rank():
-            job_store()
+        if torchrun.is_job_rank():
+            torchrun.job_store()
     except ValueError as error:
         raise ParameterError(str(error)) from None
 
@@ -194,7 +186,7 @@ def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | Non
         there = f"{header.machine.label} ({header.machine.host}, {instructions})"
         raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
     if header.ranks_by_host != layout:
-        there = describe_hosts(header.ranks_by_host)
+        there = torchrun.describe_hosts(header.ranks_by_host)
         raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
 
 
