@@ -74,10 +74,7 @@ def describe_calibration(run: Run) -> str:
 
 
 def _is_usable(run: Run, here: Machine) -> bool:
-    """Return whether a run is complete, of this machine, and has the large products and messages of predictions.
-
-    Cores and torch are the same, too: other ones multiply at another rate.
-    """
+    """Return whether a run is complete, of this machine, cores and torch, and large enough for predictions."""
     one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (run.header.machine, here))
     planned = run.header.planned.values()
     products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]

@@ -42,10 +42,7 @@ SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "
 
 
 class Piece(HTML):
-    """A piece of a page; its repr is text, for a console.
-
-    `on_page` is the form on a page, if that differs. `records` travel with the piece and are not displayed.
-    """
+    """A piece of a page, `on_page` if that differs; text in a console. `records` travel along unseen."""
 
     def __init__(self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None):
         super().__init__(html)
@@ -163,10 +160,7 @@ def render_source(studied: Any) -> Piece:
 
 
 def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
-    """Return a figure: a picture in a notebook, a drawing with values on hover on a page.
-
-    `alt` describes it to readers who do not see it, `file` names the file of its numbers.
-    """
+    """Return a figure, with values on hover on a page; `alt` describes it, `file` names the file of its numbers."""
     points, inches = plot.csv().encode(), plot.figure.get_figwidth()
     csv = base64.b64encode(points).decode() if len(points) <= MAX_CSV_BYTES else None
     image = base64.b64encode(plot.svg.encode()).decode()

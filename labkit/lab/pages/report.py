@@ -41,11 +41,7 @@ class LabResult:
 
 
 def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path) -> None:
-    """Refuse, before the first lab runs, parameters that a lab does not take and folders that take no files.
-
-    Raises:
-        ParameterError: with the parameter or the folder.
-    """
+    """Refuse wrong parameters and folders that take no files before the first lab runs. ParameterError names them."""
     folders = [output / "notebooks"]
     for study in studies:
         join_parameters(study, committed_notebook(study.name)[0], parameters)

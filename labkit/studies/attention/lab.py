@@ -1,8 +1,4 @@
-"""Attention: what it costs in time and memory, and which implementation is best here, from which length up.
-
-Each point is one problem (dtype, length, head dimension): implementations that pass the check against float64 take
-turns. A ratio divides an implementation's time for forward and backward by naive attention's in the same round.
-"""
+"""Attention: what it costs in time and memory, and which implementation is best here, from which length up."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -80,10 +76,7 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in float32 last.
-
-    Empty if naive attention was not measured at a length and at half of it.
-    """
+    """Time of both passes, growth per doubling and useful FLOP/s; naive attention last, nothing without its growth."""
     table = TIME.medians(results.frame)
     if table.empty:
         return table
@@ -114,10 +107,7 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
-
-    For the run's batch and its largest head dimension.
-    """
+    """Return naive attention's predicted peak in float32, with a margin, up to the first length that does not fit."""
     frame, rows = results.frame, list[dict[str, Any]]()
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()

@@ -1,9 +1,4 @@
-"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and in as little memory.
-
-A small convolutional net is trained by several ranks, once per seed and implementation, after its first updates are
-compared with one process. Each seed is one sample: results after the last epoch, the median time of an epoch, and the
-peak memory are compared with torch's.
-"""
+"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and in as little memory."""
 
 import os
 from collections.abc import Callable

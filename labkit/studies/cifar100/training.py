@@ -71,10 +71,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum of their losses.
-
-        The loss is the mean over the images of all ranks, which have equally many.
-        """
+        """Take a step on this rank's images; return the sum of their losses. The loss is the mean over all ranks."""
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
         batches = list(zip(images.split(self.recipe.batch), labels.split(self.recipe.batch), strict=True))
@@ -125,10 +122,7 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of all.
-
-    Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
-    """
+    """Add losses, correct images and all images to `sums` (3,), one by one: a GPU stacks no number of the host."""
     sums[0] += cross_entropy(logits, target, reduction="sum")
     sums[1] += (logits.argmax(1) == target).sum()
     sums[2] += len(target)

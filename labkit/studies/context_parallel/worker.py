@@ -1,8 +1,4 @@
-"""What every rank runs for a point of the lab on context parallelism: check attention over ranks, then time it.
-
-Output and gradients are joined over ranks and compared with float64 (`labkit.nn.attention_problem`). Then all ways take
-turns, both passes together; then the allocator's peak, one way after the other.
-"""
+"""Worker of the lab on context parallelism: check attention over ranks against float64, then time both passes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

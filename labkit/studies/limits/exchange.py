@@ -47,10 +47,7 @@ def exchange(point: TimedPoint, sizes: Sequence[int], device: str) -> Iterator[d
 
 
 def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: one message to the next rank, several in a row, and one to every other rank.
-
-    Long messages are sent in pieces, as algorithms send them: the second is in flight while the first is added.
-    """
+    """Steps and their depth: a message to the next rank, several in a row, one to every rank; long ones in pieces."""
     ranks, rank = via.world_size, via.rank
     length = via.piece_bytes(ranks) // tensor.itemsize
     sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)

@@ -1,8 +1,4 @@
-"""The limits of this machine: arithmetic, memory, threads and messages at best, and which limit binds what.
-
-Simple operators are timed at several sizes, one sweep per point. A run is also the machine's calibration, from which
-other labs predict times.
-"""
+"""The limits of this machine: arithmetic, memory, threads, messages. A run is also the machine's calibration."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,8 +1,4 @@
-"""Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing.
-
-A measured peak is the allocator's. Counting (`counting.py`) a named model allocates nothing, so models are counted
-that this machine cannot hold. A checkpoint point has counted peaks and times by segment length.
-"""
+"""Worker of the memory lab: measured peaks, peaks counted with fake tensors, checkpointing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

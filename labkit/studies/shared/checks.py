@@ -95,10 +95,7 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and tensor, or None.
-
-    A collective: every rank has a deviation for each name, and gets the same text.
-    """
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first one, or None. A collective."""
     local = ((index, *one) for index, one in enumerate(deviations) if one[0] != RIGHT)
     place = first_failing_rank(next(local, (RIGHT, 0, 0, 0)))
     if place is None:
@@ -166,10 +163,7 @@ class Reference:
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
-        """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective.
-
-        All ranks get the same: "wrong: rank 1, layers.0.weight, element 5: expected 0.5, got 0.25".
-        """
+        """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective."""
         errors, deviations = zip(*(self._compare(parameters.get(name), name) for name in self.expected), strict=True)
         return max_over_ranks(max(errors)), describe_first(list(self.expected), deviations) or "ok"
 
