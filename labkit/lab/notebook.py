@@ -94,9 +94,8 @@ class OpenLab:
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             if alternatives or models:
-                raise ParameterError(
-                    f"run = {self.parameters.run!r} is plotted, not measured: set run = None to measure yours"
-                )
+                run = self.parameters.run
+                raise ParameterError(f"run = {run!r} is plotted, not measured: set run = None to measure yours")
             self._read_run()
             display(cards.coverage(self.run))
         else:

@@ -67,11 +67,9 @@ def machine_card(machine: Machine) -> Piece:
 
 def machine_rows(machine: Machine) -> dict[str, str]:
     """Return facts about a machine by name."""
-    gpus = [
-        f"{f'{count}x ' * (count > 1)}{gpu.name}, {format_bytes(gpu.memory_bytes)}, "
-        f"compute capability {gpu.compute_capability}"
-        for count, gpu in machine.gpu_counts
-    ]
+    names = [(f"{count}x {gpu.name}" if count > 1 else gpu.name, gpu) for count, gpu in machine.gpu_counts]
+    form = "{}, {}, compute capability {}".format
+    gpus = [form(name, format_bytes(gpu.memory_bytes), gpu.compute_capability) for name, gpu in names]
     is_here = machine.identity == describe_machine().identity
     rows = {"Machine": machine.label + ("" if is_here else " (a recorded run, not measured here)")}
     if machine.gpus or machine.cpu_quota:  # else the label says it

@@ -148,15 +148,7 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer]) -> RunRecord:
         is_busy=bool(is_busy.any() and busy_share >= BUSY_SHARE),
         python=_joined_code(run),
         answers=[
-            AnswerRecord(
-                lab=lab.name,
-                lab_title=lab.title,
-                id=question.id,
-                text=question.text,
-                topic=question.topic,
-                is_expected=question.is_expected,
-                **{name: value for name, value in vars(answers[question.id]).items() if name != "table"},
-            )
+            AnswerRecord(lab=lab.name, lab_title=lab.title, **vars(question) | vars(answers[question.id]))
             for question in lab.questions
         ],
     )

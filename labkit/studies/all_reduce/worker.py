@@ -89,8 +89,8 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         rows[name] = {"algorithm": algorithm}
         if point.sweep == "transports":
             rows[name]["transport"] = transport or algorithm
-        if transport == SHARED and transport_in_use()[0] != SHARED:
-            rows[name]["not_measured"] = transport_in_use()[1]
+        if transport == SHARED and (in_use := transport_in_use())[0] != SHARED:
+            rows[name]["not_measured"] = in_use[1]
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         algorithm, _, transport = name.partition(OVER)

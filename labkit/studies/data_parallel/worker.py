@@ -64,20 +64,11 @@ class DataParallelPoint(ModelPoint):
 def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of one point: seconds by wrapper and phase, peak bytes, or boxes of a timeline."""
     device = use_device(point.device)
-    workload = build_workload(
-        ResNet50 if point.workload == RESNET50 else SIZES[point.workload],
-        batch=point.batch,
-        context_length=point.context_length,
-        image_size=point.image_size,
-        device=device,
-        seed=point.batch_seed(dist.get_rank()),
-    ).copied()
-    if point.sweep in ONE_BY_ONE:
-        yield from _look_at_each(point, workload, device)
-    elif point.sweep == "accumulation":
-        yield from _time_accumulation(point, workload, device)
-    else:
-        yield from _time_steps(point, workload, device)
+    model = ResNet50 if point.workload == RESNET50 else SIZES[point.workload]
+    sizes = {name: getattr(point, name) for name in ("batch", "context_length", "image_size")}
+    workload = build_workload(model, **sizes, device=device, seed=point.batch_seed(dist.get_rank())).copied()
+    sweeps = {"accumulation": _time_accumulation} | dict.fromkeys(ONE_BY_ONE, _look_at_each)
+    yield from sweeps.get(point.sweep, _time_steps)(point, workload, device)
 
 
 def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
@@ -117,12 +108,7 @@ def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = Fa
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
     """Return the gradients that wrappers should compute: the mean over ranks of the bare model's."""
     local = make_trainer(LOCAL, workload, device)
-    return local_means(dict(local.model.named_parameters()), partial(accumulate, local, micro_batches))
-
-
-def _check(trainer: Trainer, run: Callable[[], None], expected: list[Tensor]) -> dict[str, Any]:
-    error, verdict = check_gradients(dict(trainer.model.named_parameters()), run, expected)
-    return {"error": error, "check": verdict}
+    return local_means(local.model, partial(accumulate, local, micro_batches))
 
 
 def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
@@ -135,7 +121,7 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
         if name == LOCAL:
             trainer.run()  # a warm-up; the other alternatives have theirs in their check
             return {"check": "ok"}, trainer.phases
-        return _check(trainer, partial(accumulate, trainer), expected), trainer.phases
+        return check_gradients(trainer.model, partial(accumulate, trainer), expected), trainer.phases
 
     rows = {name: _describe(name) for name in point.alternatives}
     for row in rows.values():
@@ -155,7 +141,7 @@ def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str
         wrapper, _, averaged = name.partition(", ")
         trainer = make_trainer(wrapper, workload, device)
         run = partial(accumulate, trainer, point.micro_batches, only_last=averaged == LAST)
-        return _check(trainer, run, expected), partial(run, then_update=True)
+        return check_gradients(trainer.model, run, expected), partial(run, then_update=True)
 
     rows = {
         f"{name}, {averaged}": _describe(name) | {"averaged_after": averaged}

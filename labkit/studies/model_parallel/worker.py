@@ -117,11 +117,11 @@ class Problem:
         trainer = make(self)
         for _ in range(STEPS):
             trainer.step()
-        error, verdict = self.reference.check({key: value.detach() for key, value in trainer.gather().items()})
-        if verdict != "ok":
-            return {"error": error, "check": verdict}
+        columns = self.reference.check({key: value.detach() for key, value in trainer.gather().items()})
+        if columns["check"] != "ok":
+            return columns
         trainers[name] = trainer
-        return {"error": error, "check": verdict, **_describe(self.point, name, trainer)}
+        return columns | _describe(self.point, name, trainer)
 
 
 def gather_parts(model: nn.Module, parts: Iterable[tuple[nn.Module, int]]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import pandas as pd
 from pydantic import Field
@@ -43,10 +44,9 @@ def points(config: PrecisionConfig, machine: Machine) -> Iterator[PrecisionPoint
     present = ["cpu", "cuda"] if machine.gpus else ["cpu"]
     devices = present if config.device == "auto" else [config.device]
     for device in devices:
-        common: dict[str, Any] = {"device": device, "seed": config.seed, "timeout_s": config.timeout_s}
-        yield PrecisionPoint(part=ACCUMULATION, term=config.term, additions=config.additions, **common)
-        for name in (FULL, "bfloat16", "float16"):
-            yield PrecisionPoint(part=DTYPES, precision=name, **common)
+        point = partial(PrecisionPoint, device=device, seed=config.seed, timeout_s=config.timeout_s)
+        yield point(part=ACCUMULATION, term=config.term, additions=config.additions)
+        yield from (point(part=DTYPES, precision=name) for name in (FULL, "bfloat16", "float16"))
     precisions = (FULL, *config.precisions)
     for model in sorted(config.models, key=list(SIZES).index):
         yield PrecisionPoint.of(config, part=SPEED, device=devices[-1], model=model, precisions=precisions)

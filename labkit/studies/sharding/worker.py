@@ -100,8 +100,7 @@ def _check(
     for _ in range(STEPS):
         with recorded_traffic() as calls:
             trainer.run()
-    error, verdict = reference.check(whole_parameters(trainer.model))
-    return {"error": error, "check": verdict}, trainer, calls
+    return reference.check(whole_parameters(trainer.model)), trainer, calls
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:

@@ -53,12 +53,12 @@ ROUNDING = 1e-6
 """Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them says nothing."""
 
 
-def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor]:
+def local_means(model: nn.Module, run: Run) -> list[Tensor]:
     """Expected gradients: the mean over ranks of those that `run` computes on the bare model, summed in float64."""
     with deterministic_math():
         run()
     means = []
-    for local in _take_gradients(parameters.values()):
+    for local in _take_gradients(model.parameters()):
         assert local is not None, "the model uses every parameter"
         total = local.double()
         dist.all_reduce(total)
@@ -66,18 +66,20 @@ def local_means(parameters: Mapping[str, nn.Parameter], run: Run) -> list[Tensor
     return means
 
 
-def check_gradients(parameters: Mapping[str, nn.Parameter], run: Run, means: Sequence[Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of the gradients that `run` computes, and "ok" or what is wrong, on all ranks.
+def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict[str, Any]:
+    """Return `error`, the largest relative one of gradients that `run` computes, and `check`, "ok" or what is wrong.
 
-    `parameters` are all of the wrapped model, by name, `means` from `local_means`. Parameters lose their gradients.
+    `model` is wrapped, and loses its gradients; `means` are from `local_means`. All ranks get the same.
     """
+    parameters = dict(model.named_parameters())
     if len(parameters) != len(means):
-        return math.inf, f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
+        wrong = f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
+        return {"error": math.inf, "check": wrong}
     with deterministic_math():
         run()
         error = largest_error(_take_gradients(parameters.values()), means)
         complete = check_completeness(parameters, run)
-    return error, verdict(error, TOLERANCES["float32"]) if complete == "ok" else complete
+    return {"error": error, "check": verdict(error, TOLERANCES["float32"]) if complete == "ok" else complete}
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
@@ -162,10 +164,10 @@ class Reference:
     scales: Mapping[str, float]
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
-    def check(self, parameters: Mapping[str, Tensor]) -> tuple[float, str]:
-        """The largest relative error of any rank, and "ok" or where the first failing rank is wrong. A collective."""
+    def check(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """`error`, the largest of any rank; `check`, "ok" or where the first failing rank is wrong. A collective."""
         errors, deviations = zip(*(self._compare(parameters.get(name), name) for name in self.expected), strict=True)
-        return max_over_ranks(max(errors)), describe_first(list(self.expected), deviations) or "ok"
+        return {"error": max_over_ranks(max(errors)), "check": describe_first([*self.expected], deviations) or "ok"}
 
     def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:
         """Return the relative error of a parameter, and its worst element if that is wrong."""
