@@ -72,11 +72,7 @@ class Pair:
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
-    """Load runs by path or name, or all below a folder; also return files left out, with the reason.
-
-    Damaged files and copies are left out. ParameterError for a name without a run, a folder without runs, and fewer
-    than two runs.
-    """
+    """Load runs by path, name or folder, and list damaged files and copies. ParameterError for fewer than two."""
     paths: dict[Path, None] = {}
     excluded: dict[str, str] = {}
     for name in names:

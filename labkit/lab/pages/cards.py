@@ -42,7 +42,7 @@ SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "
 
 
 class Piece(HTML):
-    """A piece of a page, `on_page` if that differs; text in a console. `records` travel along unseen."""
+    """A piece of a page, with another form `on_page` if given. Its repr is text; `records` are not displayed."""
 
     def __init__(self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None):
         super().__init__(html)

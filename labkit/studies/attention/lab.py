@@ -76,7 +76,7 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes, growth per doubling and useful FLOP/s; naive attention last, nothing without its growth."""
+    """Time of both passes, growth per doubling, useful FLOP/s; naive attention last. Empty without naive growth."""
     table = TIME.medians(results.frame)
     if table.empty:
         return table

@@ -122,7 +122,7 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add losses, correct images and all images to `sums` (3,), one by one: a GPU stacks no number of the host."""
+    """Add losses, correct images and all images to `sums` (3,), one by one: their devices may differ."""
     sums[0] += cross_entropy(logits, target, reduction="sum")
     sums[1] += (logits.argmax(1) == target).sum()
     sums[2] += len(target)

@@ -224,25 +224,22 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Time all-reduces, one by recursive doubling to show the cost of a call; messages in a row, and at once."""
-    by_torch = NCCL if point.backend == "nccl" else GLOO
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {by_torch: dist.all_reduce}
+    ways: dict[str, tuple[Callable[[torch.Tensor], Any], str]]
+    ways = {NCCL if point.backend == "nccl" else GLOO: (dist.all_reduce, POINT_TO_POINT)}
     all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport
-    transports = {by_torch: POINT_TO_POINT}
     if transport_in_use(device=torch.device(device))[0] == SHARED:
-        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED)
-        transports[SHARED_MEMORY] = SHARED
+        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED), SHARED
     for n_bytes in point.sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
         rows, calls = dict[str, dict[str, Any]](), dict[str, Callable[[], Any]]()
-        for name, way in ways.items():
+        for name, (way, transport) in ways.items():
             check = row_of(name, partial(_check, way, tensor), device=device)
             every = {ALL_REDUCE: partial(way, tensor)}
             if check["check"] == "ok":
-                via = find_transport(None, torch.device(device), transports[name])
+                via = find_transport(None, torch.device(device), transport)
                 for what, (steps, depth) in _messages(via, tensor).items():
                     every[what] = partial(via.run, steps, depth)
-                doubling = partial(recursive_doubling_all_reduce, op="sum", transport=transports[name])
-                every[DOUBLING] = partial(doubling, tensor)
+                every[DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
             for what, call in every.items():
                 calls[f"{name}, {what}"] = call
                 rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check

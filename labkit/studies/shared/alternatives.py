@@ -125,7 +125,7 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`timed_rows` by name, after `check` has returned columns and action; not of rows with `not_measured`."""
+    """`timed_rows`, after `check` has returned each one's columns and action; `not_measured` rows stay as they are."""
     checked, actions = dict[str, dict[str, Any]](), dict[str, Action | Mapping[str, Action]]()
 
     def check_one(name: str) -> Mapping[str, Any]:
