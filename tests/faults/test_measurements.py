@@ -3,16 +3,20 @@
 tests/parallel/test_leftovers.py kills processes at more moments.
 """
 
+import errno
 import json
+import os
 import resource
 import signal
 
 import psutil
 import pytest
 
+from labkit.lab.runs.records import RunFileError, RunWriter
 from tests.commands import mounted
 from tests.faults.check import settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
+from tests.lab.fake_lab import FakePoint, header
 
 LATER = (INSIDE, SHARED, WRITING, BETWEEN)  # the last may cost the next point instead
 # The fault of a rank: how its point may end, words of the reason, moments.
@@ -32,11 +36,10 @@ RANKS = {
 # Moments at which the parent is hit: finished points by then, of three.
 PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 NO_MOUNT = "a separate file system needs the right to mount one"
-QUICK = {("raises", BEFORE), (signal.SIGKILL, BETWEEN)}
 
 
 def cell(case, moment):
-    marks = [] if (case, moment) in QUICK else [pytest.mark.faults]
+    marks = [] if (case, moment) == (signal.SIGKILL, BETWEEN) else [pytest.mark.faults]
     return pytest.param(case, moment, marks=marks, id=f"{getattr(case, 'name', case)}, {moment}")
 
 
@@ -134,10 +137,8 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
     resume(hit, run)
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [("size=4k", "No space left"), pytest.param("ro", "Read-only file system", marks=pytest.mark.faults)],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize(("option", "words"), [("size=4k", "No space left"), ("ro", "Read-only file system")])
 def test_a_disk_that_takes_nothing_more(victim, option, words):
     hit = victim()
     runs = hit.folder / "runs"
@@ -145,6 +146,19 @@ def test_a_disk_that_takes_nothing_more(victim, option, words):
     prefix = mounted(f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}") or pytest.skip(NO_MOUNT)
     hit.start(*settings(moment=WRITING, action="writes much"), prefix=prefix)
     assert "faulty" in refused(hit, words)  # the place
+
+
+def test_a_run_that_cannot_be_written_is_an_error_that_names_it(tmp_path, monkeypatch):
+    point = FakePoint(action="fine", size=1)
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunWriter.create(tmp_path, header([point])) as writer:
+        monkeypatch.setattr(os, "write", refuse)
+        with pytest.raises(RunFileError, match=f"{writer.path}: .*No space left"):
+            writer.add_row(point, 0, {"value": 1.0})
+        monkeypatch.undo()
 
 
 @pytest.mark.faults

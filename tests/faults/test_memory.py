@@ -11,6 +11,7 @@ import pytest
 from tests.faults.check import settings, until
 from tests.faults.worker import INSIDE, SHARED, WRITING
 
+pytestmark = pytest.mark.faults
 LIMIT_MIB = 1536  # the command line, its fork server and two ranks take less than half of it
 MOUNTS = {"memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")}
 MOUNTS[""] = ("/sys/fs/cgroup", "memory.max", "memory.swap.max")
@@ -55,9 +56,7 @@ def _removed(folder):
     return not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "moment", [SHARED, pytest.param(INSIDE, marks=pytest.mark.faults), pytest.param(WRITING, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize("moment", [SHARED, INSIDE, WRITING])
 def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup, moment):
     hit = victim().start(*settings(action="fills memory", moment=moment, timeout_s=600.0), prefix=cgroup)
     status, said = hit.finish()
@@ -71,7 +70,6 @@ def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup,
     hit.assert_nothing_left()
 
 
-@pytest.mark.faults
 def test_a_parent_that_the_kernel_kills_keeps_what_was_measured(victim, cgroup):
     hit = victim()
     asked = settings(action="fills memory, the parent first", moment=INSIDE, timeout_s=600.0)

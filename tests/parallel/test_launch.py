@@ -199,13 +199,13 @@ def test_two_threads_may_launch_at_once() -> None:
 # Failures
 
 
-def failing(how: Callable[[], None]) -> Callable[[str], Iterator[dict[str, Any]]]:
+def failing(how: Callable[[str], None]) -> Callable[[str], Iterator[dict[str, Any]]]:
     """A worker that yields a row, then does that on rank 1 while rank 0 waits for it in a collective."""
 
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"pid": os.getpid()}
-        if point == "fails" and dist.get_rank() == 1:
-            how()
+        if point != "works" and dist.get_rank() == 1:
+            how(point)
         dist.barrier()
 
     return worker
@@ -236,32 +236,32 @@ exit_3: Callable[[], Any] = partial(os._exit, 3)
 get_killed: Callable[[], Any] = partial(signal.raise_signal, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        (raise_error, "failed", "rank 1: ValueError: a bad size"),
-        (partial(sys.exit, "enough"), "failed", "rank 1: SystemExit: enough"),
-        (lose_peer, "failed", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
-        (exit_3, "failed", "rank 1 exited with code 3"),
-        (get_killed, "failed", "rank 1 was killed by SIGKILL"),
-        (raise_memory_error, "oom", "rank 1: MemoryError"),
-        (partial(torch.empty, 1 << 60), "oom", None),
-    ],
-)
-def test_a_failure_costs_its_point_and_the_next_gets_new_ranks(
-    how: Callable[[], None], status: str, reason: str | None
-) -> None:
-    rows, ends = drain(failing(how), ["works", "fails", "works"], world_size=2)
-    assert [end.status for end in ends] == ["ok", status, "ok"]
-    failed = ends[1]
-    assert failed.failure is not None
-    assert failed.failure.rank == 1
-    assert failed.reason == failed.failure.message
-    assert reason is None or failed.reason == reason
-    pids = [{row.values["pid"] for row in rows if row.index == index} for index in range(3)]
-    assert pids[0] == pids[1]  # and the rows of the failed point were handed over
-    assert not pids[1] & pids[2]
-    assert all(is_gone(pid) for pid in pids[0] | pids[2])
+FAILURES: dict[str, tuple[Callable[[], None], str, str | None]] = {
+    "raises": (raise_error, "failed", "rank 1: ValueError: a bad size"),
+    "ends": (partial(sys.exit, "enough"), "failed", "rank 1: SystemExit: enough"),
+    "loses its peer": (lose_peer, "failed", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
+    "exits": (exit_3, "failed", "rank 1 exited with code 3"),
+    "is killed": (get_killed, "failed", "rank 1 was killed by SIGKILL"),
+    "has no memory": (raise_memory_error, "oom", "rank 1: MemoryError"),
+    "takes too much": (partial(torch.empty, 1 << 60), "oom", None),
+}
+
+
+def test_a_failure_costs_its_point_and_the_next_gets_new_ranks() -> None:
+    points = [point for name in FAILURES for point in ("works", name)] + ["works"]
+    rows, ends = drain(failing(lambda point: FAILURES[point][0]()), points, world_size=2)
+    pids = [{row.values["pid"] for row in rows if row.index == index} for index in range(len(points))]
+    for number, (name, (_, status, reason)) in enumerate(FAILURES.items()):
+        worked, failed = ends[2 * number : 2 * number + 2]
+        assert (worked.status, failed.status) == ("ok", status), name
+        assert failed.failure is not None
+        assert failed.failure.rank == 1
+        assert failed.reason == failed.failure.message
+        assert reason is None or failed.reason == reason
+        assert pids[2 * number] == pids[2 * number + 1]  # and the rows of the failed point were handed over
+        assert not pids[2 * number] & pids[2 * number + 2]
+    assert ends[-1].status == "ok"
+    assert all(is_gone(pid) for pid in set.union(*pids))
 
 
 def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
@@ -282,29 +282,28 @@ def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -
         yield {"name": name, "reason": None}
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        (raise_here, "failed: here"),
-        (exit_3, "failed: rank 1 exited with code 3"),
-        (os.abort, "failed: rank 1 was killed by SIGABRT"),
-    ],
-)
-def test_a_point_is_measured_again_without_the_alternative_that_failed(how: Callable[[], None], reason: str) -> None:
-    alternatives: dict[str, Callable[[], None]] = {"first": int, "second": how, "third": int, "fourth": how}
+def test_a_point_is_measured_again_without_the_alternatives_that_failed() -> None:
+    alternatives: dict[str, Callable[[], None]] = {
+        "first": int,
+        "a": raise_here,
+        "b": exit_3,
+        "other": int,
+        "c": os.abort,
+    }
+    reasons = {
+        "a": "failed: here",
+        "b": "failed: rank 1 exited with code 3",
+        "c": "failed: rank 1 was killed by SIGABRT",
+    }
     items = list(launch(partial(one_after_another, alternatives), ["fails", "works"], world_size=2))
     retries = [item for item in items if isinstance(item, Retry)]
-    assert [(item.index, item.alternative, item.reason) for item in retries] == [
-        (0, "second", reason),
-        (0, "fourth", reason),
-    ]
+    assert [(item.index, item.alternative, item.reason) for item in retries] == [(0, *each) for each in reasons.items()]
     last = items.index(retries[-1])
     measured = [item.values for item in items[last:] if isinstance(item, Row) and item.index == 0 and item.rank == 0]
-    expected = {"first": None, "second": reason, "third": None, "fourth": reason}
-    assert {row["name"]: row["reason"] for row in measured} == expected
+    assert {row["name"]: row["reason"] for row in measured} == {"first": None, "other": None} | reasons
     assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok", "ok"]
     after = [item.values["reason"] for item in items if isinstance(item, Row) and item.index == 1]
-    assert after == [None] * 8  # the next point is measured with all of them
+    assert after == [None] * 10  # the next point is measured with all of them
 
 
 @pytest.mark.parametrize(
@@ -329,7 +328,7 @@ def test_a_point_is_not_measured_again_for_ever() -> None:
 
 def test_an_exception_comes_with_its_traceback_and_the_last_output() -> None:
     lines: list[str] = []
-    _, ends = drain(failing(raise_error), ["fails"], world_size=2, on_output=lines.append)
+    _, ends = drain(failing(lambda point: raise_error()), ["fails"], world_size=2, on_output=lines.append)
     failure = ends[0].failure
     assert failure is not None
     assert "in raise_error" in failure.traceback
@@ -429,6 +428,19 @@ def test_a_rank_that_dies_between_two_points_costs_none() -> None:
             os.kill(pids[1], signal.SIGKILL)
             time.sleep(1.0)  # until it is reported
     assert statuses == ["ok", "ok"]
+
+
+def test_ranks_that_do_not_start_are_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, failed = tmp_path / "labkit_failing_module.py", tmp_path / "failed"
+    module.write_text("def answer(point): yield {}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = importlib.import_module("labkit_failing_module").answer
+    text = f"import os\nif not os.path.exists({str(failed)!r}):\n    open({str(failed)!r}, 'w')\n    raise ValueError\n"
+    module.write_text(text + module.read_text())
+    _, ends = drain(answer, [1, 2], world_size=1)
+    assert [end.status for end in ends] == ["ok", "ok"]
+    assert failed.exists()
+    del sys.modules["labkit_failing_module"]
 
 
 def test_ranks_that_cannot_start_end_every_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
@@ -127,7 +128,6 @@ ACTIVITIES = ("blocked", "asleep", "child", "forks", "GIL")
 QUICK = {
     ("Ctrl-C to all", "asleep"),
     ("ranks stopped, parent killed", "child"),
-    ("leader, then parent killed", "forks"),
 }
 
 
@@ -160,19 +160,6 @@ def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Sc
     script.assert_nothing_left()
 
 
-def test_a_killed_server_costs_a_point_and_no_child_is_in_the_callers_process_group(script: Script) -> None:
-    """A Jupyter kernel waits at its end for children in its process group."""
-    script.start("blocked", "works")
-    script.wait_for_rows()
-    assert os.getpgid(script.ids["server"]) == script.ids["server"]
-    script.signal(signal.SIGKILL, "server", "leader")
-    output, errors = script.process.communicate(timeout=60)
-    assert script.process.returncode == 0, errors
-    assert "status='failed', message='the fork server of the ranks was killed'" in output
-    assert ") ok\n" in output  # with a new server
-    script.assert_nothing_left()
-
-
 # In this process
 
 
@@ -201,6 +188,30 @@ def own_server() -> Iterator[None]:
         for control, server in servers:
             control.close()
             server.wait()
+
+
+@pytest.mark.usefixtures("own_server")
+def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(temporary: Path) -> None:
+    """A Jupyter kernel waits at its end for children in its process group."""
+
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        yield {"pid": os.getpid(), "leader": os.getppid()}
+        if point == "blocked":
+            dist.recv(torch.ones(1), src=1 - dist.get_rank())
+
+    server, rows, ends = fork_server.start_server(), list[Row](), list[PointEnd]()
+    assert os.getpgid(server) == server
+    for item in launch(worker, ["blocked", "works"], world_size=2):
+        rows += [item] if isinstance(item, Row) else []
+        ends += [item] if isinstance(item, PointEnd) else []
+        if len(rows) == 2 and not ends:
+            os.kill(server, signal.SIGKILL)
+            os.kill(rows[0].values["leader"], signal.SIGKILL)
+    assert [end.status for end in ends] == ["failed", "ok"]
+    assert ends[0].reason == "the fork server of the ranks was killed"
+    assert fork_server.start_server() != server
+    assert wait_until(lambda: all(is_gone(row.values["pid"]) for row in rows))
+    assert not list(temporary.glob("labkit-*"))
 
 
 def report_and_sleep(point: None) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from labkit.costs.transformer import SIZES
 from labkit.nn.transformer import Transformer
 from labkit.parallel.context import ring_attention
-from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.launch import PointEnd, RankError, launch, run_ranks
 from labkit.parallel.pipeline import Pipeline
+from labkit.parallel.ranks import group
 from labkit.parallel.ranks.results import death_failure, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
 from labkit.parallel.tensor import tensor_parallel
+from tests.cases import thinned
 from tests.parallel.waiting import is_gone, wait_until
 
 SCORE = Path("/proc/self/oom_score_adj")
@@ -37,6 +40,13 @@ def test_a_kill_is_for_memory_if_the_kernel_counted_one(
     options = {"output_tail": "", "stacks": "", "alternative": "one", "is_memory_full": is_memory_full}
     failure = death_failure(1, -number, 0.0, **options)
     assert (failure.status, failure.message, failure.is_consequence, failure.blamed) == (status, message, False, None)
+
+
+def test_a_kill_that_the_kernel_counts_during_the_point_is_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "oom_kills", count().__next__)
+    (end,) = launch(lambda _: signal.raise_signal(signal.SIGKILL), [None], world_size=1)
+    assert isinstance(end, PointEnd)
+    assert (end.status, end.reason) == ("oom", "rank 0 was killed by SIGKILL: out of memory, by the kernel")
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:
@@ -80,8 +90,11 @@ def _fail_in(part: str, how: str, folder: Path) -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
-@pytest.mark.parametrize("part", ["tensor", "pipeline", "context"])
+FAILURES = list(product(("tensor", "pipeline", "context"), ("raises", "dies")))
+QUICK = (("tensor", "raises"), ("pipeline", "dies"), ("context", "raises"))
+
+
+@pytest.mark.parametrize(("part", "how"), thinned(FAILURES, lambda *case: case in QUICK))
 def test_a_rank_that_fails_in_a_model_parallel_step_is_named_and_leaves_nothing(
     part: str, how: str, tmp_path: Path
 ) -> None:
