@@ -1,9 +1,9 @@
-"""The tour, and all labs at profile `smoke`, one after the other in one process: `python -m tests.smoke FOLDER`.
+"""The tour, and the pages of all labs, one after the other in one process: `python -m tests.smoke FOLDER FORK_SERVER`.
 
 The cells, in IPython, the pages and the index are those of `labkit report`; without a kernel and its imports for each
-lab, and the fork server of all labs has what their workers import. What is left out is papermill's and the kernel's:
-`tests/test_adding_a_lab.py` reports by command, and `make test-all` all labs, and the tour by papermill. The model
-called nano is a ninth of it, so runs belong in a $LABKIT_HOME of their own, where nobody takes them for others.
+lab, and the fork server may be one that has what all workers import. Some labs measure at profile `smoke`, with half of
+its rounds, and the rest draw their recorded runs. What is left out is papermill's and the kernel's:
+`tests/test_adding_a_lab.py` reports by command, and `make test-all` measures all labs, the tour by papermill.
 """
 
 import gc
@@ -25,15 +25,14 @@ from traitlets.config import Config
 
 from labkit.lab.pages.record import write_index
 from labkit.lab.pages.report import export_page
-from labkit.lab.project import notebook_path, notebooks_directory
+from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory
 from labkit.studies import LABS, load_lab
-from tests import small_nano  # noqa: F401  which makes nano small
-from tests.fork_server import preload
+from tests.fork_server import borrow, preload
 
 PROGRAM = sys.modules["__main__"]
 TOUR = notebooks_directory() / "00_start_here.ipynb"
-
-preload("tests.small_nano")
+MEASURED = ("limits", "training_step", "precision", "all_reduce", "sync_batchnorm", "tuned_step")
+"""Labs that take a second or two; the others' pages are those of their recorded runs."""
 
 
 class _Publisher(DisplayPublisher):
@@ -74,7 +73,7 @@ class _Shell(InteractiveShell):
 def execute(source: Path, shell: InteractiveShell, notebook: Path, **parameters: Any) -> None:
     """Every cell of a notebook; raises what a cell raises."""
     node = load_notebook_node(str(source))
-    node = parameterize_notebook(node, {"profile": "smoke"} | parameters, kernel_name="python3")
+    node = parameterize_notebook(node, parameters, kernel_name="python3")
     sys.modules["__main__"] = PROGRAM  # the ranks' own, which a shell would be
     shell.reset(new_session=True)
     for cell in node.cells:
@@ -89,21 +88,27 @@ def execute(source: Path, shell: InteractiveShell, notebook: Path, **parameters:
     nbformat.write(node, notebook)
 
 
-def main(folder: Path) -> None:
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the fork server, which loads tests.small_nano
+def main(folder: Path, fork_server: Path) -> None:
+    """Write the pages; by the fork server that another process lends, if it lends one."""
+    if fork_server.exists():
+        borrow(fork_server)
+    else:
+        preload()
     shell = _Shell.instance(config=Config(HistoryManager={"enabled": False}))
     (folder / "notebooks").mkdir(parents=True)
     gc.freeze()  # modules stay: each shell that is emptied looks for garbage
     os.chdir(folder)  # notebooks run from any directory
-    execute(TOUR, shell, folder / "notebooks" / TOUR.name, repeats=6)
+    execute(TOUR, shell, folder / "notebooks" / TOUR.name, repeats=3)
     for lab in LABS:
         notebook = folder / "notebooks" / f"{lab}.ipynb"
         study = load_lab(lab)
+        (recorded,) = (recorded_directory() / lab).glob("*.jsonl")
         fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
-        execute(notebook_path(lab), shell, notebook, config=fewer)
+        parameters = {"profile": "smoke", "config": fewer} if lab in MEASURED else {"run": recorded.stem}
+        execute(notebook_path(lab), shell, notebook, **parameters)
         export_page(notebook, folder / f"{lab}.html", study)
     write_index(map(load_lab, LABS), folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

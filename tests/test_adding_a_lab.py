@@ -11,7 +11,7 @@ import pytest
 
 from labkit.lab.pages.record import read_notebook_record
 from labkit.lab.project import checkout, notebook_path
-from tests.commands import carry_out
+from tests.commands import carry_out, mounted
 
 COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
 
@@ -67,15 +67,24 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcome(project):
-    """Carries out a program in the copy."""
-    return lambda *arguments: carry_out(
-        [sys.executable, "-m", *arguments], project, {"PYTHONPATH": str(project), "LABKIT_HOME": ""}
+    """Carries out a program in the copy, with a HOME that takes no files."""
+    home = project / "read only"
+    home.mkdir()
+    prefix = [*mounted(f"mount -t tmpfs -o ro none '{home}'"), sys.executable, "-m"]
+    variables = {"PYTHONPATH": str(project), "LABKIT_HOME": "", "HOME": str(home)}
+    return lambda *arguments: carry_out([*prefix, *arguments], project, variables)
+
+
+def test_the_new_lab_has_a_page_with_its_answer_whatever_becomes_of_another(project, outcome):
+    broken = project / "notebooks" / notebook_path("precision").name
+    broken.write_text(broken.read_text().replace("lab.machine_card()", "raise ValueError('rehearsed')"))
+    result = outcome("labkit", "report", "precision", "sorting", "--profile", "smoke")
+    assert (result.returncode, "precision: failed" in result.stdout) == (1, True), result.stdout + result.stderr
+    assert "Traceback" not in result.stderr  # of what saves its history at the end
+    assert all(
+        "ValueError: rehearsed" in (project / "reports" / f"{name}.html").read_text() for name in ("precision", "index")
     )
-
-
-def test_the_new_lab_has_a_page_with_its_answer(project, outcome):
-    result = outcome("labkit", "report", "sorting", "--profile", "smoke")
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert not list((project / "reports" / "notebooks").glob("*.running*"))
     record = read_notebook_record(project / "reports" / "notebooks" / "sorting.ipynb")
     assert record.coverage == {"ok": 1}
     (answer,) = record.answers

@@ -1,6 +1,7 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke`; the tests look at what it left.
+Every lab is executed once, at profile `smoke` or, in `make test`, some on their recorded runs; the tests look at what
+that left.
 """
 
 import base64
@@ -8,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-from functools import cache
 from unittest.mock import Mock
 
 import nbformat
@@ -20,23 +20,28 @@ from papermill.iorw import load_notebook_node
 from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.parameters import COMMON_PARAMETERS
-from labkit.lab.project import checkout, notebook_path, notebooks_directory
+from labkit.lab.project import checkout, notebook_path, notebooks_directory, shipped
+from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
-from tests.commands import carry_out, mounted
+from tests.commands import carry_out
+from tests.conftest import SERVER
 from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
+QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]
+VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280), ("dark", 380))]
 
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
     """The folder of the pages of all labs at profile `smoke`: by `labkit report`, or in `make test` for less."""
     pages = tmp_path_factory.mktemp("smoke") / "pages"
-    by_command = ["labkit", "report", "--profile", "smoke", "--output", str(pages)]
-    program = ["tests.smoke", str(pages)] if "not slow" in request.config.option.markexpr else by_command
+    program = ["labkit", "report", "--profile", "smoke", "--output", str(pages)]
+    if "not slow" in request.config.option.markexpr:
+        program = ["tests.smoke", str(pages), str(SERVER)]
     outcome = carry_out([sys.executable, "-m", *program], checkout(), {"LABKIT_HOME": str(pages / "home")})
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages
@@ -54,29 +59,10 @@ def tour(request, report):
     return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
 
 
-@pytest.fixture
-def drawn_elsewhere(report, tmp_path):
-    """The run of another machine drawn where HOME takes no files: what the command came to, and the pages' folder."""
-    measured = report / "home" / read_notebook_record(report / "notebooks" / "all_reduce.ipynb").run
-    header, *rest = measured.read_text().splitlines(keepends=True)
-    header = json.loads(header)
-    header["machine"] |= {"host": "elsewhere", "cpu": "Some Other CPU"}
-    run, home, pages = (tmp_path / name for name in ("other.jsonl", "home", "pages"))
-    run.write_text(json.dumps(header) + "\n" + "".join(rest))
-    command = [sys.executable, "-m", "labkit", "report", "all_reduce", "--run", str(run), "--output", str(pages)]
-    read_only = tmp_path / "read only"
-    read_only.mkdir()
-    command = [*mounted(f"mount -t tmpfs -o ro none '{read_only}'"), *command]
-    result = carry_out(command, checkout(), {"LABKIT_HOME": str(home), "HOME": str(read_only)})
-    assert not list(home.glob("data/runs/**/*.jsonl"))
-    return result, pages
-
-
 @pytest.fixture(scope="module")
-def page_visit(report):
-    """Opens a page of the report in a browser, once in each context; returns it, its requests and console errors."""
-    with opened_browser() as visit:
-        yield cache(lambda name, scheme="light", width=1280: visit(report / name, scheme, width))
+def visit():
+    with opened_browser() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -119,7 +105,7 @@ def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(l
     assert "$\\" not in html  # no formula is left as TeX
     anchors = re.findall(r'href="#([^"]+)"', html)
     assert {anchor for anchor in anchors if f'id="{anchor}"' not in html} == set()
-    assert f"labkit report {lab} --profile smoke" in html[html.index("<footer>") :]
+    assert f"labkit report {lab} --profile {record.profile}" in html[html.index("<footer>") :]
     cells = nbformat.read(executed, as_version=4).cells
     kinds = {output.output_type for cell in cells for output in cell.get("outputs", [])}
     assert not {"error", "stream"} & kinds
@@ -134,8 +120,40 @@ def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path
     assert all(f'href="{lab}.html"' in index for lab in LABS)
 
 
-def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
-    page, _, errors = page_visit("all_reduce.html", width=1000)  # its own: it is changed
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    return fetch_axe(tmp_path_factory.mktemp("axe"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_opens_offline_stands_out_from_its_background_names_its_images_and_fits(name, report, visit):
+    """A narrow screen needs no scrolling, and a small laptop cuts no table and lays no text on another."""
+    page, requests, errors = visit(report / f"{name}.html")
+    assert page.title()
+    texts = page.evaluate("[...document.images].map(image => image.alt)")
+    texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
+    assert texts or name == "index"  # which draws with elements of its own
+    assert all(texts)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate(CONTRASTS) == []
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    page.set_viewport_size({"width": 1200, "height": 800})
+    assert page.evaluate(TOO_WIDE) == []
+    assert page.evaluate(OVERLAPS) == []
+    assert [url for url in requests if not url.startswith("data:")] == [(report / f"{name}.html").as_uri()]
+    assert errors == []
+
+
+@pytest.mark.parametrize(("name", "scheme", "width"), thinned(VIEWS, lambda *view: view in QUICK_VIEWS))
+def test_a_page_has_no_serious_barrier(name, scheme, width, axe, report, visit):
+    page, _, _ = visit(report / f"{name}.html", scheme, width)
+    assert barriers(page, axe) == []
+
+
+def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_reduce_go_by_key(report, visit):
+    page, _, errors = visit(report / "all_reduce.html", width=1000)
     numbers = page.locator("details.labkit-numbers", has=page.locator("thead th:nth-child(3)")).first
     numbers.locator("summary").press("Enter")
     table = numbers.locator("table.labkit-table")
@@ -145,49 +163,6 @@ def test_tables_are_sorted_by_a_click_and_by_the_keyboard(page_visit):
         assert table.locator(f"th[aria-sort={key}]").count() == 1
         values = [float(cell.get_attribute("data-sort")) for cell in table.locator("tbody td:nth-child(3)").all()]
         assert values == sorted(values, reverse=key == "descending")
-    assert errors == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_opens_offline_stands_out_from_its_background_and_names_its_images(name, scheme, report, page_visit):
-    page, requests, errors = page_visit(f"{name}.html", scheme)
-    assert [url for url in requests if not url.startswith("data:")] == [(report / f"{name}.html").as_uri()]
-    assert errors == []
-    assert page.title()
-    assert page.evaluate(CONTRASTS) == []
-    texts = page.evaluate("[...document.images].map(image => image.alt)")
-    texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
-    assert texts or name == "index"  # which draws with elements of its own
-    assert all(texts)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits_a_narrow_screen_and_a_small_laptop_cuts_no_table_and_no_text_lies_on_another(name, page_visit):
-    page, _, _ = page_visit(f"{name}.html", width=380)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 380
-    page, _, _ = page_visit(f"{name}.html", width=1200)
-    assert page.evaluate(TOO_WIDE) == []
-    assert page.evaluate(OVERLAPS) == []
-
-
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory):
-    return fetch_axe(tmp_path_factory.mktemp("axe"))
-
-
-QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]
-VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280), ("dark", 380))]
-
-
-@pytest.mark.parametrize(("name", "scheme", "width"), thinned(VIEWS, lambda *view: view in QUICK_VIEWS))
-def test_a_page_has_no_serious_barrier(name, scheme, width, axe, page_visit):
-    page, _, _ = page_visit(f"{name}.html", scheme, width)
-    assert barriers(page, axe) == []
-
-
-def test_figures_say_their_values_on_hover_and_the_steps_of_an_all_reduce_go_by_key(page_visit):
-    page, _, errors = page_visit("all_reduce.html", width=1100)  # its own: it is changed
     plot = page.locator(".labkit-plot").first
     plot.press("ArrowRight")
     told = plot.locator(".labkit-tip").inner_text()
@@ -206,29 +181,19 @@ def test_figures_say_their_values_on_hover_and_the_steps_of_an_all_reduce_go_by_
     assert errors == []
 
 
-def test_a_run_of_another_machine_is_drawn_without_measuring_and_labeled(report, drawn_elsewhere):
-    result, folder = drawn_elsewhere
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr  # of what saves its history at the end
-    drawn, first = (read_notebook_record(pages / "notebooks" / "all_reduce.ipynb") for pages in (folder, report))
-    assert drawn.answers == first.answers
-    assert "Some Other CPU (a recorded run, not measured here)" in (folder / "all_reduce.html").read_text()
-    index = (folder / "index.html").read_text()
-    assert "measured elsewhere" in index
+def test_a_drawn_run_has_its_answers_and_of_another_machine_recommends_nothing_here(report, tmp_path):
+    for path in report.glob("*.json"):
+        record = json.loads(path.read_text())
+        record["run"]["identity"][0] = "elsewhere"
+        (tmp_path / path.name).write_text(json.dumps(record))
+    index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
+    assert index.count("measured elsewhere") == len(LABS)
     assert "No record of this machine recommends anything" in index
     assert 'id="largest"' not in index
-
-
-def test_a_failed_lab_is_named_and_its_page_shows_the_failure(tmp_path, command):
-    """The run to draw is damaged, which only the notebook finds out."""
-    run, pages = tmp_path / "broken.jsonl", tmp_path / "pages"
-    run.write_text(json.dumps({"kind": "header", "format_version": 1}) + "\n")
-    status, said, _ = command("report", "all_reduce", "--run", str(run), "--output", str(pages))
-    assert status == 1
-    assert "all_reduce: failed" in said
-    assert "damaged header" in (pages / "all_reduce.html").read_text()
-    assert "damaged header" in (pages / "index.html").read_text()
-    assert not list((pages / "notebooks").glob("*.running*"))
+    record = read_notebook_record(report / "notebooks" / "attention.ipynb")
+    run = Run.load(next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file()))
+    answers = load_lab("attention").answers(run.results())
+    assert [answer.headline for answer in record.answers] == [answer.headline for answer in answers.values()]
 
 
 # The tour for newcomers
