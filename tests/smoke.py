@@ -27,6 +27,7 @@ from labkit.lab.pages.record import write_index
 from labkit.lab.pages.report import export_page
 from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory
 from labkit.studies import LABS, load_lab
+from tests import small_steps  # noqa: F401
 from tests.fork_server import borrow, preload
 
 PROGRAM = sys.modules["__main__"]

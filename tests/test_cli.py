@@ -226,7 +226,7 @@ def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(argume
 
 
 def test_measure_says_why_points_were_skipped_and_they_are_no_failure(command, monkeypatch, tmp_path):
-    config = FakeConfig(actions=["fine", "skip"], world_size=1)
+    config = FakeConfig(actions=["fine", "skip"])
     run = measure(FAKE, config, profile="smoke", directory=tmp_path)
     monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: run)
     status, said, complaints = command("measure", "all_reduce", "--profile", "smoke")

@@ -88,7 +88,7 @@ def test_a_run_records_the_load_and_its_page_names_busy_points(tmp_path, monkeyp
     monkeypatch.setattr("labkit.machine.load.throttled_periods", lambda: next(periods))
     monkeypatch.setattr("labkit.machine.load.MIN_BUSY_SHARE", 99)  # whatever else runs now
     periods = ((10 * n, 10 * n) for n in range(1000))
-    config = FakeConfig(actions=["fine", "raise"], world_size=1)
+    config = FakeConfig(actions=["fine", "raise"])
     run = measure(FAKE, config, profile="smoke", directory=tmp_path / "runs")
     assert run.header.load.throttled_share == 1
     assert run.busy.keys() == set(run.header.planned)

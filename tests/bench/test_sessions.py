@@ -45,7 +45,7 @@ def _combined(logs):
     ("spread", "settings", "alternatives"),
     thinned(
         [(spread, *shape) for spread, shape in product(SPREADS, [(1, 3), (4, 3), (6, 2), (15, 6)])],
-        lambda spread, settings, alternatives: (spread, settings) in {("alike", 4), ("every fifth is large", 6)},
+        lambda spread, settings, _: (spread, settings) == ("every fifth is large", 6),
     ),
 )
 def test_at_most_5_percent_of_frames_without_a_difference_claim_any(spread, settings, alternatives):

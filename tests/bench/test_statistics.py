@@ -120,9 +120,7 @@ def test_a_ratio_and_its_inverse_agree(n):
     assert (_verdict(there), _verdict(back)) == ("slower", "faster")
 
 
-@pytest.mark.parametrize(
-    ("kind", "n"), thinned(product(NOISE, (6, 8, 11, 12, 15, 50)), lambda kind, n: n in (6, 11, 15))
-)
+@pytest.mark.parametrize(("kind", "n"), thinned(product(NOISE, (6, 8, 11, 12, 15, 50)), lambda kind, n: n in (6, 15)))
 def test_intervals_cover_93_to_97_percent(kind, n):
     rng, tries = np.random.default_rng(n), 800
     true_median = np.median(NOISE[kind](np.random.default_rng(1), 400_000))
@@ -161,7 +159,7 @@ def _claims(settings, rounds, effect, noise, tries):
     ("spread", "rounds", "settings"),
     thinned(
         product([0.1, 0.4, "AR(1) of 0.1"], [6, 20, 50], [1, 12]),
-        lambda spread, rounds, settings: (rounds, settings) != (50, 12) or spread == 0.4,
+        lambda spread, rounds, settings: (rounds, settings) in ((6, 1), (20, 12)),
     ),
 )
 def test_at_most_5_percent_of_tables_without_a_difference_claim_any(settings, rounds, spread):

@@ -50,7 +50,8 @@ def _waits_for_ever(tensor):
     ],
 )
 def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, monkeypatch):
-    shortest = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": 4.0 if verdict == "hangs" else 60.0}
+    shortest = {"repeats": 1, "warmup": 0, "sessions": 1, "transports": [], "scheduling_bytes": []}
+    shortest["timeout_s"] = 4.0 if verdict == "hangs" else 60.0
     monkeypatch.setattr("labkit.lab.user_checks.SHORTEST", shortest)
     result = check_alternative(load_lab("all_reduce"), own)
     assert (result.verdict, bool(result), result.status) == (verdict, verdict == "right", STATUS.index(verdict))
@@ -96,7 +97,7 @@ def _record(home, **changes):
     path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
 
 
-@pytest.mark.parametrize("students", thinned([6, 20], lambda students: students == 6))
+@pytest.mark.parametrize("students", thinned([5, 20], lambda students: students == 5))
 def test_hand_ins_make_one_page_that_says_what_to_look_at(students, home):
     folder = home / "class"
     kinds = [{"wrong": True}, {"hangs": True}, {"header": {"profile": "smoke"}}, *[{}] * (students - 4)]

@@ -20,14 +20,14 @@ def _verdicts(changes):
     return {one.quantity: one.verdict for one in changes}
 
 
-@pytest.mark.parametrize(("runs", "drift"), thinned(product((1, 5), (0.0, 0.05)), lambda *case: case != (5, 0.0)))
+@pytest.mark.parametrize(("runs", "drift"), thinned(product((1, 5), (0.0, 0.05)), lambda _, drift: drift > 0))
 def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
     """A baseline of one run takes the usual drift; one of several knows this machine's."""
     changed = 0
-    for seed in range(0, 300, 20):
+    for seed in range(0, 300, 30):
         changes = compare(_baseline(seed, runs, drift=drift), made_run(1000 + seed, drift=drift))
         changed += sum(one.verdict != "no change shown" for one in changes)
-    assert changed <= 1  # of 90
+    assert changed <= 1  # of 60
 
 
 def test_a_tenth_more_time_is_seen_on_a_steady_machine_that_was_measured_several_times():

@@ -58,7 +58,7 @@ def _act(point, reason):
 
 class FakeConfig(LabConfig):
     actions: list[str] = ["fine"]
-    world_size: int = 2
+    world_size: int = 1
 
     @field_validator("*")
     @classmethod

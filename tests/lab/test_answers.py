@@ -6,6 +6,7 @@ import pytest
 
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.metric import Metric, Results
+from tests.cases import thinned
 
 METRIC = Metric("seconds", "way", ("size",))
 ROUNDS = 20
@@ -110,7 +111,7 @@ def test_a_report_fills_its_sentence_with_units():
     assert answer.headline == "mini takes 2 ms and 1 GiB."
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.4])
+@pytest.mark.parametrize("noise", thinned([0.1, 0.4], lambda noise: noise == 0.4))
 def test_noise_claims_next_to_nothing(noise):
     """Of 60 questions on runs in which nothing differs, 12 comparisons each, at most 5 %, beyond chance, claim one."""
     same = {"a": [1.0] * 4, "b": [1.0] * 4, "c": [1.0] * 4}

@@ -10,7 +10,6 @@ from labkit.lab.figures import Lines
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import piece
 from labkit.lab.pages.record import provenance_rows
-from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run
@@ -68,11 +67,12 @@ def test_points_that_did_not_end_say_so(tmp_path):
 
 
 def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
-    run = measure(FAKE, FakeConfig(actions=["fine"], world_size=1), profile="smoke", directory=tmp_path)
-    command = provenance_rows(FAKE, run)["Measure again"]
-    assert command.endswith("labkit report fake --profile smoke --set world_size=1")
-    changed = Run(run.path, run.header.model_copy(update={"config": {"actions": "of a reader"}}), run._rows, run._ends)
-    assert "labkit report" not in provenance_rows(FAKE, changed)["Measure again"]
+    commands = []
+    for config in (FakeConfig(world_size=2).model_dump(), {"actions": "of a reader"}):
+        with RunWriter.create(tmp_path, header(POINTS, config=config)) as writer:
+            commands.append(provenance_rows(FAKE, Run.load(writer.path))["Measure again"])
+    assert commands[0].endswith("labkit report fake --profile smoke --set world_size=2")
+    assert "labkit report" not in commands[1]
 
 
 @pytest.mark.parametrize(

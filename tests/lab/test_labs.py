@@ -12,6 +12,7 @@ from labkit.lab.project import checkout, recorded_directory, reference_directory
 from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
+from tests import small_steps  # noqa: F401
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
 READERS = ("labkit", "notebooks", "benchmarks")

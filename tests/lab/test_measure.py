@@ -24,13 +24,13 @@ from tests.lab.fake_lab import FAKE, FakeConfig
 from tests.rehearsal.pages import recorded, run_of
 
 
-def _measure(tmp_path, *actions, world_size=2, **options):
+def _measure(tmp_path, *actions, world_size=1, **options):
     config = FakeConfig(actions=list(actions), world_size=world_size)
     return measure(FAKE, config, profile="smoke", directory=tmp_path, **options)
 
 
 def test_every_point_ends_with_a_status_and_a_reason(tmp_path):
-    run = _measure(tmp_path, "fine", "raise", "die", "skip", "fine")
+    run = _measure(tmp_path, "fine", "raise", "die", "skip", "fine", world_size=2)
     coverage = run.coverage()
     assert coverage["status"].tolist() == ["ok", "failed", "failed", "skipped", "ok"]
     reasons = coverage["reason"].tolist()
@@ -44,7 +44,7 @@ def test_every_point_ends_with_a_status_and_a_reason(tmp_path):
 def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp_path):
     run = _measure(tmp_path, "fine", "break", "fine")
     assert run.coverage()["status"].tolist() == ["ok"] * 3
-    assert run.frame().groupby("size").size().tolist() == [4, 4, 4]
+    assert run.frame().groupby("size").size().tolist() == [2, 2, 2]
     (again,) = [line for line in map(json.loads, run.path.read_text().splitlines()) if line["kind"] == "again"]
     assert again["alternative"] == "broken"
     assert "SIGABRT" in again["reason"]
@@ -61,7 +61,7 @@ def test_larger_points_of_a_series_are_skipped_once_memory_ran_out_or_rounds_too
 
 
 def test_points_share_their_ranks_unless_one_asks_for_new_ones(tmp_path):
-    frame = _measure(tmp_path, "fine", "fine", "fresh", "fresh", "fine", world_size=1).frame()
+    frame = _measure(tmp_path, "fine", "fine", "fresh", "fresh", "fine").frame()
     pids = frame.groupby("size")["pid"].first().tolist()
     assert pids[0] == pids[1]
     assert len(set(pids)) == 4
@@ -87,7 +87,7 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
     assert before.coverage()["status"].tolist() == ["ok", "ok", "pending", "pending"]
     run = resume(FAKE, path)
     assert run.coverage()["status"].tolist() == ["ok"] * 4
-    assert len(run.frame()) == 16
+    assert len(run.frame()) == 8
     ends = [line for line in path.read_text().splitlines() if '"kind":"end"' in line]
     assert len(ends) == 4
     (again,) = run.resumptions
@@ -144,7 +144,7 @@ def test_a_run_that_somebody_completed_meanwhile_is_not_measured_twice(tmp_path,
     monkeypatch.setattr(RunWriter, "reopen", reopen_late)
     with pytest.raises(RunFileError, match="another process has written this run meanwhile"):
         resume(FAKE, path)
-    assert len(Run.load(path).frame()) == 4
+    assert len(Run.load(path).frame()) == 2
 
 
 def test_only_the_first_rank_of_a_job_compares_its_machine_with_the_run(tmp_path, monkeypatch):
@@ -217,7 +217,7 @@ def test_a_worker_that_keeps_checkpoints_finds_them_when_the_run_is_resumed(tmp_
     with monkeypatch.context() as patched:
         patched.setattr(RunWriter, "add_row", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            _measure(tmp_path, "fine", world_size=1)
+            _measure(tmp_path, "fine")
     (path,) = tmp_path.glob("*.jsonl")
     checkpoints = path.with_suffix(".checkpoints")
     assert [file.name for file in checkpoints.iterdir()] == Run.load(path).pending
@@ -328,7 +328,7 @@ def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monk
 
 def test_a_lab_in_a_console_is_text(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    lab = open_lab(FAKE, {"profile": "smoke", "world_size": 1, "actions": ["fine", "skip"], "mine": 1})
+    lab = open_lab(FAKE, {"profile": "smoke", "actions": ["fine", "skip"], "mine": 1})
     lab.table(lab.measure()[["size", "rank"]], "Rows.")
     lab.answer("how_many")
     said = capsys.readouterr().out

@@ -66,7 +66,7 @@ FIXED_CASES = [
     Case(50, 40, 64, False, BF16, leading=(1, 1), group=3, scale=0.3),
     Case(38, 80, 147, False, leading=(1,), group=2, contiguous=False),
 ]
-QUICK_CASES = [case for case in FIXED_CASES if (case.queries, case.keys, case.causal) != (130, 130, False)]
+QUICK_CASES = [FIXED_CASES[place] for place in (3, 4, 5, 8, 9, 10)]
 RANDOM_CASES = _random_cases(200)
 DESCRIPTOR_CASES = [case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous]
 TILES = Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)
@@ -94,7 +94,7 @@ def test_matches_the_oracle(case: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the tile is compared with float64 before its first use")
-@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case in FIXED_CASES[6:10:3]), ids=str)
+@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case == FIXED_CASES[9]), ids=str)
 def test_specialized_warps_with_descriptors_match_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INTERPRETER_TILES, "forward", Tile(64, 32, 4, 1, specialize=2))
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)

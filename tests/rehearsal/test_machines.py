@@ -124,7 +124,10 @@ def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
 
 @pytest.mark.parametrize(
     ("lab", "count", "profile"),
-    thinned(product(LABS, ("one", "eight"), ("quick", "paper")), lambda _, *where: where == ("eight", "quick")),
+    thinned(
+        product(LABS, ("one", "eight"), ("quick", "paper")),
+        lambda lab, *where: where == ("eight", "quick") and lab in LABS[::2],
+    ),
 )
 def test_the_page_of_a_run_from_gpus(lab, count, profile, monkeypatch, tmp_path):
     """Every point that is planned there, with recorded rows of its kind."""

@@ -11,8 +11,9 @@ from torch import nn
 
 from labkit.studies.shared import checks
 from labkit.studies.shared.checks import check_completeness, largest_error
+from tests.cases import thinned
 
-WORLDS = [2, 3, 5, 8, 16, 32]
+WORLDS = thinned([2, 3, 5, 8, 16, 32], lambda ranks: ranks in (3, 8))
 
 
 class _Ranks:
@@ -61,9 +62,9 @@ def test_a_mean_is_right_whenever_it_is_divided(ranks, monkeypatch):
     assert world.verdict(divided_first) == "ok"
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [*((ranks, torch.float32) for ranks in WORLDS), (3, torch.float64)])
-def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(ranks, dtype, monkeypatch):
-    world = _Ranks(ranks, monkeypatch, dtype)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(ranks, monkeypatch):
+    world = _Ranks(ranks, monkeypatch, torch.float64 if ranks == 8 else torch.float32)
     for rank in range(0, ranks, max(1, ranks // 8)):
         parts, neighbors = world.local[rank], world.local[(rank + 1) % ranks]
         few = range(len(parts)) if ranks < 4 else [rank % len(parts)]

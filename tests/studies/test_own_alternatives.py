@@ -110,7 +110,8 @@ CASES = {
 def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     changed, alternatives, column = CASES[lab]
     declared = load_lab(lab)
-    smoke = declared.profiles["smoke"].model_dump() | {"rounds_s": 0.2, declared.plugin_parameter: ALONGSIDE[lab]}
+    few = {"repeats": 2, "warmup": 0, declared.plugin_parameter: ALONGSIDE[lab]}
+    smoke = declared.profiles["smoke"].model_dump() | few
     config = declared.config.model_validate(smoke | {name: value for name, value in changed.items() if name in smoke})
     run = measure(declared, config, profile="smoke", plugins=Plugins(alternatives), directory=tmp_path)
     frame = run.frame()

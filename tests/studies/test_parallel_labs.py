@@ -1,6 +1,8 @@
-"""The labs on sharding, model and context parallelism: what loses a message gets no time; memory is that of a host."""
+"""Labs on parallelism of all kinds: what loses a message gets no time; memory is that of a host."""
 
-from functools import partial
+from functools import cache, partial
+from itertools import product
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -9,26 +11,31 @@ import torch
 from labkit.costs.transformer import SIZES
 from labkit.lab.metric import Results
 from labkit.parallel import context, pipeline, tensor
+from labkit.parallel.data_parallel.base import BackgroundAllReduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sharding import ShardedOptimizer
 from labkit.studies.context_parallel import worker as context_worker
+from labkit.studies.data_parallel import worker as data_worker
 from labkit.studies.model_parallel import worker as model_worker
 from labkit.studies.sharding import worker as sharding_worker
 from labkit.studies.sharding.lab import largest_models
 
 COMMON = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 1}
-SMALL = {"widths": (32,), "layers": 4, "batch": 2, "context_length": 8}
+SMALL = {"layers": 4, "batch": 2, "context_length": 8}
 MODEL = partial(model_worker.ModelParallelPoint, **COMMON, **SMALL)
 BREAKS = {
     "tensor": (tensor._Ranks, "sum", lambda ranks, x: x),
     "pipeline": (pipeline, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
+    "axes": (pipeline, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
     "context": (context, "_merge", lambda *_: None),
     "sharding": (ShardedOptimizer, "gather_parameters", lambda optimizer: None),
+    "accumulation": (BackgroundAllReduce, "average", lambda *_: None),
 }
 POINTS = {
-    "tensor": (model_worker, MODEL(sweep="tensor", alternatives=("shared",))),
-    "pipeline": (model_worker, MODEL(sweep="pipeline", alternatives=("1f1b",), micro_batches=(2,))),
+    "tensor": (model_worker, MODEL(sweep="tensor", widths=(32,), alternatives=("shared",))),
+    "pipeline": (model_worker, MODEL(sweep="pipeline", widths=(32,), alternatives=("1f1b",), micro_batches=(2,))),
+    "axes": (model_worker, MODEL(sweep="axes", model="nano", alternatives=("pipeline",))),
     "context": (
         context_worker,
         context_worker.ContextParallelPoint(**COMMON, ways=("ring, zigzag",), sequence=64, heads=1, head_dim=16),
@@ -37,6 +44,14 @@ POINTS = {
         sharding_worker,
         sharding_worker.ShardingPoint(
             **COMMON, kind="memory", size="nano", transport="point_to_point", implementations=("zero1",)
+        ),
+    ),
+    "accumulation": (
+        data_worker,
+        data_worker.DataParallelPoint(
+            **COMMON,
+            **{"sweep": "accumulation", "alternatives": ("flat",), "micro_batches": 2},
+            **{"workload": "nano", "batch": 1, "context_length": 8},
         ),
     ),
 }
@@ -48,18 +63,26 @@ def _lose(sent, to, received, *others, **options):
         received.zero_()
 
 
-def _measure(name, is_broken):
-    if is_broken:
-        setattr(*BREAKS[name])
-    worker, point = POINTS[name]
+def _measure_all():
+    """Rows of every point, whole and broken."""
     torch.set_num_threads(1)
-    return list(worker.measure(point))
+    rows = {}
+    for (name, (worker, point)), is_broken in product(POINTS.items(), (False, True)):
+        broken = BREAKS[name] if is_broken else (pipeline, "exchange", exchange)
+        with patch.object(*broken):
+            rows[f"{name}, {is_broken}"] = list(worker.measure(point))
+    return rows
+
+
+@cache
+def _measured():
+    return run_ranks(_measure_all, world_size=2)
 
 
 @pytest.mark.parametrize("name", POINTS)
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
-    rows = [row for rank in run_ranks(_measure, name, is_broken, world_size=2) for row in rank]
+    rows = [row for rank in _measured() for row in rank[f"{name}, {is_broken}"]]
     checks = {row["check"].partition(":")[0] for row in rows if "check" in row}
     assert checks == ({"wrong"} if is_broken else {"ok"})
     assert any("seconds" in row or "peak_bytes" in row or "parameters_bytes" in row for row in rows) != is_broken

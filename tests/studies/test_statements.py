@@ -83,6 +83,13 @@ def test_the_parts_of_a_users_model_make_up_the_peak_that_is_measured():
     )  # less what is inside an operator
 
 
+def test_steps_with_checkpoints_have_the_same_gradients_and_are_timed():
+    about = {"size": "nano", "context_length": 8, "batch": 1, "segments": (0, 2), "warmup": 0, "repeats": 1}
+    rows = list(memory.measure(memory.MemoryPoint(kind=memory.CHECKPOINT, **about)))
+    assert [row["segment"] for row in rows if "seconds" in row] == [0, 2]
+    assert {row["check"] for row in rows if "check" in row} == {"ok"}
+
+
 def test_the_floor_lies_below_all_that_is_measured():
     times = slowest(recorded("all_reduce"), "world_size", "n_bytes", "algorithm", sweep="transports")
     for (*where, algorithm), seconds in times.items():

@@ -1,14 +1,14 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
-from labkit.costs.transformer import SIZES
 from labkit.studies.training_step.worker import OPTIMIZER, list_operators, predict_seconds
 from tests.calibrated import made_up
+from tests.small_steps import SMALL
 
 
 def test_a_step_on_a_gpu_is_predicted_without_one():
-    on_cpu, on_gpu = (list_operators(SIZES["nano"], 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (list_operators(SMALL, 2, 16, "bfloat16", device)[OPTIMIZER] for device in ("cpu", "cuda"))
     assert any(one.name.startswith("_foreach") for one in on_gpu)
     assert not any(one.name.startswith("_foreach") for one in on_cpu)
     (rates, *_) = made_up().rates
-    operators = list_operators(SIZES["nano"], 2, 16, "float32", "cuda")
+    operators = list_operators(SMALL, 2, 16, "float32", "cuda")
     assert predict_seconds(rates, operators, ["forward"]) > 0
