@@ -1,7 +1,7 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke` or, in `make test`, some on their recorded runs; the tests look at what
-that left.
+Every lab is executed once, at profile `smoke`; in `make test` those that would take long draw their recorded runs. The
+tests look at what that left.
 """
 
 import base64
@@ -13,14 +13,16 @@ from unittest.mock import Mock
 
 import nbformat
 import pandas as pd
+import papermill
 import pytest
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
-from labkit.lab.pages.execute import notebook_parameters
+from labkit.lab.pages.execute import ENGINE, Kernel, notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
+from labkit.lab.pages.report import report_lab
 from labkit.lab.parameters import COMMON_PARAMETERS
-from labkit.lab.project import checkout, notebook_path, notebooks_directory, shipped
+from labkit.lab.project import checkout, notebook_path, notebooks_directory, recorded_directory, shipped
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
@@ -30,6 +32,8 @@ from tests.conftest import SERVER
 from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
+# Labs that `make test` measures, for a second or two each. The workers of the others are tested in tests/studies.
+MEASURED = ("limits", "training_step", "precision", "all_reduce", "sync_batchnorm", "tuned_step")
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]
 VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280), ("dark", 380))]
@@ -37,24 +41,46 @@ VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280)
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
-    """The folder of the pages of all labs at profile `smoke`: by `labkit report`, or in `make test` for less."""
+    """The folder of the pages of all labs and of the tour: by commands, or in `make test` for less."""
     pages = tmp_path_factory.mktemp("smoke") / "pages"
-    program = ["labkit", "report", "--profile", "smoke", "--output", str(pages)]
     if "not slow" in request.config.option.markexpr:
-        program = ["tests.smoke", str(pages), str(SERVER)]
-    outcome = carry_out([sys.executable, "-m", *program], checkout(), {"LABKIT_HOME": str(pages / "home")})
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+        with pytest.MonkeyPatch.context() as patch:
+            _report_in_one_kernel(pages, patch)
+        return pages
+    program, tour = ["labkit", "report", "--profile", "smoke", "--output"], pages / "notebooks" / TOUR.name
+    for command in ([*program, str(pages)], ["papermill", str(TOUR), str(tour), "-p", "repeats", "6"]):
+        outcome = carry_out([sys.executable, "-m", *command], pages.parent, {"LABKIT_HOME": str(pages / "home")})
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages
 
 
+def _report_in_one_kernel(pages, patch):
+    """With half of the rounds of `smoke`, and ranks of the fork server that the processes of the tests share."""
+    pages.mkdir()
+    patch.chdir(pages)
+    patch.setenv("LABKIT_HOME", str(pages / "home"))
+    patch.setenv("PYTHONPATH", str(checkout()))
+    studies = [load_lab(lab) for lab in LABS]
+    kernel = Kernel(studies)
+    kernel.start_line += "; __import__('tests.small_steps')"
+    if SERVER.exists():
+        kernel.start_line += f"; __import__('tests.fork_server', fromlist=['']).borrow({str(SERVER)!r})"
+    for study in studies:
+        (recorded,) = (recorded_directory() / study.name).glob("*.jsonl")
+        fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
+        parameters = {"profile": "smoke", **fewer} if study.name in MEASURED else {"run": recorded.stem}
+        assert report_lab(study, parameters, pages, kernel).error is None
+    tour = pages / "notebooks" / TOUR.name
+    options = {"kernel": kernel, "on_progress": lambda _: None, "target": tour, "progress_bar": False}
+    papermill.execute_notebook(TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options)
+    kernel.close()
+    write_index(studies, pages)
+
+
 @pytest.fixture(scope="module")
-def tour(request, report):
-    """What each code cell of the tour left, by its first line; by papermill, or in `make test` for less."""
+def tour(report):
+    """What each code cell of the tour left, by its first line."""
     executed = report / "notebooks" / TOUR.name
-    if "not slow" not in request.config.option.markexpr:
-        command = [sys.executable, "-m", "papermill", str(TOUR), str(executed), "-p", "repeats", "6"]
-        outcome = carry_out(command, report)
-        assert outcome.returncode == 0, outcome.stderr
     cells = nbformat.read(executed, as_version=4).cells
     return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
 
@@ -181,15 +207,7 @@ def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_redu
     assert errors == []
 
 
-def test_a_drawn_run_has_its_answers_and_of_another_machine_recommends_nothing_here(report, tmp_path):
-    for path in report.glob("*.json"):
-        record = json.loads(path.read_text())
-        record["run"]["identity"][0] = "elsewhere"
-        (tmp_path / path.name).write_text(json.dumps(record))
-    index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
-    assert index.count("measured elsewhere") == len(LABS)
-    assert "No record of this machine recommends anything" in index
-    assert 'id="largest"' not in index
+def test_a_drawn_run_has_its_answers(report):
     record = read_notebook_record(report / "notebooks" / "attention.ipynb")
     run = Run.load(next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file()))
     answers = load_lab("attention").answers(run.results())

@@ -128,6 +128,8 @@ def test_a_console_that_shows_no_html_gets_text():
     text = repr(cards.machine_card(machine))
     assert "Memory" in text
     assert text.count(machine.cpu) == 1  # of a CPU the label says its name
+    other = cards.machine_card(machine.model_copy(update={"host": "elsewhere"}))
+    assert ["not measured here" in repr(card) for card in (cards.machine_card(machine), other)] == [False, True]
 
 
 def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():
