@@ -1,8 +1,8 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
-from labkit.studies.training_step.worker import OPTIMIZER, list_operators, predict_seconds
+from labkit.studies.training_step.worker import OPTIMIZER, predict_seconds
 from tests.calibrated import made_up
-from tests.small_steps import SMALL
+from tests.small_steps import SMALL, list_operators
 
 
 def test_a_step_on_a_gpu_is_predicted_without_one():
