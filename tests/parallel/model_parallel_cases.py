@@ -28,14 +28,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
 
 
-Attempts = Callable[[], Sequence[tuple[str, Callable[[], object]]]]
+Attempts = Sequence[tuple[str, Callable[[], object]]]
 """Calls that must be refused, each with a part of the message."""
 
 
 def find_accepted(attempts: Attempts) -> list[str]:
     """Return what does not raise one line with its text, or leaves a message behind."""
     wrong = []
-    for expected, attempt in attempts():
+    for expected, attempt in attempts:
         text = "accepted\n"
         try:
             attempt()

@@ -1,8 +1,8 @@
-"""Checks that share ranks: one group of them for each number of ranks, and a test for each check."""
+"""Checks that share ranks: a module starts one group for each number of ranks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,47 +12,43 @@ from labkit.parallel.launch import run_ranks
 Check = Callable[[], list[str]]
 """Runs on every rank, and returns what is wrong, in words."""
 
+_checks = defaultdict[str, list[tuple[Check, Sequence[int]]]](list)
 
-class SharedRanks:
-    """Checks, each with numbers of ranks, and with those that only `make test-all` takes.
 
-    Every rank calls `prepare` before the first check.
+def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callable[..., None]]:
+    """Make a check a test on each of these numbers of ranks; `make test-all` has the `slow` ones, too.
+
+    Checks of a module that run on as many ranks follow each other there. If one raises, all of these fail.
     """
 
-    def __init__(
-        self, checks: Iterable[tuple[Check, Sequence[int], Sequence[int]]], prepare: Callable[[], None] | None = None
-    ) -> None:
-        self._checks, self._prepare = list(checks), prepare
-        self._run = cache(self._run_group)
+    def decorate(check: Check) -> Callable[..., None]:
+        _checks[check.__module__].append((check, quick))
+        _checks[f"{check.__module__} slow"].append((check, slow))
+        cases = [pytest.param(p, check.__module__, id=str(p)) for p in quick]
+        marks = {"marks": pytest.mark.slow}
+        cases += [pytest.param(p, f"{check.__module__} slow", id=f"{p} slow", **marks) for p in slow]
 
-    def cases(self) -> list[Any]:
-        """Return parameters for `check, world_size`, those of `make test-all` marked slow."""
-        return [
-            pytest.param(check, p, marks=[pytest.mark.slow] if p in slow else [], id=f"{_name(check)} {p}")
-            for check, quick, slow in self._checks
-            for p in (*quick, *slow)
-        ]
+        @pytest.mark.parametrize(("world_size", "checks"), cases)
+        def test(world_size: int, checks: str) -> None:
+            by_rank = enumerate(_run(checks, world_size))
+            assert [f"rank {rank}: {text}" for rank, wrong in by_rank for text in wrong[check.__name__]] == []
 
-    def errors(self, check: Check, world_size: int) -> list[str]:
-        """Return what is wrong on any rank. The first call for a number of ranks runs all checks of that number."""
-        is_slow = any(check is each and world_size in slow for each, _, slow in self._checks)
-        by_rank = self._run(world_size, is_slow)
-        return [f"rank {rank}: {text}" for rank, errors in enumerate(by_rank) for text in errors[_name(check)]]
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
 
-    def _run_group(self, world_size: int, is_slow: bool) -> list[dict[str, list[str]]]:
-        checks = [check for check, quick, slow in self._checks if world_size in (slow if is_slow else quick)]
-        return run_ranks(_run_all, checks, self._prepare, world_size=world_size, timeout_s=600)
+    return decorate
 
 
-def _name(check: Check) -> str:
-    return check.__name__.removeprefix("_").removeprefix("check_")
+@cache
+def _run(checks: str, world_size: int) -> list[dict[str, list[str]]]:
+    """Return what is wrong by rank and check."""
+    chosen = [check for check, sizes in _checks[checks] if world_size in sizes]
+    return run_ranks(_run_each, chosen, world_size=world_size, timeout_s=600)
 
 
-def _run_all(checks: Sequence[Check], prepare: Callable[[], None] | None) -> dict[str, list[str]]:
-    errors = {}
-    if prepare is not None:
-        prepare()
+def _run_each(checks: Sequence[Check]) -> dict[str, list[str]]:
+    wrong = {}
     for check in checks:
-        errors[_name(check)] = check()
+        wrong[check.__name__] = check()
         dist.barrier()
-    return errors
+    return wrong

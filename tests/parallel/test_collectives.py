@@ -33,7 +33,7 @@ from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory
 from labkit.parallel.transport.base import Step, Transport
 from labkit.parallel.transport.point_to_point import BatchTransport, StreamTransport
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -66,10 +66,11 @@ ALL = {**ALGORITHMS, "auto": all_reduce, "phases": phases, "phases into": phases
 FUNCTIONS = {f"{name} {by}": partial(function, transport=by) for name, function in ALL.items() for by in TRANSPORTS}
 
 
-def fill_uninitialized_memory() -> None:
-    """Have torch fill it with NaN."""
+@on_ranks(1, 2, 3, 4, slow=(1, 2, 3, 4, 5, 8))
+def test_uninitialized_memory_is_nan() -> list[str]:
+    """From here on, as the first check of each group of ranks."""
     torch.set_deterministic_debug_mode("error")
-    assert torch.empty(1).isnan()
+    return [] if torch.empty(1).isnan() else ["it is not"]
 
 
 def whole_numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,8 +86,8 @@ def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None)
     return [f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1]
 
 
-def _check_exact(lengths: tuple[int, ...] = SHORT, dtypes: Iterable[torch.dtype] = EXACT_BELOW) -> list[str]:
-    """Sums and means of whole numbers are exact."""
+def find_inexact(lengths: Iterable[int], dtypes: Iterable[torch.dtype] = EXACT_BELOW) -> list[str]:
+    """Return the cases in which the sum or mean of whole numbers is not exact."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -111,15 +112,23 @@ def _check_exact(lengths: tuple[int, ...] = SHORT, dtypes: Iterable[torch.dtype]
     return wrong + differing_between_ranks(results)
 
 
-def _check_exact_in_pieces() -> list[str]:
-    return _check_exact((LONG,), (torch.float64, torch.bfloat16))
+@on_ranks(1, 2, 3, 4, slow=(5, 8))
+def test_exact() -> list[str]:
+    return find_inexact(SHORT)
 
 
-def _check_exact_in_many_pieces() -> list[str]:
-    return _check_exact((4 * LONG,))
+@on_ranks(3, slow=(8,))
+def test_exact_in_pieces() -> list[str]:
+    return find_inexact((LONG,), (torch.float64, torch.bfloat16))
 
 
-def _check_bound() -> list[str]:
+@on_ranks(slow=(1, 2, 3, 4, 5))
+def test_exact_in_many_pieces() -> list[str]:
+    return find_inexact((4 * LONG,))
+
+
+@on_ranks(3, slow=(2, 5, 8))
+def test_bound() -> list[str]:
     """Rounded means are within the stated bound, and the same to the bit over every transport."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
@@ -148,7 +157,8 @@ def _check_bound() -> list[str]:
     return wrong + differing_between_ranks(results)
 
 
-def _check_special() -> list[str]:
+@on_ranks(3)
+def test_special() -> list[str]:
     """Infinite, tiny and large numbers add as torch adds them."""
     wrong = []
     for dtype in EXACT_BELOW:
@@ -194,7 +204,8 @@ class Lossy(Transport):
         return step._replace(incoming=torch.zeros_like(step.incoming), into=None)
 
 
-def _check_lost_messages() -> list[str]:
+@on_ranks(3, 4, slow=(2, 5))
+def test_lost_messages() -> list[str]:
     """Every single lost message makes a result wrong: the numbers of all ranks and places differ."""
     wrong = []
     rank, p, length = dist.get_rank(), dist.get_world_size(), 1601
@@ -216,7 +227,8 @@ def _check_lost_messages() -> list[str]:
     return wrong
 
 
-def _check_bytes() -> list[str]:
+@on_ranks(3, 4, slow=(2, 5))
+def test_bytes() -> list[str]:
     """Bytes sent are those of the formulas, to the byte, for the rank that sends most."""
     wrong = []
     p, length = dist.get_world_size(), 60_000
@@ -239,7 +251,8 @@ def _check_bytes() -> list[str]:
     return wrong
 
 
-def _check_exchange() -> list[str]:
+@on_ranks(3)
+def test_exchange() -> list[str]:
     """Tensors are exchanged between pairs, and around a ring, also two at a time with another collective under way."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -274,7 +287,8 @@ def _check_exchange() -> list[str]:
     return wrong
 
 
-def _check_layouts() -> list[str]:
+@on_ranks(1, 3)
+def test_layouts() -> list[str]:
     """Any layout is reduced in place, and autograd sees nothing."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -317,7 +331,8 @@ def _check_layouts() -> list[str]:
     return wrong
 
 
-def _check_kept_for_backward() -> list[str]:
+@on_ranks(2)
+def test_kept_for_backward() -> list[str]:
     """A tensor kept for backward and changed by a collective is an error there."""
     wrong = []
     for by in TRANSPORTS:
@@ -338,7 +353,8 @@ def _check_kept_for_backward() -> list[str]:
     return wrong
 
 
-def _check_inference_mode() -> list[str]:
+@on_ranks(3)
+def test_inference_mode() -> list[str]:
     """Tensors of inference mode are refused outside of it; scratch memory is shared."""
     wrong, group = [], dist.new_group()  # whose first call makes the scratch memory
     for name, function in FUNCTIONS.items():
@@ -359,7 +375,8 @@ def _check_inference_mode() -> list[str]:
     return wrong
 
 
-def _check_sequence() -> list[str]:
+@on_ranks(4)
+def test_sequence() -> list[str]:
     """Calls follow each other without a barrier, whatever their sizes."""
     wrong = []
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -379,7 +396,8 @@ def _check_sequence() -> list[str]:
     return wrong if other.tolist() == [float((rank - 1) % p)] * 3 else [*wrong, f"rank {rank}: the caller's message"]
 
 
-def _check_groups() -> list[str]:
+@on_ranks(4, slow=(5,))
+def test_groups() -> list[str]:
     """Groups work side by side, and count ranks their own way."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
@@ -401,7 +419,8 @@ def _check_groups() -> list[str]:
     return wrong + differing_between_ranks(results, groups[mine])
 
 
-def _check_scratch() -> list[str]:
+@on_ranks(2, 4)
+def test_scratch() -> list[str]:
     """Scratch memory is bounded and kept, and goes with its group."""
     wrong = []
     for name, algorithm in ALGORITHMS.items():
@@ -418,7 +437,8 @@ def _check_scratch() -> list[str]:
     return wrong if len(transports._selections) == before - 1 else [*wrong, "goes with its group"]
 
 
-def _check_batches() -> list[str]:
+@on_ranks(3, 4, slow=(1, 2, 5))
+def test_batches() -> list[str]:
     """Every algorithm runs in batches, and the butterfly with p-1 messages at once: what NCCL needs."""
     wrong: list[str] = []
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -441,7 +461,8 @@ def _check_batches() -> list[str]:
     return wrong
 
 
-def _check_refusals() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     """What cannot be reduced is refused with what was expected, before it is changed."""
     wrong = []
     half, outside = torch.ones(6, dtype=torch.float16), dist.GroupMember.NON_GROUP_MEMBER
@@ -471,34 +492,6 @@ def _check_refusals() -> list[str]:
             if expected not in str(error):
                 wrong.append(f"{expected}: {error}")
     return wrong + ([] if half.tolist() == [1.0] * 6 else ["changed before it was refused"])
-
-
-ON_RANKS = SharedRanks(
-    [
-        (_check_exact, (1, 2, 3, 4), (5, 8)),
-        (_check_exact_in_pieces, (3,), (8,)),
-        (_check_exact_in_many_pieces, (), (1, 2, 3, 4, 5)),
-        (_check_bound, (3,), (2, 5, 8)),
-        (_check_special, (3,), ()),
-        (_check_lost_messages, (3, 4), (2, 5)),
-        (_check_bytes, (3, 4), (2, 5)),
-        (_check_exchange, (3,), ()),
-        (_check_layouts, (1, 3), ()),
-        (_check_kept_for_backward, (2,), ()),
-        (_check_inference_mode, (3,), ()),
-        (_check_sequence, (4,), ()),
-        (_check_groups, (4,), (5,)),
-        (_check_scratch, (2, 4), ()),
-        (_check_batches, (3, 4), (1, 2, 5)),
-        (_check_refusals, (2,), ()),
-    ],
-    prepare=fill_uninitialized_memory,
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []
 
 
 def test_without_a_process_group_the_error_names_what_is_missing() -> None:

@@ -20,8 +20,16 @@ from labkit.parallel.context import join_sequence as join
 from labkit.parallel.context import split_sequence as split
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.traffic import recorded_traffic
-from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, find_accepted, find_needless, furthest, gradients
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.model_parallel_cases import (
+    EXACT,
+    TOLERANCES,
+    Attempts,
+    find_accepted,
+    find_needless,
+    furthest,
+    gradients,
+)
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -61,7 +69,8 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
     return {name: join(x, 2, layout=layout) for name, x in result.items()}
 
 
-def check_parity() -> list[str]:
+@on_ranks(1, 3, slow=(2, 4))
+def test_parity() -> list[str]:
     """Every method, layout and mask, over both transports in float64; with a mask the ring in other dtypes, too."""
     wrong, p, routes = [], dist.get_world_size(), [("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")]
     for dtype, tolerance in {**TOLERANCES, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}.items():
@@ -79,7 +88,8 @@ def build() -> Transformer:
     return Transformer(SHAPE, context_length=30).double()
 
 
-def check_training() -> list[str]:
+@on_ranks(2)
+def test_training() -> list[str]:
     """Rotary positions are those of the layout, and the mean over ranks is the gradient of the sequence."""
     model, wrong = build(), []
     language_model_loss(model(TOKENS), TOKENS.roll(-1)).backward()
@@ -92,7 +102,8 @@ def check_training() -> list[str]:
     return wrong
 
 
-def check_compiled() -> list[str]:
+@on_ranks(2)
+def test_compiled() -> list[str]:
     """It goes into a compiled function."""
     parts = [split(x, 2) for x in inputs(torch.float64, 8)]
     compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v), backend="eager")
@@ -100,7 +111,8 @@ def check_compiled() -> list[str]:
     return [] if error == 0 else [str(error)]
 
 
-def check_garbage() -> list[str]:
+@on_ranks(2)
+def test_garbage() -> list[str]:
     """Forward and backward leave no objects in cycles, with the tensors that they hold, to the garbage collector."""
     wrong = []
     for name, method in METHODS.items():
@@ -114,7 +126,8 @@ def check_garbage() -> list[str]:
     return wrong
 
 
-def check_messages() -> list[str]:
+@on_ranks(3)
+def test_messages() -> list[str]:
     """Every message is needed."""
     wrong, n_calls = [], {"ring": 6, "gather": 3}
     for layout, method in product(LAYOUTS, METHODS):
@@ -142,7 +155,8 @@ def leave_out_each(method: str, layout: str) -> list[str]:
     return find_needless(lambda: furthest(step(), expected), places)
 
 
-def check_bytes() -> list[str]:
+@on_ranks(3)
+def test_bytes() -> list[str]:
     """A rank sends forward and backward what the formula says, but for the notes that ranks agree by."""
     wrong, p = [], dist.get_world_size()
     for name, method in METHODS.items():
@@ -157,9 +171,10 @@ def check_bytes() -> list[str]:
     return wrong
 
 
-def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
+@on_ranks(3)
+def test_refusals() -> list[str]:
     rank, (q, k, v, _) = dist.get_rank(), inputs(torch.float32, 6)
-    return [
+    attempts: Attempts = [
         ("among zigzag, contiguous", lambda: ring_attention(q, k, v, layout="spiral")),
         ("expected the same shapes", lambda: ring_attention(q, k, v, layout=LAYOUTS[rank % 2])),
         ("expected the same shapes", lambda: ring_attention(q, k, v, is_causal=rank == 0)),
@@ -173,25 +188,4 @@ def attempts_that_do_not_fit() -> list[tuple[str, Callable[[], object]]]:
         ("3 parts divide", lambda: context.local_positions(7, layout="contiguous")),
         ("at most 30", lambda: context_parallel(build())(TOKENS)),
     ]
-
-
-def check_refusals() -> list[str]:
-    return find_accepted(attempts_that_do_not_fit)
-
-
-ON_RANKS = SharedRanks(
-    [
-        (check_parity, (1, 3), (2, 4)),
-        (check_training, (2,), ()),
-        (check_compiled, (2,), ()),
-        (check_garbage, (2,), ()),
-        (check_messages, (3,), ()),
-        (check_bytes, (3,), ()),
-        (check_refusals, (3,), ()),
-    ]
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []
+    return find_accepted(attempts)

@@ -35,7 +35,7 @@ from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
 from tests.parallel.sharding_cases import furthest, values
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -63,7 +63,8 @@ def _local(tensor: Any) -> Tensor:
 _zero2 = partial(FSDP, reshard_after_backward=False)
 
 
-def _check_fast_path() -> list[str]:
+@on_ranks(2)
+def test_fast_path() -> list[str]:
     """An encoder layer that is the whole model reads its children's parameters in evaluation."""
     torch.manual_seed(0)
     alone = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
@@ -72,7 +73,8 @@ def _check_fast_path() -> list[str]:
         return [] if torch.allclose(model.eval()(x), alone(x)) else ["another output"]
 
 
-def _check_compiled_in_place() -> list[str]:
+@on_ranks(2)
+def test_compiled_in_place() -> list[str]:
     """Layers compiled by `compile()`, before they are wrapped and after, are whole while they run."""
     wrong = []
     for is_before in (True, False):
@@ -85,7 +87,8 @@ def _check_compiled_in_place() -> list[str]:
     return wrong
 
 
-def _check_memory() -> list[str]:
+@on_ranks(2)
+def test_memory() -> list[str]:
     """Shards are total / p and a row at most per tensor; of whole parameters there is one unit at a time."""
     wrong, p = [], dist.get_world_size()
     whole = {name: value.nbytes for name, value in transformer().named_parameters()}
@@ -117,7 +120,8 @@ def _check_memory() -> list[str]:
     return wrong
 
 
-def _check_messages() -> list[str]:
+@on_ranks(2, 3)
+def test_messages() -> list[str]:
     """3 Psi (p-1)/p bytes a step, or 2, in the mean over ranks: to the byte, but for notes."""
     p = dist.get_world_size()
 
@@ -152,7 +156,8 @@ def _check_messages() -> list[str]:
     return wrong
 
 
-def _check_order() -> list[str]:
+@on_ranks(2)
+def test_order() -> list[str]:
     """A unit is gathered while the one before it runs, from the second pass on, and in backward."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
     model = FSDP(nn.Sequential(*layers))
@@ -178,7 +183,8 @@ class Halves(nn.Module):
         return torch.stack([half(x) for half in self.halves[: 1 + (dist.get_rank() > 0)]]).mean(0)
 
 
-def _check_one_order() -> list[str]:
+@on_ranks(3)
+def test_one_order() -> list[str]:
     """Gathers and averages start in one order on all ranks, whatever parameters they use: NCCL would hang otherwise."""
     wrong, layers = [], [nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH)]
     by_rank: list[Any] = [None] * dist.get_world_size()
@@ -216,7 +222,8 @@ def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None
         optimizer.step()
 
 
-def _check_saving() -> list[str]:
+@on_ranks(3)
+def test_saving() -> list[str]:
     """Whole into the bare module, by torch's checkpoints onto fewer ranks, in shards: training goes on to one end."""
     wrong, fewer, make = [], dist.new_group([0, 1]), partial(optim.AdamW, lr=1e-2)
     model = FSDP(transformer(1))
@@ -281,7 +288,8 @@ def _fail(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _check_any_moment() -> list[str]:
+@on_ranks(2)
+def test_any_moment() -> list[str]:
     """States and parameters are shards after an exception, in the middle of a pass, and where units stay whole."""
     wrong = []
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
@@ -366,7 +374,8 @@ def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
     return [read(p.grad) for p in model.parameters()]
 
 
-def _check_reductions() -> list[str]:
+@on_ranks(2)
+def test_reductions() -> list[str]:
     """A condition on a gradient of which each rank has a part is right on all ranks, or refused on all."""
     answers: list[Any] = [None] * dist.get_world_size()
     try:
@@ -394,7 +403,8 @@ def _replace(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(torch.ones(16, WIDTH))  # type: ignore[index]
 
 
-def _check_gathers() -> list[str]:
+@on_ranks(2)
+def test_gathers() -> list[str]:
     """What a gather left or missed is never computed with, and no step gathers without need."""
     wrong, x = [], inputs()
     for strategy in (FSDP, _zero2):
@@ -436,7 +446,8 @@ def _lose_connection() -> None:
     raise OSError("no connection")
 
 
-def _check_elements() -> list[str]:
+@on_ranks(3)
+def test_elements() -> list[str]:
     """Shards draw the numbers of one process, and refuse changes that would be lost, or end the process."""
     wrong, (bare, model) = [], (plain(), FSDP(plain()))
     makers: dict[str, Callable[[Any], object]] = {
@@ -471,7 +482,8 @@ def _check_elements() -> list[str]:
     return wrong
 
 
-def _check_averages() -> list[str]:
+@on_ranks(2)
+def test_averages() -> list[str]:
     """Two averages of a unit that are in flight at the same time have memory of their own."""
     unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._scheduler._channel
     first, second = (torch.full((WIDTH, WIDTH), float(n + dist.get_rank())) for n in (1, 10))
@@ -488,7 +500,8 @@ def _check_averages() -> list[str]:
     return [] if means == [1.5, 10.5] else [f"averages {means}"]
 
 
-def _check_refusals() -> list[str]:
+@on_ranks(2)
+def test_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them, in one line; nobody waits for the others."""
     wrong, rank = [], dist.get_rank()
     calls: dict[str, Callable[[], Any]] = {
@@ -564,7 +577,8 @@ class Unlike(nn.Module):
         return self.heads[head](x)
 
 
-def _check_scaler() -> list[str]:
+@on_ranks(2)
+def test_scaler() -> list[str]:
     """What is infinite on one rank makes all skip the step, and torch's clipping takes the norm of everything."""
     wrong = []
     for name, wrap in {"FSDP": FSDP, "ZeRO-2": _zero2}.items():
@@ -592,7 +606,8 @@ class Boxed(nn.Linear):
         return Data(super().forward(data.x))
 
 
-def _check_dtypes() -> list[str]:
+@on_ranks(2)
+def test_dtypes() -> list[str]:
     """Inputs in dataclasses are cast; BatchNorm computes in its dtype; gradients may travel in another."""
     wrong = []
     boxed = FSDP(nn.Sequential(Boxed(WIDTH, WIDTH), Boxed(WIDTH, 3)), compute_dtype=torch.bfloat16)
@@ -613,7 +628,8 @@ def _check_dtypes() -> list[str]:
     return wrong
 
 
-def _check_hooks() -> list[str]:
+@on_ranks(2)
+def test_hooks() -> list[str]:
     """Hooks on shards see the mean gradient, of which they may make another one."""
     model = FSDP(plain())
     shards, seen = list(model.parameters()), list[str]()
@@ -626,30 +642,3 @@ def _check_hooks() -> list[str]:
     del model, shards, shard
     gc.collect()
     return wrong if alive() is None else [*wrong, "not freed"]
-
-
-ON_RANKS = SharedRanks(
-    [
-        (_check_memory, (2,), ()),
-        (_check_messages, (2, 3), ()),
-        (_check_order, (2,), ()),
-        (_check_one_order, (3,), ()),
-        (_check_any_moment, (2,), ()),
-        (_check_refusals, (2,), ()),
-        (_check_gathers, (2,), ()),
-        (_check_averages, (2,), ()),
-        (_check_elements, (3,), ()),
-        (_check_scaler, (2,), ()),
-        (_check_dtypes, (2,), ()),
-        (_check_hooks, (2,), ()),
-        (_check_compiled_in_place, (2,), ()),
-        (_check_fast_path, (2,), ()),
-        (_check_reductions, (2,), ()),
-        (_check_saving, (3,), ()),
-    ]
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []

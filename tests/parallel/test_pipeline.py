@@ -1,7 +1,6 @@
 """Pipelines compute what one process does, in every schedule; schedules end, and hold and idle what they say."""
 
 from collections import deque
-from collections.abc import Callable
 from functools import cache
 from itertools import chain, product
 from typing import Any
@@ -22,8 +21,16 @@ from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import Task, balance, make_schedule, peak_activations, plan_rank, simulate
 from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.traffic import recorded_traffic
-from tests.parallel.model_parallel_cases import EXACT, TOLERANCES, find_accepted, furthest, gradients, left_out
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.model_parallel_cases import (
+    EXACT,
+    TOLERANCES,
+    Attempts,
+    find_accepted,
+    furthest,
+    gradients,
+    left_out,
+)
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -91,8 +98,8 @@ CASES: list[tuple[torch.dtype, int, dict[str, Any]]] = [
 """Dtype, first layer, which with 1 takes activations as inputs, and options."""
 
 
-def check_parity(n_cases: int = 1) -> list[str]:
-    """Every schedule and number of micro-batches, with one case after the other, or several of them each."""
+def find_unequal(n_cases: int) -> list[str]:
+    """Return what differs from one process: schedules and numbers of micro-batches, with one case or more in turns."""
     wrong = []
     for place, (schedule, number) in enumerate(product(SCHEDULES, (1, 2, 4, 8))):
         for dtype, start, options in [CASES[(place + n) % 3] for n in range(n_cases)]:
@@ -107,11 +114,18 @@ def check_parity(n_cases: int = 1) -> list[str]:
     return wrong
 
 
-def check_parity_of_all_cases() -> list[str]:
-    return check_parity(n_cases=3)
+@on_ranks(slow=(2, 4))
+def test_parity_of_all_cases() -> list[str]:
+    return find_unequal(n_cases=3)
 
 
-def check_messages() -> list[str]:
+@on_ranks(1, 3)
+def test_parity() -> list[str]:
+    return find_unequal(n_cases=1)
+
+
+@on_ranks(3)
+def test_messages() -> list[str]:
     """Every message is needed."""
     return [f"{schedule}: {text}" for schedule in SCHEDULES for text in leave_out_each(schedule)]
 
@@ -149,7 +163,8 @@ def leave_out_each(schedule: str) -> list[str]:
     return needless if is_complete else [*needless, f"{len(messages)} messages"]
 
 
-def check_bytes() -> list[str]:
+@on_ranks(4)
+def test_bytes() -> list[str]:
     """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
     wrong, p, rank = [], dist.get_world_size(), dist.get_rank()
     for schedule, chunks in SCHEDULES.items():
@@ -206,9 +221,10 @@ def test_stages_are_balanced_and_a_task_that_would_wait_forever_is_named() -> No
     assert balance([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
 
 
-def attempts_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
+@on_ranks(3)
+def test_refusals() -> list[str]:
     rank, good = dist.get_rank(), Pipeline(build(), micro_batches=4)
-    return [
+    attempts: Attempts = [
         ("0 micro-batches", lambda: Pipeline(build(), micro_batches=0)),
         ("expected the same", lambda: Pipeline(build(), micro_batches=1 + rank)),
         ("among gpipe", lambda: Pipeline(build(), micro_batches=1, schedule="best")),
@@ -220,9 +236,11 @@ def attempts_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
         ("a batch that 4 micro-batches divide", lambda: good.step(TOKENS, TARGETS[:4], loss_of)),
         ("expected the same", lambda: good.step(torch.full((8, 3), rank / 2), TARGETS, loss_of)),
     ]
+    return find_accepted(attempts)
 
 
-def check_axes() -> list[str]:
+@on_ranks(4)
+def test_axes() -> list[str]:
     """Two pipelines of two ranks, each with half of the batch, are right with a wrapper's average, not without it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     part = mesh.get_local_rank("data")
@@ -240,31 +258,10 @@ def check_axes() -> list[str]:
     return [] if not before and is_right() else [f"before the average {before}"]
 
 
-def check_balance() -> list[str]:
+@on_ranks(2)
+def test_balance() -> list[str]:
     """Stages are balanced by measured time."""
     layers = [block(512) for _ in range(3)]
     stages = Pipeline(layers, micro_batches=1, costs=measure_layers(layers, torch.ones(256, 6)))
     sizes = gather_json(len(stages.layers))
     return [] if sorted(sizes) == [1, 2] else [str(sizes)]
-
-
-def check_refusals() -> list[str]:
-    return find_accepted(attempts_that_cannot_run)
-
-
-ON_RANKS = SharedRanks(
-    [
-        (check_parity, (1, 3), ()),
-        (check_parity_of_all_cases, (), (2, 4)),
-        (check_messages, (3,), ()),
-        (check_refusals, (3,), ()),
-        (check_bytes, (4,), ()),
-        (check_axes, (4,), ()),
-        (check_balance, (2,), ()),
-    ]
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []

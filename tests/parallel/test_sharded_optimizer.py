@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -21,7 +20,7 @@ from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.sharding import ShardedOptimizer
 from tests.parallel.data_parallel_cases import FLOAT32, Case, built, plain, split_groups, train
 from tests.parallel.sharding_cases import CASES, furthest, values
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.shared_ranks import on_ranks
 
 SAVED = ("SGD with momentum", "channels last", "fewer elements than ranks", "uneven", "groups")
 
@@ -53,7 +52,8 @@ def _differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def _check_saving() -> list[str]:
+@on_ranks(3)
+def test_saving() -> list[str]:
     """Sharded to plain and back, to another number of ranks, and shard by shard: training goes on alike."""
     wrong, p, fewer = [], dist.get_world_size(), dist.new_group([0, 1])
     for name in SAVED:
@@ -87,7 +87,8 @@ def _check_saving() -> list[str]:
     return wrong
 
 
-def _check_checkpoint() -> list[str]:
+@on_ranks(3)
+def test_checkpoint() -> list[str]:
     """Each rank's rows come back from torch.distributed.checkpoint to the rank that saved them."""
     folders, parameters = [tempfile.mkdtemp()], list(plain().parameters())
     dist.broadcast_object_list(folders)
@@ -118,7 +119,8 @@ def _continued(case: Case, model: nn.Module, state: Any, make: Any) -> list[torc
     return values(copied)
 
 
-def _check_changes() -> list[str]:
+@on_ranks(3)
+def test_changes() -> list[str]:
     """Parameters whose data is replaced, that are thawed, that have no gradient; hooks on state dicts run."""
     models, optimizers = [plain(), plain()], list[Any]()
     for model in models:
@@ -161,7 +163,8 @@ def _weighing(weight: int) -> dict[str, Any]:
     return {"params": [nn.Parameter(torch.ones(3))], "weights": [weight]}
 
 
-def _check_refusals() -> list[str]:
+@on_ranks(3)
+def test_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them; nobody waits for the others."""
     wrong, rank = [], dist.get_rank()
     parameters = list(plain().parameters())
@@ -212,13 +215,3 @@ def _check_refusals() -> list[str]:
     sound.step()  # as if nothing had been asked of it
     is_sound = torch.allclose(parameters[0], before - 0.1) and len(sound.param_groups) == 1
     return wrong if is_sound else [*wrong, "changed"]
-
-
-ON_RANKS = SharedRanks(
-    [(each, (3,), ()) for each in (_check_saving, _check_checkpoint, _check_changes, _check_refusals)]
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(workers_travel_by_value: None, check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []

@@ -24,13 +24,14 @@ from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
+    Attempts,
     find_accepted,
     find_needless,
     furthest,
     gradients,
     left_out,
 )
-from tests.parallel.shared_ranks import Check, SharedRanks
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -65,7 +66,8 @@ def compute(model: TensorParallel, *, from_parts: bool = True) -> dict[str, Tens
     return {"loss": loss.detach(), "logits": logits.detach(), **model.gather_state_dict(gradients(model))}
 
 
-def check_parity() -> list[str]:
+@on_ranks(1, 4, slow=(2,))
+def test_parity() -> list[str]:
     """Loss from parts and from whole logits, checkpointed or not, over three transports, in turns in two dtypes."""
     wrong, ways = [], (("auto", 0, True), ("torch", 1, True), ("point_to_point", 0, False))
     for place, (is_cut, (transport, segment, from_parts)) in enumerate(product((False, True), ways)):
@@ -79,7 +81,8 @@ def check_parity() -> list[str]:
     return wrong
 
 
-def check_messages() -> list[str]:
+@on_ranks(2)
+def test_messages() -> list[str]:
     """Every message is needed: of the two blocks of a layer, embedding, output and loss, and of three cut norms."""
     n_calls = {False: 4 + 2 + 1, True: 8 + 4 + 1 + 3}
     return [text for is_cut, n in n_calls.items() for text in leave_out_each(is_cut) if text != f"{n} calls"]
@@ -106,7 +109,8 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
     return find_needless(lambda: furthest(step(), expected), places)
 
 
-def check_bytes() -> list[str]:
+@on_ranks(4)
+def test_bytes() -> list[str]:
     """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
     wrong, p, algorithm = [], dist.get_world_size(), communication.recursive_doubling  # these tensors are short
     for is_cut in (False, True):
@@ -121,10 +125,11 @@ def check_bytes() -> list[str]:
     return wrong
 
 
-def models_that_cannot_be_cut() -> list[tuple[str, Callable[[], object]]]:
+@on_ranks(3)
+def test_models() -> list[str]:
     rank = dist.get_rank()
     narrow, fitting = (TransformerShape(24, d_ff, n_layers=1, n_heads=3, vocabulary=14) for d_ff in (2, 30))
-    return [
+    attempts: Attempts = [
         ("heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
         ("d_ff of 3", lambda: tensor_parallel(build(shape=narrow))),
         ("not cut, got Linear", lambda: tensor_parallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
@@ -132,11 +137,13 @@ def models_that_cannot_be_cut() -> list[tuple[str, Callable[[], object]]]:
         ("on every rank", lambda: tensor_parallel(build(shape=fitting), sequence_parallel=rank == 1)),
         ("on every rank", lambda: tensor_parallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
     ]
+    return find_accepted(attempts)
 
 
-def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
+@on_ranks(4)
+def test_calls() -> list[str]:
     rank, model = dist.get_rank(), tensor_parallel(build(), sequence_parallel=True)
-    return [
+    attempts: Attempts = [
         ("same tokens", lambda: model(TOKENS.roll(rank))),
         ("same tokens", lambda: model(TOKENS[:, : 12 - rank])),
         ("a sequence that 4 ranks divide", lambda: model(TOKENS[:, :-1])),
@@ -146,6 +153,7 @@ def calls_that_cannot_run() -> list[tuple[str, Callable[[], object]]]:
         ("int64 tokens", lambda: model(TOKENS.float())),
         ("that is not cut", lambda: tensor_parallel(model.module)),
     ]
+    return find_accepted(attempts)
 
 
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
@@ -155,7 +163,8 @@ LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
 }
 
 
-def check_axes() -> list[str]:
+@on_ranks(4)
+def test_axes() -> list[str]:
     """Two tensor-parallel groups of two ranks, each with half of the batch: BucketedDDP and FSDP average gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     part, targets, wrong = mesh.get_local_rank("data"), TOKENS.roll(3), []
@@ -176,28 +185,3 @@ def check_axes() -> list[str]:
         if len(result) != 21 or (error <= EXACT) == bool(replaced):
             wrong.append(f"{wrap.__name__}, {lost} lost: {error}")
     return wrong
-
-
-def check_models() -> list[str]:
-    return find_accepted(models_that_cannot_be_cut)
-
-
-def check_calls() -> list[str]:
-    return find_accepted(calls_that_cannot_run)
-
-
-ON_RANKS = SharedRanks(
-    [
-        (check_parity, (1, 4), (2,)),
-        (check_messages, (2,), ()),
-        (check_models, (3,), ()),
-        (check_bytes, (4,), ()),
-        (check_calls, (4,), ()),
-        (check_axes, (4,), ()),
-    ]
-)
-
-
-@pytest.mark.parametrize(("check", "world_size"), ON_RANKS.cases())
-def test_on_ranks(check: Check, world_size: int) -> None:
-    assert ON_RANKS.errors(check, world_size) == []
