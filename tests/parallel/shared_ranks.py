@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import run_ranks
 
-Check = Callable[[], list[str]]
-"""Runs on every rank, and returns what is wrong, in words."""
+Check = Callable[[], list[str] | None]
+"""Runs on every rank, and returns what is wrong, in words, or raises."""
 
 _checks = defaultdict[str, list[tuple[Check, Sequence[int]]]](list)
 
@@ -49,6 +49,6 @@ def _run(checks: str, world_size: int) -> list[dict[str, list[str]]]:
 def _run_each(checks: Sequence[Check]) -> dict[str, list[str]]:
     wrong = {}
     for check in checks:
-        wrong[check.__name__] = check()
+        wrong[check.__name__] = check() or []
         dist.barrier()
     return wrong

@@ -120,11 +120,6 @@ def _note_errors(case: Case, step: int, reference: nn.Module, layer: nn.Module, 
         worst[name] = max(worst.get(name, 0.0), _error(value, expected[name]))
 
 
-def errors(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
-    """On a rank: `errors_on_rank` of every case."""
-    return {name: errors_on_rank(case) for name, case in cases.items()}
-
-
 def _batchnorm(case: Case, dtype: torch.dtype) -> nn.Module:
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(case.row)]
     return torchs(kind, case.row[0], dtype=dtype, **case.options)

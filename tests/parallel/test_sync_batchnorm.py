@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from functools import cache
 
 import pytest
 import torch
@@ -13,32 +12,26 @@ from torch.nn.utils import prune
 from labkit.bench.memory import saved_for_backward
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from tests.cases import thinned
-from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors, grid, torchs
+from tests.parallel.shared_ranks import on_ranks
+from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors_on_rank, grid, torchs
+
+pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 
-@cache
-def _errors(world_size):
-    cases = grid(world_size) | (CASES if world_size > 1 else {})
-    return cases, run_ranks(errors, cases, world_size=world_size, timeout_s=60)
-
-
-@pytest.mark.parametrize("name", grid(1) | CASES)
-@pytest.mark.parametrize("world_size", thinned([1, 2, 4], lambda world_size: world_size < 4))
-def test_equals_batchnorm_on_the_whole_batch(world_size, name):
-    if world_size == 1 and name in CASES:
-        pytest.skip("alone it is plain batch norm")
-    cases, ranks = _errors(world_size)
-    for rank in ranks:
-        found = rank[name]
+@on_ranks(1, 2, slow=(4,))
+def test_equals_batchnorm_on_the_whole_batch():
+    wrong, p = [], dist.get_world_size()
+    for name, case in (grid(p) | (CASES if p > 1 else {})).items():  # alone it is plain batch norm
+        found, (shaped, rest) = errors_on_rank(case), case.tolerances
+        limits = {quantity: shaped if quantity in ("output", "dx") else rest for quantity in found}
+        wrong += [f"{name}: {quantity}, {error}" for quantity, error in found.items() if not error <= limits[quantity]]
         if name not in CASES:
             assert {"output", "dx", "d_weight", "d_bias", "running_mean", "running_var"} < found.keys()
-        shaped, rest = cases[name].tolerances
-        for quantity, error in found.items():
-            assert error <= (shaped if quantity in ("output", "dx") else rest), quantity
+    return wrong
 
 
-def _check_collectives():
+@on_ranks(2)
+def test_collectives():
     """One collective forward and one backward."""
     x = torch.randn(4, 3, requires_grad=dist.get_rank() < 9)
     layer = SyncBatchNorm(3)
@@ -55,7 +48,8 @@ def _check_collectives():
     assert without_input == evaluated == []
 
 
-def _check_saved():
+@on_ranks(2)
+def test_saved():
     """Saved are the input and a few numbers a feature."""
     inputs = [torch.randn(64, 8, 4, requires_grad=True), torch.randn(64, 8, 4).bfloat16().requires_grad_()]
     for x in (*inputs, torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2)):
@@ -65,7 +59,8 @@ def _check_saved():
         assert sum(other) <= 4 * 8 * 4 + 8  # 4C numbers and the count
 
 
-def _check_refusals():
+@on_ranks(2)
+def test_refusals():
     """Copies of a group, less than two values a channel, on all ranks, and second derivatives."""
     layer = SyncBatchNorm(2, process_group=dist.group.WORLD)
     for copied in (copy.deepcopy, pickle.dumps):
@@ -86,7 +81,8 @@ def _check_refusals():
         gradient.sum().backward()
 
 
-def _check_groups():
+@on_ranks(4)
+def test_groups():
     """Ranks 0 and 1 share a batch, 2 and 3 another; a rank that calls a layer that is not its own is refused."""
     groups, (pair, place) = [dist.new_group([0, 1]), dist.new_group([2, 3])], divmod(dist.get_rank(), 2)
     generators = [torch.Generator().manual_seed(2 * pair + other) for other in (0, 1)]
@@ -100,19 +96,6 @@ def _check_groups():
     torch.testing.assert_close(results[0], results[1].split(3, dim=1)[place], rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="this rank is not one of them"):
         SyncBatchNorm(5, process_group=groups[1 - pair], dtype=torch.float64)(inputs[0])
-
-
-def _check_all(*checks):
-    for check in checks:
-        check()
-        dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "checks"), [(2, (_check_collectives, _check_saved, _check_refusals)), (4, (_check_groups,))]
-)
-def test_what_it_sends_saves_and_refuses(ranks, checks):
-    run_ranks(_check_all, *checks, world_size=ranks, timeout_s=60)
 
 
 @pytest.mark.parametrize(
