@@ -40,16 +40,14 @@ NOISE = 0.08
 EVALUATIONS = 12
 MARGIN = 0.01
 COVERED, LEAST, LEAST_OF_FRAMEWORK = 0.9, 0.88, 0.82
-"""Shares of left-out rows that intervals are to hold: of each fold, and of its tables at each number of GPUs.
-
-The last is that of frameworks without published runs: with 0.88 nanotron alone would widen them by another half.
-"""
+"""Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number of GPUs.
+The last is for frameworks without published runs: with 0.88 nanotron alone would widen them by another half."""
 LEVELS = [level / 200 for level in range(180, 198)]
 """Shares of the rows that a width is fitted to, to choose from: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
 """Rows of a table with widths of its own, or of a group that is judged."""
 TABLES = "tables"
-"""What the level of all tables' widths is called."""
+"""Name of the level of all tables' widths."""
 JUDGES: Mapping[str, tuple[str, ...]] = {
     TABLES: (WITHOUT_MODEL,),
     "unstable": (WITHOUT_MODEL, "without the run"),
@@ -139,14 +137,13 @@ def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.D
     runs, rows = fold.judged_runs(published), np.flatnonzero(fold.is_judged & is_timed(published))
     ground = measure_ground(published, ~fold.is_hidden)
     distances = intervals.measure_distances(runs, ground)
-    columns = {
-        "fold": fold.name,
-        "row": rows,
-        "predicted_s": seconds(runs, fit_time(published, ~fold.is_hidden)),
-        "is_elsewhere": ground.is_elsewhere(runs),
-        "distance": np.sum(list(distances.values()), axis=0),
-    }
-    return pd.DataFrame(columns | intervals.measure_slopes(distances, is_unstable[rows]))
+    return pd.DataFrame(intervals.measure_slopes(distances, is_unstable[rows])).assign(
+        fold=fold.name,
+        row=rows,
+        predicted_s=seconds(runs, fit_time(published, ~fold.is_hidden)),
+        is_elsewhere=ground.is_elsewhere(runs),
+        distance=np.sum(list(distances.values()), axis=0),
+    )
 
 
 def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
@@ -252,10 +249,15 @@ def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
 
 def print_scores(rows: pd.DataFrame) -> None:
     """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs or more."""
-    by_scale, large = rows[rows["fold"].str.startswith("beyond")], rows[rows["gpus"] >= LARGE]
-    for some, *by in ((rows, "fold"), (rows, "fold", "table"), (by_scale, "fold", "table", "gpus"), (large, "fold")):
-        scores = summarize(some, *by)
-        print(f"\n{scores[scores['rows'] >= (MIN_ROWS if len(by) > 2 else 1)].round(1).to_string()}")
+    by_scale = summarize(rows[rows["fold"].str.startswith("beyond")], "fold", "table", "gpus")
+    large = summarize(rows[rows["gpus"] >= LARGE], "fold")
+    for table in (
+        summarize(rows, "fold"),
+        summarize(rows, "fold", "table"),
+        by_scale[by_scale["rows"] >= MIN_ROWS],
+        large,
+    ):
+        print(f"\n{table.round(1).to_string()}")
 
 
 def score_layouts(published: Runs) -> pd.DataFrame:
@@ -279,10 +281,10 @@ def score_layouts(published: Runs) -> pd.DataFrame:
         order = rows[~rows["is_too_large"]].sort_values("preference", kind="stable").drop_duplicates("arrangement")
         if np.isfinite(rows["measured"]).sum() >= MIN_LAYOUTS and len(order):
             smallest = rows.sort_values(["is_too_large", "model_ranks", "batches"])["measured"].iloc[0]
-            behind = 100 * (np.array([*order["measured"].head(PROPOSED), smallest]) / rows["measured"].min() - 1)
-            families.append((table, behind[0], min(behind[:-1]), behind[-1]))
-    names = ["table", "first", "best_of_three", "smallest_that_fits"]
-    by_table = pd.DataFrame(families, columns=names).groupby("table")
+            proposed = order["measured"].head(PROPOSED)
+            chosen = {"first": proposed.iloc[0], "best_of_three": proposed.min(), "smallest_that_fits": smallest}
+            families.append(100 * (pd.Series(chosen, name=table) / rows["measured"].min() - 1))
+    by_table = pd.DataFrame(families).rename_axis("table").groupby("table")
     means = by_table.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
     out_of_memory = by_table["best_of_three"].agg(lambda behind: int(np.isinf(behind).sum()))
     return means.assign(families=by_table.size(), ran_out_of_memory=out_of_memory)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from labkit.scaling.constants import PARENTS
@@ -75,10 +76,7 @@ def _each(column: NDArray[np.generic]) -> list[Flags]:
 
 
 def _largest(published: Runs, values: Numbers) -> Flags:
-    """The rows with the largest value in each table with several."""
-    judged = np.zeros(len(values), dtype=bool)
-    for rows in _each(published.table):
-        timed = rows & is_timed(published)
-        if len(np.unique(values[timed])) > 1:
-            judged |= timed & (values == values[timed].max())
-    return judged
+    """The timed rows with the largest value in each table with several."""
+    tables = pd.Series(np.where(is_timed(published), values, np.nan)).groupby(published.table)
+    largest, several = tables.transform("max"), tables.transform("nunique") > 1
+    return np.asarray(is_timed(published) & several & (largest == values))

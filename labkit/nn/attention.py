@@ -3,10 +3,7 @@
     scores = scale * q k^T            masked with -inf where a query may not see a key
     output = softmax(scores) v
 
-Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask. `tiled_attention.py`
-computes the same numbers block by block in PyTorch, `flash_attention.py` in Triton.
-
-Dimension letters, here and in the two other files:
+Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask. Dimension letters:
 
     ...  any leading dimensions, usually (batch, heads)
     Q    queries, the sequence of q
@@ -55,8 +52,7 @@ def check_attention_inputs(
     if q.dim() != k.dim() or q.shape[:-3] != k.shape[:-3] or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
         raise ValueError(f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got {shapes}")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
-        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
-        got = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
+        names, got = (", ".join(map(dtype_name, those)) for those in (dtypes, (q.dtype, k.dtype, v.dtype)))
         raise ValueError(f"expected q, k and v of one dtype among {names}; got {got}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"expected q, k and v on one device; got {q.device}, {k.device}, {v.device}")
@@ -112,17 +108,11 @@ class VersionWatch:
 
     def __init__(self, x: Tensor):
         self._token = x.detach()  # shares the version counter
-        if x.is_inference():
-            return
-        with _unsafe_preserve_version_counter(self._token):
-            cast(Any, self._token).set_()
-        self._version: int = self._token._version
+        if not x.is_inference():
+            with _unsafe_preserve_version_counter(self._token):
+                cast(Any, self._token).set_()
+            self._version: int = self._token._version
 
     @property
     def is_modified(self) -> bool:
         return bool(self._token._version != self._version)
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and of the logsumexp: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

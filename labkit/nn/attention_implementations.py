@@ -17,12 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from labkit.nn.attention import (
-    Attention,
-    check_attention_inputs,
-    naive_attention,
-    query_group,
-)
+from labkit.nn.attention import Attention, check_attention_inputs, naive_attention, query_group
 from labkit.nn.tiled_attention import TiledAttention
 
 GRAPH_LIMIT = 256
@@ -31,11 +26,7 @@ NO_TRITON = "Triton is not installed"
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """`torch.compile` of naive attention, one graph per shape.
-
-    A sweep has more shapes than the 8 graphs a function gets by default. Beyond the raised limit `fullgraph` raises,
-    and torch does not silently return to eager mode.
-    """
+    """`torch.compile` of naive attention, one graph per shape; beyond `GRAPH_LIMIT` it raises."""
     check_attention_inputs(q, k, v)
     with torch._dynamo.config.patch(recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT):
         return _compiled_naive()(q, k, v, causal)
@@ -63,9 +54,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend 
 
 def no_compiler_reason(device_type: str) -> str | None:
     """Return why `torch.compile` cannot compile for "cpu" or "cuda" here, or None."""
-    if device_type == "cuda":
-        reason = no_launch_reason()
-        return None if reason is None else f"torch.compile needs Triton on a GPU: {reason}"
+    if device_type == "cuda" and (reason := no_launch_reason()) is not None:
+        return f"torch.compile needs Triton on a GPU: {reason}"
     if device_type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         return "torch.compile needs a C++ compiler on a CPU; there is none on the path"
     return None
@@ -79,8 +69,7 @@ def has_triton() -> bool:
 def no_launch_reason() -> str | None:
     """Return why Triton cannot launch kernels, or None.
 
-    Triton compiles kernels by itself. What hands them to the GPU is C that it builds at the first launch, with the
-    system's compiler and Python's headers, which slim containers lack.
+    Its launcher is C that it builds with the system's compiler and Python's headers, which slim containers lack.
     """
     if not has_triton():
         return NO_TRITON

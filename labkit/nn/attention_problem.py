@@ -1,12 +1,10 @@
 """One attention problem to measure implementations on, and the check that each must pass before it is timed.
 
 The check compares output and gradients with float64. An error may be `FACTOR` times that of PyTorch's math SDPA in the
-same dtype, plus one unit of the dtype: math SDPA computes in float32 and rounds its result once, naive attention in
-half precision rounds at every step. A wrong mask, a missing tile or a wrong scale is off by tens of percent.
+same dtype, plus one unit of the dtype. A wrong mask, a missing tile or a wrong scale is off by tens of percent.
 
 A single row among thousands changes that little. So each row, of a query or a key, is also compared by itself, relative
-to its size: that of a sum of its terms with random signs, which is what rounding acts on. A missing row is off by about
-all of it.
+to a sum of its terms with random signs, which is what rounding acts on. A missing row is off by about all of it.
 """
 
 import math
@@ -86,10 +84,8 @@ class Reference:
                 exact = [x.double() for x in part]
                 pairs = ((self.results, _attend(exact, mask)), (sdpa, _attend(part, mask)))
                 for totals, terms in (*pairs, (squares, _squares(exact, mask))):
-                    for total, term in zip(totals[:2], terms[:2], strict=True):  # output and gradient of q
-                        total[sequence, rows] = term.double()
-                    for total, term in zip(totals[2:], terms[2:], strict=True):  # gradients of k and v
-                        total[sequence] += term
+                    for index, (total, term) in enumerate(zip(totals, terms, strict=True)):
+                        total[sequence, rows if index < 2 else slice(None)] += term  # all rows of k and v
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
         error, row_error, _ = self.compare(sdpa)

@@ -1,8 +1,7 @@
 """Images to classify: CIFAR-100 from its binary archive, and the handwritten digits of scikit-learn.
 
 CIFAR-100 (Krizhevsky 2009, "Learning multiple layers of features from tiny images"): a record is a coarse label, a fine
-label and 3072 pixels, one byte each, planes red, green, blue. The archive is read into memory and never unpacked to
-disk; no member is read that is larger than CIFAR-100's.
+label and 3072 pixels, one byte each, planes red, green, blue.
 """
 
 import hashlib
@@ -70,18 +69,18 @@ def read_cifar100(path: Path | str) -> Images:
         with GzipFile(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
                 if (name := member.name.removeprefix("./")) in MAX_RECORDS and member.isreg():
-                    parts[name] = _read_records(name, member.size, archive.extractfile(member))
+                    parts[name] = _read_records(
+                        f"{path}: {name}", member.size, MAX_RECORDS[name], archive.extractfile(member)
+                    )
             while file.read(2**20):  # to the end, where gzip keeps its checksum
                 pass
-        if missing := [name for name in MAX_RECORDS if name not in parts]:
-            raise DatasetError(f"expected {' and '.join(MAX_RECORDS)} inside, got no {' and no '.join(missing)}")
-    except DatasetError as error:
-        raise DatasetError(f"{path}: {error}") from None
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         official = f"the official archive has {CIFAR100_BYTES:,} bytes"
         raise DatasetError(f"{path}: cannot be read as a whole .tar.gz ({error}); {official}") from None
-    training, validation = (parts[name] for name in MAX_RECORDS)
-    return Images("CIFAR-100", CLASSES, training, validation)
+    if missing := [name for name in MAX_RECORDS if name not in parts]:
+        expected = " and ".join(MAX_RECORDS)
+        raise DatasetError(f"{path}: expected {expected} inside, got no {' and no '.join(missing)}")
+    return Images("CIFAR-100", CLASSES, *(parts[name] for name in MAX_RECORDS))
 
 
 def file_md5(path: Path) -> str:
@@ -93,8 +92,7 @@ def file_md5(path: Path) -> str:
 def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: None, url: str = CIFAR100_URL) -> Path:
     """Download the official archive to `directory` unless it is there; `say` gets a line before the download.
 
-    Only a file with the right checksum is kept. DatasetError for another checksum, ConnectionError if the download
-    fails.
+    DatasetError for another checksum, ConnectionError if the download fails.
     """
     import pooch
     import requests
@@ -111,11 +109,10 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
         raise ConnectionError(f"{url} cannot be downloaded: {error}") from None
 
 
-def _read_records(name: str, size: int, file: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes."""
-    if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= MAX_RECORDS[name]:
-        expected = f"expected 1 to {MAX_RECORDS[name]:,} records of {RECORD_BYTES} bytes"
-        raise DatasetError(f"{name}: {expected}, got {size:,} bytes")
+def _read_records(name: str, size: int, most: int, file: Any) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes, at most `most` of each."""
+    if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= most:
+        raise DatasetError(f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes")
     table = np.frombuffer(file.read(), np.uint8).reshape(-1, RECORD_BYTES)
     if (largest := table[:, 1].max()) >= CLASSES:
         raise DatasetError(f"{name}: expected fine labels below {CLASSES}, got {largest}")

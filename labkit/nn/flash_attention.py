@@ -1,11 +1,10 @@
 """FlashAttention-2 in Triton: checks the inputs, chooses tiles, launches the kernels.
 
-The forward pass saves q, k, v, the output and one float32 logsumexp per query; the backward pass recomputes the
-probabilities from it. Memory is linear in the sequence. Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
-The kernels: `flash_kernels.py` (forward), `flash_backward_kernels.py`. In plain PyTorch: `tiled_attention.py`.
+The forward pass saves q, k, v, the output and one float32 logsumexp per query, from which the backward pass recomputes
+the probabilities: memory is linear in the sequence. Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
 
-Runs on CUDA GPUs of compute capability 8.0 and above, and anywhere under Triton's interpreter (TRITON_INTERPRET=1 set
-before Triton is imported), which is for tests: correct, and thousands of times slower.
+Runs on CUDA GPUs of compute capability 8.0 and above, and for tests under Triton's interpreter (TRITON_INTERPRET=1 set
+before Triton is imported), thousands of times slower.
 
 Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the machine code. A
 tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits shared and tensor memory. The first
@@ -29,17 +28,8 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labkit.nn import flash_backward_kernels, flash_kernels
-from labkit.nn.attention import (
-    KERNEL_DTYPES,
-    VersionWatch,
-    check_attention_inputs,
-    dtype_name,
-    masked_scores,
-    naive_attention,
-    query_group,
-    softmax_scale,
-)
+from labkit.nn import attention, flash_backward_kernels, flash_kernels
+from labkit.nn.attention import KERNEL_DTYPES, VersionWatch, dtype_name, query_group
 
 HEAD_DIMS = range(16, 257)
 """Head dimensions the kernels take. One that is not a power of two is padded to the next inside the kernel."""
@@ -96,7 +86,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-        check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
+        attention.check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
         if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
             raise ValueError(reason)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
@@ -143,9 +133,6 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return None
 
 
-# ------------------------------------------------------------------------------------------ launches
-
-
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -170,10 +157,9 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     delta = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     programs = delta.numel() // queries * triton.cdiv(queries, DELTA_TILE.block_q)
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
+    kernel = flash_backward_kernels.delta_kernel[(programs,)]
     with torch.cuda.device_of(output):
-        flash_backward_kernels.delta_kernel[(programs,)](
-            output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps
-        )
+        kernel(output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps)
     return delta
 
 
@@ -189,22 +175,19 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
         return (heads * triton.cdiv(length, constants[block]),)
 
     constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
-    arguments = (*tensors, queries, keys, softmax_scale(q, scale))
-    # sizes share a tuning up to the next power of two: the best tile varies slowly
+    # the best tile varies slowly: lengths and rows are tuned together up to the next power of two
     sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
-    tuning = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
+    size_class = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
+    tiles: tuple[Tile, ...] = (tile or INTERPRETER_TILES[name],)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        if tile is not None:
-            tiles: tuple[Tile, ...] = (tile,)
-        elif INTERPRETED:
-            tiles = (INTERPRETER_TILES[name],)
-        else:
+        if tile is None and not INTERPRETED:
             tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
             if any(x.data_ptr() % DESCRIPTOR_ALIGNMENT for x in tensors):
                 tiles = tuple(tile for tile in tiles if tile.specialize < 2)
         if not INTERPRETED and any(tile.specialize == 2 for tile in tiles):  # Triton asks for memory at a launch
             triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device))
-        _autotuned(name, tiles, tuning)[grid](*arguments, **constants)
+        kernel = _autotuned(name, tiles, size_class)
+        kernel[grid](*tensors, queries, keys, attention.softmax_scale(q, scale), **constants)
 
 
 def kernel_constants(
@@ -226,15 +209,11 @@ def _padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-# --------------------------------------------------------------------------------------------- tiles
-
-
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
-    A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have tables of their own. All other GPUs from 8.6 have
-    99 KiB of shared memory, and tensor cores so slow that smaller tiles reach their peak, too. Tiles that are loaded by
-    descriptors need rows of a multiple of 16 bytes.
+    GPUs other than A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have 99 KiB of shared memory, and tensor
+    cores so slow that smaller tiles reach their peak. Tiles loaded by descriptors need rows of a multiple of 16 bytes.
     """
     gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "A100" if capability == (8, 0) else "other")
     key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, _padded(head_dim)))]
@@ -245,11 +224,8 @@ def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tup
 
 
 @functools.cache
-def _autotuned(name: str, tiles: tuple[Tile, ...], tuning: tuple[int, ...]) -> Any:
-    """The kernel with Triton's autotuner, for a length and a number of rows, hence of programs.
-
-    It times each tile once per mask, head dimension, group and dtype.
-    """
+def _autotuned(name: str, tiles: tuple[Tile, ...], size_class: tuple[int, ...]) -> Any:
+    """The kernel with Triton's autotuner, which times tiles once per size class, mask, head dimension, group, dtype."""
     configs = [triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages) for tile in tiles]
     return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(KERNELS[name])
 
@@ -262,12 +238,12 @@ def _correct_tiles(
     tiles = tiles_for(name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device))
     faults = {tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles}
     kernel = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
-    for tile, fault in faults.items():
-        if fault:
-            warnings.warn(f"{kernel}: tile {tile} is left out: {fault}", stacklevel=2)
-    if correct := tuple(tile for tile, fault in faults.items() if not fault):
-        return correct
-    raise RuntimeError(f"{kernel}: no tile can be used: {'; '.join(filter(None, faults.values()))}")
+    wrong = [f"tile {tile} is left out: {fault}" for tile, fault in faults.items() if fault]
+    if len(wrong) == len(tiles):
+        raise RuntimeError(f"{kernel}: no tile can be used: {'; '.join(wrong)}")
+    for message in wrong:
+        warnings.warn(f"{kernel}: {message}", stacklevel=2)
+    return tuple(tile for tile, fault in faults.items() if not fault)
 
 
 def _tile_fault(
@@ -301,9 +277,9 @@ def _probe(
     inputs = [torch.randn(*size, head_dim, generator=generator).to(device, dtype) for size in sizes]
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         q, k, v = (x.double().requires_grad_() for x in inputs[:3])
-        output = naive_attention(q, k, v, causal)
+        output = attention.naive_attention(q, k, v, causal)
         grad_q, grad_k, grad_v = torch.autograd.grad(output, (q, k, v), inputs[3].double())
-        logsumexp = torch.logsumexp(masked_scores(q, k, causal), dim=-1).detach() / math.log(2)
+        logsumexp = torch.logsumexp(attention.masked_scores(q, k, causal), dim=-1).detach() / math.log(2)
     output = output.detach()
     inputs += [output.to(dtype), logsumexp.float()]
     return inputs, {"forward": (output, logsumexp), "grad_kv": (grad_k, grad_v), "grad_q": (grad_q,)}

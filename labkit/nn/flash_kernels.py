@@ -1,8 +1,7 @@
 """Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1. `flash_backward_kernels.py` is algorithm 2, and
-`flash_attention.py` launches both. `tiled_attention.py` is the same in plain PyTorch, with the same names; read it
-first.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_attention.py` launches it. Read
+`tiled_attention.py` first: the same in plain PyTorch, with the same names.
 
 Dimension letters (see `attention.py` for the definition of causal):
 

@@ -1,12 +1,11 @@
 """FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the sequence.
 
-The matrix of scores is never built. It is visited in tiles of `block_q` queries by `block_k` keys that stay in cache.
-The softmax is carried along a row of tiles ("online"): a running maximum, a running sum, and an output that is rescaled
-when the maximum grows. The backward pass recomputes the tiles from the logsumexp.
+The scores are visited in tiles of `block_q` queries by `block_k` keys that stay in cache. The softmax is carried along
+a row of tiles ("online"): a running maximum, a running sum, and an output that is rescaled when the maximum grows. The
+backward pass recomputes the tiles from the logsumexp.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1, `tiled_backward` algorithm 2. The
-Triton kernels in `flash_kernels.py` have the same structure and names. Dimension letters: B, all leading dimensions in
-one, and Q, K, D as in `attention.py`.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1, `tiled_backward` algorithm 2.
+Dimension letters: B, all leading dimensions in one, and Q, K, D as in `attention.py`.
 """
 
 import math
@@ -17,13 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labkit.nn.attention import (
-    VersionWatch,
-    accumulator_dtype,
-    check_attention_inputs,
-    query_group,
-    softmax_scale,
-)
+from labkit.nn.attention import VersionWatch, check_attention_inputs, query_group, softmax_scale
 
 
 class TiledAttention(torch.autograd.Function):
@@ -57,7 +50,8 @@ def tiled_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q), float32 (or float64)."""
     check_attention_inputs(q, k, v, scale=scale)
-    dtype, group, scale = accumulator_dtype(q.dtype), query_group(q, k), softmax_scale(q, scale)
+    dtype, group = torch.promote_types(q.dtype, torch.float32), query_group(q, k)
+    scale = softmax_scale(q, scale)
     whole_output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     whole_logsumexp = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     q, k, v, output = map(_flatten, (q, k, v, whole_output))  # (B, Q, D), (B / group, K, D)
@@ -141,9 +135,6 @@ def tiled_backward(
     return into[0].to(q_dtype), into[1], into[2]
 
 
-# ------------------------------------------------------------------------------------------- blocks
-
-
 def _blocks(first: int, last: int, side: int) -> Iterator[slice]:
     """[first, last) in slices of `side`; the last one may be shorter."""
     return (slice(start, min(start + side, last)) for start in range(first, last, side))
@@ -165,9 +156,7 @@ def tile_side(q: Tensor) -> int:
     """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of fixed size.
 
     CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side of 64 the Python loop
-    costs more than the arithmetic. Measured on 2 cores of an EPYC, forward and backward at B 1, Q = K = 4096, D 64:
-    side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive attention 0.50 s. A GPU needs enough work in each launch instead:
-    2**24 scores, side 256 to 2048; untuned.
+    costs more than the arithmetic. A GPU needs enough work in each launch instead: 2**24 scores, untuned.
     """
     scores, smallest, largest = (2**19, 64, 512) if q.device.type == "cpu" else (2**24, 256, 2048)
     side = 2 ** int(math.log2(math.sqrt(scores / q.shape[0])))

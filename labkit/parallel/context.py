@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labkit.nn.attention import accumulator_dtype, check_attention_inputs
+from labkit.nn.attention import check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
 from labkit.parallel.collectives import all_gather, reduce_scatter
@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        dtype = accumulator_dtype(q.dtype)
+        dtype = torch.promote_types(q.dtype, torch.float32)
         wide = q.to(dtype)
         output = logsumexp = torch.empty(0)
         for source, block in call.method(call).blocks(k, v):
