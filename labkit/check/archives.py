@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,13 @@ def scrub(text: str) -> str:
     text = FOLDERS.sub("ELSEWHERE/", text)
     hosts = {describe_machine().host, *HOST.findall(text)}
     words = {short: "host" for name in hosts for short in (name, name.partition(".")[0])}
-    words |= {form: "user" for name in _user_names() for form in (name, json.dumps(name)[1:-1])}
+    for user_name in (getpass.getuser, lambda: Path.home().name):
+        with suppress(KeyError, OSError, RuntimeError):  # a container's user may have no name, or no folder
+            words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")
     for name, word in words.items():
         if len(name) > 1 and name not in COMMON_NAMES:  # keys of JSON stay, but for hosts with their ranks
             text = re.sub(rf'(?<![^\W_]){re.escape(name)}(?![^\W_])(?!":\s?[^\s\[])', word, text)
     return text
-
-
-def _user_names() -> Iterator[str]:
-    with suppress(KeyError, OSError):  # a container's user may have no name
-        yield getpass.getuser()
-    with suppress(RuntimeError, KeyError):
-        yield Path.home().name
 
 
 def _write_zip(path: Path, files: Mapping[str, str]) -> None:
@@ -69,7 +64,7 @@ def _newest_run(lab: str) -> Path | None:
 def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -> None:
     """Write machine, check, newest runs, failures with tracebacks and kernels. `document` is the check's JSON."""
     kernels = result.run.frame().reindex(columns=["device", "kernel", "registers", "spills"]).dropna(subset="kernel")
-    failures = [(f"{one.lab}, {one.name}", one.reason, one.details) for one in result.correctness if one.is_bad]
+    failures = [f"{one.lab}, {one.name}: {one.reason}\n{one.details}" for one in result.correctness if one.is_bad]
     files = {
         "doctor.txt": "".join(f"{name}: {value}\n" for name, value in machine_rows()),
         "check.json": json.dumps(document),
@@ -79,13 +74,10 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
         if run is not None and run.stat().st_size <= MAX_BYTES:
             files[f"runs/{lab}.jsonl"] = run.read_text(encoding="utf-8", errors="replace")
             try:
-                failures += [
-                    (f"{lab}, {point}", reason, details) for point, reason, details in Run.load(run).failures()
-                ]
+                failures += [f"{lab}, {point}: {why}\n{details}" for point, why, details in Run.load(run).failures()]
             except RunFileError as error:
-                failures.append((lab, str(error), ""))
-    files["failures.txt"] = "\n\n".join(f"{where}: {reason}\n{details}" for where, reason, details in failures)
-    _write_zip(path, files)
+                failures.append(f"{lab}: {error}\n")
+    _write_zip(path, files | {"failures.txt": "\n\n".join(failures)})
 
 
 def write_hand_in(name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()) -> Path:

@@ -39,10 +39,9 @@ class CheckConfig(TimedConfig):
 
 def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
     """Yield one rank and all ranks on each device, in new processes for every session."""
-    n_gpus = len(machine.gpus)
     places: list[dict[str, Any]] = [{}, {"world_size": CPU_RANKS, "backend": "gloo"}]
-    places += [{"device": "cuda"}] if n_gpus else []
-    places += [{"device": "cuda", "world_size": n_gpus, "backend": "nccl"}] if n_gpus > 1 else []
+    for ranks in sorted({1, len(machine.gpus)}) if machine.gpus else ():
+        places.append({"device": "cuda"} | ({"world_size": ranks, "backend": "nccl"} if ranks > 1 else {}))
     points = [CheckPoint.of(config, **place) for place in places]
     yield from points
     yield from repeat_in_sessions(points, config.sessions)
@@ -170,13 +169,17 @@ def load_baseline(against: str | None) -> list[Run]:
     return [run for run in runs if not differences(runs[-1], run, decisive=True)]
 
 
-def save_baseline(result: CheckResult) -> Path:
-    """Add a run to this machine's baseline. Raises ParameterError if something failed or the machine was busy."""
+def no_baseline_reason(result: CheckResult) -> str | None:
+    """Return why a run must not be a baseline: something failed, or the machine was busy; or None."""
     if result.status:
-        raise ParameterError("no baseline was saved: something is wrong or failed")
+        return "something is wrong or failed"
     times = SessionTimes(result.run)
-    if reasons := [reason for name in times.names if (reason := times.missing_reason(name))]:
-        raise ParameterError(f"no baseline was saved: {reasons[0]}; save it while the machine is quiet")
+    reason = next(filter(None, map(times.missing_reason, times.names)), None)
+    return reason and f"{reason}; save it while the machine is quiet"
+
+
+def save_baseline(result: CheckResult) -> Path:
+    """Add a run to this machine's baseline, and return its file."""
     path = baseline_folder(result.run.header.machine) / result.run.path.name
     write_file(path, result.run.path.read_bytes())
     return path

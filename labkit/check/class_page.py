@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
     """Write the page of a folder's hand-ins; return a line per student."""
     students: dict[str, HandIn] = {}
     for one in read_hand_ins(folder):
-        number = 1 + sum(other.name == one.name for other in students.values())
-        students[one.name if number == 1 else f"{one.name} ({number})"] = one
+        number = sum(other.name == one.name for other in students.values())
+        students[one.name + f" ({number + 1})" * bool(number)] = one
     labs = list(dict.fromkeys(lab for one in students.values() for lab in one.runs))
     sections = [_section(load_lab(lab), students) for lab in labs]
     flags = {name: "; ".join(one.flags) for name, one in students.items()}
@@ -87,42 +87,38 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
 
 def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
     """Return a lab's part of the page, and add the flags of its runs to those of the students."""
-    values = [_values(one.runs[lab.name]) for one in students.values() if lab.name in one.runs]
-    usual = pd.DataFrame(values).mode().iloc[0].to_dict()  # the most frequent values
+    runs = {student: one.runs[lab.name] for student, one in students.items() if lab.name in one.runs}
+    usual = pd.DataFrame(map(_values, runs.values())).mode().iloc[0].to_dict()  # the most frequent values
     answers: dict[str, Mapping[str, Answer]] = {}
     rows = []
     for student, one in students.items():
-        if (run := one.runs.get(lab.name)) is None:
-            if one.runs:  # else its flag says that nothing can be read
-                one.flags.append(f"{lab.name}: not handed in")
-            continue
-        try:
-            one.flags.extend(f"{lab.name}: {flag}" for flag in _flags(run, usual))
-            answers[student] = lab.answers(run.results())
-        except Exception as error:  # rows that were edited: the page shows the others
-            one.flags.append(f"{lab.name}: cannot be read: {error}")
-        else:
-            verdicts = {question: answer.verdict for question, answer in answers[student].items()}
-            rows.append({"student": student, "machine": run.header.machine.label, **verdicts})
-    return {
-        "name": lab.name,
-        "title": lab.title,
-        "verdicts": table(pd.DataFrame(rows), "Verdicts").data,
-        "strips": [strip for question in lab.questions if (strip := _strip(question.id, question.text, answers))],
-    }
+        if student in runs:
+            try:
+                one.flags.extend(f"{lab.name}: {flag}" for flag in _flags(runs[student], usual))
+                answers[student] = lab.answers(runs[student].results())
+            except Exception as error:  # rows that were edited: the page shows the others
+                one.flags.append(f"{lab.name}: cannot be read: {error}")
+            else:
+                verdicts = {question: answer.verdict for question, answer in answers[student].items()}
+                rows.append({"student": student, "machine": runs[student].header.machine.label, **verdicts})
+        elif one.runs:  # else its flag says that nothing can be read
+            one.flags.append(f"{lab.name}: not handed in")
+    strips = [
+        _strip(question.text, [(one, each[question.id]) for one, each in answers.items()]) for question in lab.questions
+    ]
+    verdicts = table(pd.DataFrame(rows), "Verdicts").data
+    return {"name": lab.name, "title": lab.title, "verdicts": verdicts, "strips": list(filter(None, strips))}
 
 
-def _strip(question: str, text: str, answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Any]:
+def _strip(text: str, answers: Iterable[tuple[str, Answer]]) -> dict[str, Any]:
     """Place a dot per student on a logarithmic axis whose middle is 1; empty if all effects are 1."""
-    effects = {
-        student: answer.effect
-        for student, each in answers.items()
-        if (answer := each[question]).verdict != "not measured" and answer.effect > 0
-    }
-    if all(effect == 1 for effect in effects.values()):
+    effects = [
+        (one, answer.effect) for one, answer in answers if answer.verdict != "not measured" and answer.effect > 0
+    ]
+    if all(effect == 1 for _, effect in effects):
         return {}
-    reach = max(1.5, *(max(effect, 1 / effect) for effect in effects.values()))
-    dots = [(student, effect, 50 + REACH * math.log(effect, reach)) for student, effect in effects.items()]
+    reach = max(1.5, *(max(effect, 1 / effect) for _, effect in effects))
+    dots = [(one, effect, 50 + REACH * math.log(effect, reach)) for one, effect in effects]
     return {"question": text, "dots": dots, "ends": [f"{1 / reach:.2g}", f"{reach:.2g}"]}
 
 

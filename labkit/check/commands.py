@@ -51,7 +51,8 @@ def check(
 
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or hardware is gone.
     """
-    from labkit.check.checking import check_machine, load_baseline
+    from labkit.check.archives import write_bundle
+    from labkit.check.checking import check_machine, load_baseline, no_baseline_reason, save_baseline
     from labkit.lab.runs.progress import terminal_line
 
     if save and against is not None:
@@ -74,34 +75,25 @@ def check(
     else:
         _print(result)
     if bundle is not None:
-        from labkit.check.archives import write_bundle
-
         write_bundle(bundle, result, report)
         err.print(f"bundle: {path_from_here(bundle)}")
-    raise typer.Exit(_save(result) if save else result.status)
-
-
-def _save(result: "CheckResult") -> int:
-    """Add the run to the baseline, and return the exit status: 1 if it must not be a baseline."""
-    from labkit.check.checking import load_baseline, save_baseline
-
-    try:
-        path = save_baseline(result)
-    except ParameterError as error:
-        err.print(str(error))
-        return 1
+    if not save:
+        raise typer.Exit(result.status)
+    if reason := no_baseline_reason(result):
+        err.print(f"no baseline was saved: {reason}")
+        raise typer.Exit(1)
+    path = save_baseline(result)
     runs = counted(len(load_baseline(None)), "run")
     err.print(f"baseline: {runs}, {path_from_here(path)}; three, saved at different hours, show changes of 10 to 20%")
-    return 0
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    numbers = []
+    unit, numbers = "seconds now over seconds then", []
     for one in result.changes:
         facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
         facts |= {"validity": one.verdict, "measured": result.run.header.started}
-        numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, "seconds now over seconds then", **facts))
+        numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, unit, **facts))
     return {
         "numbers": numbers,
         "status": result.status,
@@ -119,28 +111,27 @@ def _print(result: "CheckResult") -> None:
         for row in rows:
             if row.verdict != "ok":
                 out.print(f"  {row.name}: {row.verdict}: {row.reason}", style="bold red" if row.is_bad else None)
-    lines = [f"not timed: {reason}" for _, reason, _ in result.run.failures()]
+    for _, reason, _ in result.run.failures():
+        out.print(f"not timed: {reason}")
     if result.baseline:
         header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
-        lines += [f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC"]
+        out.print(f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC")
     verdicts = {one.verdict for one in result.changes}
-    shared = verdicts.pop() if len(verdicts) == 1 and "not comparable: " in str(verdicts) else None
-    lines += [*result.circumstances, *([shared] if shared else [])]
+    common = [*verdicts] if len(verdicts) == 1 and "not comparable: " in str(verdicts) else []
+    for line in (*result.circumstances, *common):
+        out.print(line)
     for place, changes in groupby(result.changes, key=lambda one: one.place):
         factor = statistics.median([one.shared for one in changes if not math.isnan(one.shared)] or [1.0])
         if abs(math.log(factor)) > math.log1p(result.tolerance):
-            lines.append(
-                f"{place}: all take {factor:.2f} times as long, which the baseline's runs explain: ratios leave it out"
-            )
-    for line in lines:
-        out.print(line)
+            times = f"{factor:.2f} times as long"
+            out.print(f"{place}: all take {times}, which the baseline's runs explain: ratios leave it out")
     table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)
     for one in result.changes:
-        speed = one.speed + describe_peak_share(one, result.run.header.machine)
-        ratio = "" if math.isnan(one.ratio) else f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-        smallest = "" if math.isnan(one.ratio) else f"{100 * (one.smallest_change - 1):.0f}%"
-        cells = (one.quantity, one.place, speed, ratio, smallest, "" if shared else one.verdict)
-        table.add_row(*cells)
+        cells = [one.quantity, one.place, one.speed + describe_peak_share(one, result.run.header.machine), "", ""]
+        if not math.isnan(one.ratio):
+            smallest = f"{100 * (one.smallest_change - 1):.0f}%"
+            cells[3:] = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]", smallest
+        table.add_row(*cells, "" if common else one.verdict)
     out.print(table, soft_wrap=False)
     if any(one.smallest_change > 1.1 for one in result.changes):
         out.print("more baseline runs (`labkit check --save`), at different hours, show smaller changes")

@@ -2,7 +2,7 @@
 
 A place is a device and a number of ranks. A round times each of its quantities, one after the other; the slowest rank
 counts. All quantities of a place share the speed of the cores, which depends on what else a virtual machine's host
-runs. This shared change is estimated and subtracted, as far as it varies in the baseline (`_take_out_shared`). A
+runs. This shared change is estimated and subtracted, as far as it varies in the baseline (`_subtract_shared_change`). A
 session gives one number per quantity, the median of its rounds; a run gives the median of its sessions, each in new
 processes.
 
@@ -12,7 +12,7 @@ Smyth 2004, section 3). Intervals hold for all quantities of a check together (B
 
 A host may move the cores of a virtual machine. Cores without a common cache exchange data at a third of the rate, and
 have more memory bandwidth together. So quantities of several cores are compared only with runs whose cores exchanged
-data as fast (`MOVED`).
+data as fast (`MOVED_FACTOR`).
 """
 
 import math
@@ -33,7 +33,6 @@ QUANTITY = ["device", "world_size", "quantity"]
 DRIFT, MIN_DRIFT = 0.05, 0.01
 """Standard deviation of a run beyond what sessions explain: assumed if the baseline has few runs, and the smallest."""
 MIN_RUNS_FOR_DRIFT = 3
-"""Baseline runs from which on the drift between runs is estimated."""
 PRIOR_FREEDOM = 10.0
 """Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
 ERROR_OVER_MAD = 1.25 * 1.4826
@@ -45,10 +44,10 @@ MIN_SESSIONS = 3
 MIN_PEERS = 3
 """Other quantities of a place that show what all of them share."""
 RANGE = (0.02, 0.98)
-"""Quantiles of the baseline's rounds within which a run's shared change is taken out."""
+"""Quantiles of the baseline's rounds within which a run's shared change is subtracted."""
 MAX_SLOPE = 2.0
 """Largest slope of a quantity against the shared change, in logarithms."""
-MOVED = 1.4
+MOVED_FACTOR = 1.4
 """Factor by which moved cores differ in the time of an exchange, relative to that of a call on one core."""
 DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
 """Facts in which two runs must agree, or their times are not comparable."""
@@ -59,11 +58,9 @@ COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 class Change:
     """Change of a quantity since the baseline; ratios are seconds now over seconds then, above 1 is slower.
 
-    `shared`: a ratio that the quantity shares with the others of its place, as when a virtual machine's cores are
-    slower. `ratio` and its interval are what remains.
-
     `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". The
     new run took `seconds` per sample, at a `rate` of work per second (NaN if only the time counts); `speed` is text.
+    `shared`: the ratio that all quantities of the place have in common; `ratio` and its interval are what remains.
     `smallest_change`: the smallest ratio above 1 that would have counted as a change.
     """
 
@@ -80,29 +77,31 @@ class Change:
     smallest_change: float = math.nan
 
 
-def compare(baseline: Sequence[Run], now: Run) -> list[Change]:
-    """Return the change of each quantity of `now` or the baseline; without a baseline none is comparable."""
-    here, then = SessionTimes(now), [SessionTimes(run) for run in baseline]
-    factors = [here.exchange / each.exchange for each in then]  # NaN: unknown
-    alike = [each for each, factor in zip(then, factors, strict=True) if not abs(math.log(factor)) > math.log(MOVED)]
-    blocker = join_words(differences(baseline[-1], now, decisive=True)) if baseline else "there is no baseline"
-    names = list(dict.fromkeys(name for each in (here, *then) for name in each.names))
-    parallel = {name for each in (here, *then) for name in each.parallel}
+def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
+    """Return the change of each quantity of the run or the baseline; without a baseline none is comparable."""
+    current, earlier = SessionTimes(run), [SessionTimes(one) for one in baseline]
+    factors = [current.exchange / one.exchange for one in earlier]  # NaN: unknown
+    alike = [
+        one for one, factor in zip(earlier, factors, strict=True) if not abs(np.log(factor)) > np.log(MOVED_FACTOR)
+    ]
+    blocker = join_words(differences(baseline[-1], run, decisive=True)) if baseline else "there is no baseline"
+    names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
+    parallel = {name for one in (current, *earlier) for name in one.parallel}
     judged: dict[Any, dict[str, Any]] = {}
-    for group, runs in ((parallel, alike), (set(names) - parallel, then)):
+    for group, runs in ((parallel, alike), (set(names) - parallel, earlier)):
         if runs and group and not blocker:
-            judged |= _judge(here, runs, sorted(group), parallel, len(names)).to_dict("index")
+            judged |= _judge(current, runs, sorted(group), parallel, len(names)).to_dict("index")
     changes = []
     for name in names:
-        reason = blocker or here.missing_reason(name)
+        reason = blocker or current.missing_reason(name)
         if reason is None and name not in judged:
             times = f"{factors[-1]:.1f} times as long as in the baseline"
             reason = f"cores exchange data for {times}: the host moved them; `labkit check --save` adds this state"
         elif reason is None and math.isnan(judged[name]["ratio"]):
-            reasons = filter(None, (each.missing_reason(name) for each in then))
+            reasons = filter(None, (one.missing_reason(name) for one in earlier))
             reason = f"{next(reasons, 'it was not measured')}, in the baseline"
         facts: dict[str, Any] = {"verdict": f"not comparable: {reason}"} if reason else judged[name]
-        changes.append(Change(name[2], f"{counted(name[1], 'rank')}, {name[0]}", **here.speed(name), **facts))
+        changes.append(Change(name[2], f"{counted(name[1], 'rank')}, {name[0]}", **current.speed(name), **facts))
     return changes
 
 
@@ -119,28 +118,28 @@ class SessionTimes:
         self.names = list(rows[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
         several = rows[(rows["device"] == "cpu") & ((rows["world_size"] > 1) | (rows["threads"] > 1))]
         self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
-        self._rows = rows = rows[~rows["point"].isin(list(run.busy))]
+        rows = rows[~rows["point"].isin(list(run.busy))]
+        self._work = rows.groupby(QUANTITY)[["work", "unit"]].first()
         slowest = np.log(rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)["seconds"].max())
         turns = slowest.unstack("turn").reindex(columns=TURNS)
         self.rounds = turns.mean(axis=1).unstack(["session", "repeat"])
         distances = (turns[TURNS[1]] - turns[TURNS[0]]).groupby([*QUANTITY, "session"]).median()
         self.noise = abs(distances.groupby(QUANTITY).median())
-        sessions = _sessions(self.rounds)
-        self.medians = sessions.median(axis=1).where(sessions.count(axis=1) >= MIN_SESSIONS)
+        sessions = self.rounds.T.groupby(level="session").median()
+        self.medians = sessions.median().where(sessions.count() >= MIN_SESSIONS)
         exchange = [load.exchange_s for point, load in run.loads.items() if load.exchange_s and point not in run.busy]
         call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
         self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
 
     def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
         """Return the seconds per sample, the rate of its work, and either of them as text."""
-        rows = self._rows[(self._rows[QUANTITY] == list(name)).all(axis=1)]
-        if rows.empty:
+        if name not in self.rounds.index:
             return {}
-        seconds = math.exp(self.rounds.loc[name].median())
-        work, unit = float(rows["work"].iloc[0]), rows["unit"].iloc[0]
+        seconds, (work, unit) = math.exp(self.rounds.loc[name].median()), self._work.loc[name]
         if unit not in COLUMNS:
             return {"seconds": seconds, "speed": format_seconds(seconds)}
-        return {"seconds": seconds, "rate": work / seconds, "speed": format_value(COLUMNS[unit], work / seconds)}
+        rate = float(work / seconds)
+        return {"seconds": seconds, "rate": rate, "speed": format_value(COLUMNS[unit], rate)}
 
     def missing_reason(self, name: tuple[Any, ...]) -> str | None:
         """Return why there are too few undisturbed sessions, or None."""
@@ -154,56 +153,43 @@ class SessionTimes:
 
 
 def _judge(
-    here: SessionTimes, then: Sequence[SessionTimes], names: Sequence[Any], parallel: Container[Any], comparisons: int
+    current: SessionTimes, earlier: Sequence[SessionTimes], names: Sequence[Any], parallel: Container[Any], n_names: int
 ) -> pd.DataFrame:
     """Return ratio, its interval, the smallest change and the verdict of these quantities; NaN if not measured."""
-    sessions = [_sessions(run) for run in _take_out_shared([each.rounds for each in (*then, here)], names, parallel)]
-    counts = [run.count(axis=1) for run in sessions]
-    levels = [run.median(axis=1).where(count >= MIN_SESSIONS) for run, count in zip(sessions, counts, strict=True)]
-    medians = pd.concat(levels[:-1], axis=1)
-    n_runs, between = medians.count(axis=1), medians.var(axis=1)
-    explained = pd.concat(
-        [
-            (ERROR_OVER_MAD * run.sub(level, axis=0).abs().median(axis=1)) ** 2 / count
-            for run, level, count in zip(sessions, levels, counts, strict=True)
-        ],
-        axis=1,
-    ).mean(axis=1)
-    typical = (n_runs - 1) / chdtri(n_runs - 1, 0.5)  # a variance's expectation over its median
-    excess = (between * typical - explained)[n_runs >= MIN_RUNS_FOR_DRIFT].median()
+    n_runs = len(earlier)
+    rounds = pd.concat([one.rounds for one in (*earlier, current)], axis=1, keys=range(n_runs + 1), names=["run"])
+    sessions = _subtract_shared_change(rounds, names, parallel).T.groupby(level=["run", "session"]).median()
+    by_run = sessions.groupby(level="run")
+    levels = by_run.median().where(by_run.count() >= MIN_SESSIONS).reindex(range(n_runs + 1))
+    deviations = sessions.sub(levels, level="run").abs().groupby(level="run").median()
+    explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
+    medians = levels.iloc[:-1]
+    counts, between = medians.count(), medians.var()
+    typical = (counts - 1) / chdtri(counts - 1, 0.5)  # a variance's expectation over its median
+    excess = (between * typical - explained)[counts >= MIN_RUNS_FOR_DRIFT].median()
     drift = DRIFT**2 if math.isnan(excess) else max(excess, MIN_DRIFT**2)
-    freedom = PRIOR_FREEDOM + n_runs - 1
-    variance = (PRIOR_FREEDOM * (drift + explained) + (n_runs - 1) * between.fillna(0)) / freedom
-    reach = stdtrit(freedom, 1 - FALSE_ALARMS / comparisons / 2) * np.sqrt(variance * (1 + 1 / n_runs))
-    change = levels[-1] - medians.mean(axis=1)
-    least = np.maximum(reach, np.maximum(here.noise.reindex(names), math.log1p(MIN_RELEVANT_DIFFERENCE)))
-    raw = here.medians - pd.concat([each.medians for each in then], axis=1).mean(axis=1)
+    freedom = PRIOR_FREEDOM + counts - 1
+    variance = (PRIOR_FREEDOM * (drift + explained) + (counts - 1) * between.fillna(0)) / freedom
+    reach = stdtrit(freedom, 1 - FALSE_ALARMS / n_names / 2) * np.sqrt(variance * (1 + 1 / counts))
+    change = levels.iloc[-1] - medians.mean()
+    least = np.maximum(reach, np.maximum(current.noise.reindex(names), math.log1p(MIN_RELEVANT_DIFFERENCE)))
+    whole = current.medians - pd.concat([one.medians for one in earlier], axis=1).mean(axis=1)
     verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
     logs = {"ratio": change, "low": change - reach, "high": change + reach, "smallest_change": least}
-    logs["shared"] = raw.reindex(names) - change
+    logs["shared"] = whole.reindex(names) - change
     return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)
 
 
-def _sessions(rounds: pd.DataFrame) -> pd.DataFrame:
-    """Return the median of each session's rounds."""
-    return rounds.T.groupby(level="session").median().T
+def _subtract_shared_change(rounds: pd.DataFrame, names: Sequence[Any], parallel: Container[Any]) -> pd.DataFrame:
+    """Return the rounds (run, session, repeat) of these quantities without what all of their place share.
 
-
-def _take_out_shared(
-    rounds: Sequence[pd.DataFrame], names: Sequence[Any], parallel: Container[Any]
-) -> list[pd.DataFrame]:
-    """Return each run's rounds of these quantities without what all of their place share; the last run is the new one.
-
-    The shared change of a round is the median of the other quantities, each relative to its median in the baseline.
-    Only single-core quantities count, if there are any. Each quantity follows it by a slope, which is fitted to the
-    differences between rounds of one run. The new run's level is subtracted as far as the levels and the rounds of the
-    baseline's runs vary: what lies beyond is left in.
+    The shared change of a round is the median of the other quantities, each relative to its median in the baseline: all
+    runs but the last. Only single-core quantities count, if there are any. Each quantity follows it by a slope, which
+    is fitted to the differences between rounds of one run. The last run's level is subtracted as far as the levels and
+    the rounds of the baseline's runs vary: what lies beyond is left in.
     """
-    n_runs = len(rounds) - 1
-    together = pd.concat(rounds, axis=1, keys=range(len(rounds)), names=["run"])
-    of_run = together.columns.get_level_values("run")
-    is_baseline = of_run < n_runs
-    relative = together.sub(together.loc[:, is_baseline].median(axis=1), axis=0)
+    is_baseline = rounds.columns.get_level_values("run") < rounds.columns.get_level_values("run").max()
+    relative = rounds.sub(rounds.loc[:, is_baseline].median(axis=1), axis=0)
     within = relative - relative.T.groupby(level="run").transform("median").T
     result = relative.reindex(names).copy()
     for name in names:
@@ -216,7 +202,7 @@ def _take_out_shared(
         levels = shared.groupby(level="run").median()
         excess = _level_beyond(levels.iloc[:-1], shared[is_baseline], levels.iloc[-1])
         result.loc[name] -= min(max(slope, 0.0), MAX_SLOPE) * (shared - np.where(is_baseline, 0.0, excess))
-    return [result.loc[:, of_run == run] for run in range(len(rounds))]
+    return result
 
 
 def _level_beyond(levels: pd.Series, rounds: pd.Series, level: float) -> float:
@@ -233,21 +219,20 @@ def timed_rows(run: Run) -> pd.DataFrame:
     return run.frame().reindex(columns=columns).dropna(subset="seconds")
 
 
-def differences(baseline: Run, now: Run, *, decisive: bool) -> list[str]:
+def differences(baseline: Run, run: Run, *, decisive: bool) -> list[str]:
     """Return how two runs differ in the facts that forbid a comparison, or in others that may have caused a change."""
-    then, here = _facts(baseline), _facts(now)
+    facts = pd.DataFrame([_facts(baseline), _facts(run)]).T.fillna("none").replace("", "none")
     return [
-        f"{name}: {then.get(name) or 'none'} in the baseline, {here.get(name) or 'none'} now"
-        for name in then | here
-        if (then.get(name) or None) != (here.get(name) or None) and (name in DECISIVE) == decisive
+        f"{name}: {then} in the baseline, {now} now"
+        for name, then, now in facts.itertuples()
+        if then != now and (name in DECISIVE) == decisive
     ]
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    machine, rows = run.header.machine, timed_rows(run)
+    machine, threads = run.header.machine, timed_rows(run)["threads"].max()
     quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
     gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
-    threads = rows["threads"].max()
     return {
         "set of quantities": max((point.get("number") or 0 for point in run.header.planned.values()), default=0),
         "processor": machine.cpu,
@@ -259,16 +244,15 @@ def _facts(run: Run) -> dict[str, Any]:
         "Python": machine.python,
         "labkit": str(machine.source),
         "links of GPUs": machine.gpu_links,
-        f"threads ({THREADS})": None if math.isnan(threads) else int(threads),
+        f"threads ({THREADS})": None if math.isnan(threads) else f"{threads:.0f}",
     }
 
 
-def has_lost_hardware(baseline: Run, now: Run) -> bool:
+def has_lost_hardware(baseline: Run, run: Run) -> bool:
     """Return whether ranks have fewer cores, threads or GPUs than before; another processor is another machine."""
-    machines = [run.header.machine for run in (baseline, now)]
-    threads = [timed_rows(run)["threads"].max() for run in (baseline, now)]  # NaN without rows
-    amounts = [
-        (machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), used)
-        for machine, used in zip(machines, threads, strict=True)
-    ]
-    return machines[0].cpu == machines[1].cpu and any(new < old for old, new in zip(*amounts, strict=True))
+    amounts = []
+    for one in (baseline, run):
+        machine, threads = one.header.machine, timed_rows(one)["threads"].max()  # NaN without rows
+        amounts.append((machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), threads))
+    has_less = any(now < then for then, now in zip(*amounts, strict=True))
+    return has_less and baseline.header.machine.cpu == run.header.machine.cpu

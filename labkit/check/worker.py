@@ -120,23 +120,18 @@ def _one_rank(device: str) -> Mapping[str, Quantity]:
     """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training step; on one core."""
     sizes = SIZES_ON[torch.device(device).type]
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
-    scalar = torch.ones(1, device=device)
+    quantities = {f"matmul {dtype}": _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}
+    quantities["copy"] = Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES)
+    quantities["call"] = Quantity(partial(torch.add, torch.ones(1, device=device), 1), CALLS)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
-    passes = Passes(problem, IMPLEMENTATIONS[sizes.attention])
-    can_attend = unavailable_reason(sizes.attention, torch.device(device), dtype, HEAD_DIM) is None
+    if unavailable_reason(sizes.attention, torch.device(device), dtype, HEAD_DIM) is None:
+        problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
+        quantities["attention"] = Quantity(Passes(problem, IMPLEMENTATIONS[sizes.attention]).run_checked)
     step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
-    matmuls = {dtype: _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}
-    copy = Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES)
-    by_all_threads = {"matmul float32": matmuls["float32"], "copy": copy} if device == "cpu" else {}
-    return {
-        **{f"matmul {dtype}": matmul for dtype, matmul in matmuls.items()},
-        "copy": copy,
-        "call": Quantity(partial(torch.add, scalar, 1), CALLS),
-        **({"attention": Quantity(lambda: (passes.forward(), passes.backward()))} if can_attend else {}),
-        "training step": Quantity(step.run),
-        **{f"{name}, all threads": one._replace(uses_all_threads=True) for name, one in by_all_threads.items()},
-    }
+    quantities["training step"] = Quantity(step.run)
+    for name in ("matmul float32", "copy") if device == "cpu" else ():
+        quantities[f"{name}, all threads"] = quantities[name]._replace(uses_all_threads=True)
+    return quantities
 
 
 def _matmul(device: str, dtype: str, size: int) -> Quantity:

@@ -237,13 +237,13 @@ def _correct_tiles(
     """The kernel's tiles that agree with float64 on `device`; RuntimeError if none does."""
     tiles = tiles_for(name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device))
     faults = {tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles}
+    wrong = {tile: fault for tile, fault in faults.items() if fault}
     kernel = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
-    wrong = [f"tile {tile} is left out: {fault}" for tile, fault in faults.items() if fault]
+    for tile, fault in wrong.items():
+        warnings.warn(f"{kernel}: tile {tile} is left out: {fault}", stacklevel=2)
     if len(wrong) == len(tiles):
-        raise RuntimeError(f"{kernel}: no tile can be used: {'; '.join(wrong)}")
-    for message in wrong:
-        warnings.warn(f"{kernel}: {message}", stacklevel=2)
-    return tuple(tile for tile, fault in faults.items() if not fault)
+        raise RuntimeError(f"{kernel}: no tile can be used: {'; '.join(wrong.values())}")
+    return tuple(tile for tile in tiles if tile not in wrong)
 
 
 def _tile_fault(
