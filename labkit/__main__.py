@@ -4,9 +4,11 @@ import atexit
 import errno
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,18 +99,20 @@ def options(
 @app.command("list")
 def list_labs(as_json: Json = False) -> None:
     """List the labs, one line each."""
-    studies = [load_lab(lab) for lab in LABS]
+    labs = []
+    for study in map(load_lab, LABS):
+        questions = [{"id": one.id, "text": one.text} for one in study.questions]
+        labs.append({"name": study.name, "summary": study.summary, "questions": questions})
     if as_json:
-        questions = {study.name: [{"id": one.id, "text": one.text} for one in study.questions] for study in studies}
-        labs = [{"name": one.name, "summary": one.summary, "questions": questions[one.name]} for one in studies]
         print_json("list", labs=labs)
         return
-    _print_pairs((study.name, study.summary) for study in studies)
+    _print_table([(lab["name"], lab["summary"]) for lab in labs])
 
 
-def _print_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
+def _print_table(rows: Iterable[Iterable[Any]], *names: str) -> None:
+    table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
+    if not names:
+        table.add_column(style="bold")
     for row in rows:
         table.add_row(*row)
     out.print(table, soft_wrap=False)
@@ -119,17 +123,13 @@ def doctor(as_json: Json = False) -> None:
     """Describe this machine: which labs and profiles it can run, and why not others."""
     from labkit.lab.commands.doctor import lab_rows, machine_rows
 
-    rows = list(lab_rows(map(load_lab, LABS)))
+    rows, names = list(lab_rows(map(load_lab, LABS))), ("lab", "profile", "points", "can_run", "planned", "why_not")
     if as_json:
-        names = ("lab", "profile", "points", "can_run", "planned", "why_not")
-        plans = [dict(zip(names, row, strict=True)) for row in rows]
-        print_json("doctor", about=dict(machine_rows()), plans=plans)
+        print_json("doctor", about=dict(machine_rows()), plans=[dict(zip(names, row, strict=True)) for row in rows])
         return
-    _print_pairs(machine_rows())
-    labs = Table("lab", "profile", "points", "can run", "planned", "why not", box=None, pad_edge=False)
-    for row in rows:
-        labs.add_row(*row)
-    out.print("", labs, soft_wrap=False)
+    _print_table(machine_rows())
+    out.print()
+    _print_table(rows, *(name.replace("_", " ") for name in names))
 
 
 @app.command()
@@ -137,6 +137,7 @@ def measure(
     lab: LabName, profile: Profile = None, settings: Settings = None, resume: Resume = None, as_json: Json = False
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
+    from labkit.lab.commands.console import answer_numbers
     from labkit.lab.runs import measure as measuring
     from labkit.lab.runs.store import find_run
 
@@ -157,12 +158,10 @@ def measure(
             path = find_run([project.runs_directory() / lab], resume)
             run = measuring.resume(study, path, on_progress=show, on_output=err.print)
     coverage = run.coverage()
-    counts = {str(status): int(count) for status, count in coverage["status"].value_counts().items()}
-    described = ", ".join(f"{count} {status}" for status, count in counts.items())
-    (err if as_json else out).print(f"{lab}: {described}; {project.path_from_here(run.path)}")
+    counts = coverage["status"].value_counts().to_dict()
+    statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+    (err if as_json else out).print(f"{lab}: {statuses}; {project.path_from_here(run.path)}")
     if as_json:
-        from labkit.lab.commands.console import answer_numbers
-
         print_json("measure", answer_numbers(study, run), run=str(run.path), points=counts)
     others = coverage.loc[coverage["status"] != "ok", ["status", "reason"]]
     for (status, reason), count in others.value_counts().head(5).items():
@@ -187,8 +186,8 @@ def report(
     from labkit.lab.units import format_seconds
 
     if run is not None and not labs:
-        folders = (project.recorded_directory(), project.runs_directory())
-        labs = [Run.load(find_run([folder / lab for folder in folders for lab in LABS], run)).header.lab]
+        folders = product((project.recorded_directory(), project.runs_directory()), LABS)
+        labs = [Run.load(find_run([folder / lab for folder, lab in folders], run)).header.lab]
     studies = [load_lab(lab) for lab in (labs or LABS)]
     if run is not None and len(studies) != 1:
         raise ParameterError(f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}")
@@ -211,10 +210,9 @@ def report(
             with progress(study.name) as show:
                 result = report_lab(study, parameters, output, kernel, show)
             results.append(result)
-            outcome = f"failed: {result.error}" if result.error else "ok"
+            outcome, style = (f"failed: {result.error}", "bold red") if result.error else ("ok", None)
             page = project.path_from_here(result.page)
-            line = f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}"
-            say.print(line, style="bold red" if result.error else None)
+            say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", style=style)
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
                 say.print(f"index: {project.path_from_here(index)}")
@@ -234,32 +232,26 @@ def compare_command(
 
     A folder of hand-ins (`labkit hand-in`) becomes the page of a class.
     """
-    import shlex
-
     from labkit.check.class_page import holds_hand_ins, write_class_page
+    from labkit.lab.commands.console import comparison_numbers
     from labkit.lab.compare import compare_runs, load_runs, write_comparison
 
     page = output or project.project_root() / "reports" / "compare.html"
     project.check_page(page)
     if len(runs) == 1 and holds_hand_ins(runs[0]):
         lines = write_class_page(Path(runs[0]), page)
-        if as_json:
-            print_json("compare", students=lines, page=str(page))
-            return
-        out.print("\n".join([*lines, f"page: {project.path_from_here(page)}"]))
-        return
-    different, left_out = load_runs(runs)
-    for name, reason in left_out.items():
-        err.print(f"left out: {name}: {reason}")
-    pairs = compare_runs(different, load_lab)
-    say = err if as_json else out
-    for line in write_comparison(pairs, shlex.join(["labkit", "compare", *runs]), page, left_out):
-        say.print(line)
-    say.print(f"page: {project.path_from_here(page)}")
+        document: dict[str, Any] = {"students": lines}
+    else:
+        different, left_out = load_runs(runs)
+        for name, reason in left_out.items():
+            err.print(f"left out: {name}: {reason}")
+        pairs = compare_runs(different, load_lab)
+        lines = write_comparison(pairs, shlex.join(["labkit", "compare", *runs]), page, left_out)
+        document = {"numbers": comparison_numbers(pairs), "left_out": left_out}
+    for line in (*lines, f"page: {project.path_from_here(page)}"):
+        (err if as_json else out).print(line)
     if as_json:
-        from labkit.lab.commands.console import comparison_numbers
-
-        print_json("compare", comparison_numbers(pairs), page=str(page), left_out=left_out)
+        print_json("compare", page=str(page), **document)
 
 
 app.command("predict")(predict)

@@ -12,7 +12,6 @@ element's place is wrong, too (in bfloat16 up to 59 ranks). M is at most 128, wh
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from labkit.bench.check import first_failing_rank
 
 PERIOD = 1021  # prime: chunks cut from round sizes do not begin at the same place in it
+SEQUENCE = torch.randint(2**31, (PERIOD,), generator=torch.Generator().manual_seed(PERIOD))
 ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in cache
 
 
@@ -66,7 +66,7 @@ def fill_part(tensor: Tensor, rank: int, ranks: int, *, start: int = 0, times: i
 
 def _part(rank: int, ranks: int, dtype: torch.dtype, start: int) -> Tensor:
     """One period of a rank's part, (PERIOD,) in float64."""
-    return ((_sequence().roll(-start) + rank) % _modulus(ranks, dtype) + 1).double()
+    return ((SEQUENCE.roll(-start) + rank) % _modulus(ranks, dtype) + 1).double()
 
 
 def _modulus(ranks: int, dtype: torch.dtype) -> int:
@@ -80,8 +80,3 @@ def _modulus(ranks: int, dtype: torch.dtype) -> int:
     while modulus > 1 and ranks % modulus == 0:  # if ranks fill whole cycles, the sum does not depend on t
         modulus -= 1
     return modulus
-
-
-@cache
-def _sequence() -> Tensor:
-    return torch.randint(2**31, (PERIOD,), generator=torch.Generator().manual_seed(PERIOD))

@@ -1,8 +1,7 @@
 """Memory of a training step of the Transformer: formulas, tensor by tensor.
 
-Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. A layer's operators decide
-what it saves for backward, with naive attention; `saved_by_layer` names every tensor. `device` is "cpu" or "cuda":
-CUDA's autocast computes the softmax in float32, and its AdamW updates all parameters together.
+Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. Attention is naive. On
+`device` "cuda" autocast computes the softmax in float32, and AdamW updates all parameters together.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
 """
@@ -37,8 +36,7 @@ def saved_by_layer(
 
     A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul saves its input.
     Softmax saves its result, which the product with the values shares; `silu(gate) * up` saves gate, silu and up. Under
-    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight. CPU autocast
-    computes the softmax in `precision`, CUDA's in float32, with a copy for the matmul.
+    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight.
     """
     tokens, d, f = batch * sequence, shape.d_model, shape.d_ff
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
@@ -98,8 +96,8 @@ def peak_bytes(
 
     A full step peaks in one of three places: as backward begins, with all activations and two gradients of the logits;
     with checkpointing, in the segment that is recomputed; or in the optimizer, with all gradients and AdamW's
-    temporaries. These are two of the largest parameter, and on CUDA one of every parameter. Gradients that are
-    allocated while activations are freed are left out, so the measured peak is a few percent higher (tested).
+    temporaries: two of the largest parameter, on CUDA one of every parameter. Gradients that are allocated while
+    activations are freed are left out, so the measured peak is a few percent higher (tested).
     """
     states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary

@@ -52,20 +52,10 @@ SIZES: Mapping[str, TransformerShape] = MappingProxyType(
 """The published sizes, and two small ones that a CPU trains in a fraction of a second per step."""
 
 
-def parameters_by_part(shape: TransformerShape) -> Mapping[str, int]:
-    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm at the end."""
-    d, layers = shape.d_model, shape.n_layers
-    return {
-        "embedding": shape.vocabulary * d,
-        "attention": layers * 4 * d**2,
-        "feed_forward": layers * 3 * d * shape.d_ff,
-        "norms": (2 * layers + 1) * d,
-        "output": shape.vocabulary * d,
-    }
-
-
 def n_parameters(shape: TransformerShape) -> int:
-    return sum(parameters_by_part(shape).values())
+    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm at the end."""
+    d = shape.d_model
+    return 2 * shape.vocabulary * d + shape.n_layers * (4 * d**2 + 3 * d * shape.d_ff + 2 * d) + d
 
 
 def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:

@@ -82,12 +82,11 @@ def driver_version() -> str | None:
 
 def library_versions() -> dict[str, str | None]:
     """Versions that decide how fast GPUs are: torch's build, CUDA, cuDNN, NCCL, the driver."""
-    nccl = None
-    with suppress(Exception):  # a build without NCCL
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     cudnn = torch.backends.cudnn.version()
     versions = {"torch build": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn)}
-    return versions | {"NCCL": nccl, "driver": driver_version()}
+    with suppress(Exception):  # a build without NCCL
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions | {"driver": driver_version()}
 
 
 def free_memory_bytes() -> dict[str, int]:
@@ -116,10 +115,10 @@ def gpu_load(own: Collection[int]) -> GpuLoad | None:
     with suppress(ValueError):  # a value that this GPU does not have
         clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
         slowed = [name for name, mask in SLOWED_BY.items() if any(int(row[4], 16) & mask for row in states)]
-        programs = _query("compute-apps", "gpu_uuid,pid")
-        others = [pid for uuid, pid in programs if uuid in visible and int(pid) not in own]
+        pids = [int(pid) for uuid, pid in _query("compute-apps", "gpu_uuid,pid") if uuid in visible]
         share = min(clock / most for clock, most in zip(clocks, highest, strict=True))
-        return GpuLoad(len(others), "".join(slowed[:1]), round(share, 2), int(max(degrees)), min(watts))
+        others = len({*pids} - {*own})
+        return GpuLoad(others, "".join(slowed[:1]), round(share, 2), int(max(degrees)), min(watts))
     return None
 
 

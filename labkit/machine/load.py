@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from statistics import median_low
-from typing import NamedTuple
 
+import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict
 
@@ -63,29 +63,18 @@ class LoadMeter:
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
         """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks are too coarse."""
         before, self._before = self._before, _read_times()
-        change = _Times._make(now - then for now, then in zip(self._before, before, strict=True))
-        share = round(change.throttled / change.periods, 3) if change.periods > 0 else None
+        at_s, busy_s, stolen_s, own_s, throttled, periods = (self._before - before).tolist()
+        share = round(throttled / periods, 3) if periods > 0 else None
         own = {process.pid for process in _own_processes()}
         load = Load(throttled_share=share, gpu=gpu_load(own) if describe_machine().gpus else None)
-        if change.at < at_least_s or not self._has_ranks:
+        if at_s < at_least_s or not self._has_ranks:
             return load
-        others = max(0.0, change.busy - change.own) / change.at  # ticks round up
-        cores = {"busy_cores": round(others, 2), "stolen_cores": round(change.stolen / change.at, 2)}
-        return load.model_copy(update=cores)
+        others = max(0.0, busy_s - own_s) / at_s  # ticks round up
+        return load.model_copy(update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)})
 
 
-class _Times(NamedTuple):
-    """Seconds of the cores that this process may use, and periods of a CPU quota, since boot."""
-
-    at: float
-    busy: float
-    stolen: float
-    own: float
-    throttled: int
-    periods: int
-
-
-def _read_times() -> _Times:
+def _read_times() -> np.ndarray:
+    """Since boot: seconds; those that this process's cores were busy, stolen, and spent on it; a quota's periods."""
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
     cores = [times for core, times in enumerate(every) if core in usable]
@@ -95,7 +84,7 @@ def _read_times() -> _Times:
     for process in _own_processes():
         with suppress(psutil.Error):  # it has ended, and its time has moved to its parent
             own += sum(process.cpu_times()[:4])  # user and system, of itself and of ended children
-    return _Times(time.monotonic(), busy, stolen, own, *throttled_periods())
+    return np.array([time.monotonic(), busy, stolen, own, *throttled_periods()])
 
 
 def _own_processes() -> list[psutil.Process]:
@@ -109,7 +98,8 @@ def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
     copies = [load.copy_s for load in loads.values() if load.copy_s is not None]
     reasons = {}
     for point, load in loads.items():
-        late, slow = (load.ping_s or 0.0) / min(pings, default=1.0), (load.copy_s or 0.0) / median_low(copies or [1.0])
+        late = (load.ping_s or 0.0) / min(pings, default=1.0)
+        slow = (load.copy_s or 0.0) / median_low(copies or [1.0])
         if reason := busy_reason(load, cores):
             reasons[point] = reason
         elif late > LATE_PING:

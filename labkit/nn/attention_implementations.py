@@ -1,7 +1,6 @@
 """The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA; and where each can run.
 
-All follow `attention.py`: the arguments `(q, k, v, causal)`, the checks, the mask. Naive attention is called "explicit"
-in the table, as in recorded runs.
+Naive attention is called "explicit" in the table, as in recorded runs.
 """
 
 import importlib.util
@@ -38,7 +37,7 @@ def _compiled_naive() -> Attention:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    from labkit.nn.flash_attention import flash_attention  # needs Triton, which not every machine has
+    from labkit.nn.flash_attention import flash_attention  # needs Triton
 
     return flash_attention(q, k, v, causal)
 
@@ -91,14 +90,12 @@ def unavailable_reason(name: str, device: torch.device, dtype: torch.dtype, head
         return no_compiler_reason(device.type)
     if name in SDPA_BACKENDS:
         return _try_reason(IMPLEMENTATIONS[name], device, dtype, head_dim)
-    if name != "flash":
-        return None
-    if not has_triton():
-        return NO_TRITON
-    from labkit.nn import flash_attention
+    if name == "flash" and has_triton():
+        from labkit.nn import flash_attention
 
-    reason = flash_attention.unavailable_reason(device, dtype, head_dim)
-    return reason or (None if flash_attention.INTERPRETED else no_launch_reason())
+        reason = flash_attention.unavailable_reason(device, dtype, head_dim)
+        return reason or (None if flash_attention.INTERPRETED else no_launch_reason())
+    return NO_TRITON if name == "flash" else None
 
 
 def _try_reason(attend: Attention, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -10,15 +10,13 @@ Dimension letters (see `attention.py` for the definition of causal):
 
 All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one. GROUP query
 heads share a head of keys and values. The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
-Plain pointers with masks, which Triton 3.6 to 3.9 all run; descriptors only for Hopper's specialized warps.
 
 Techniques beyond the algorithm:
 
-* exp2: the hardware's exponential has base 2. Scores are scaled by scale * log2(e) as the maximum is subtracted, in one
-  fused multiply-add.
+* exp2: the hardware's exponential has base 2. Scores are scaled as the maximum is subtracted, in one multiply-add.
 * Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
-* Masks only at the edges, of one comparison: a loop over full blocks neither masks scores nor checks bounds. A second
-  loop visits the diagonal and the ragged end, in blocks half as large, which leave registers for the mask.
+* A loop over full blocks neither masks scores nor checks bounds. A second loop visits the diagonal and the ragged end,
+  in blocks half as large, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
 * Specialized warps (WARP_SPECIALIZE): on data center Blackwell (1), some warps only load, in the loop over full blocks.
   On Hopper (2), one group of warps loads by tensor descriptors (TMA) and two compute 64 queries each. Triton 3.7

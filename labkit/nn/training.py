@@ -1,9 +1,7 @@
 """Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
 
-A step as a whole, or by its phases:
-
-    step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
-    step.forward(); step.backward(); step.optimizer_step()       or  step.run()
+step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
+step.forward(); step.backward(); step.optimizer_step()       or  step.run()
 """
 
 import copy
@@ -144,10 +142,7 @@ def random_tokens(
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one elsewhere.
-
-    Left to itself, torch would take lists of real tensors and not of fake ones.
-    """
+    """AdamW with torch's default for `device`, also for fake tensors: lists of parameters (foreach) on CUDA only."""
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=device.type == "cuda")
 
 

@@ -27,12 +27,11 @@ ROPE_BASE = 10_000.0
 
 
 class Transformer(nn.Module):
-    """Tokens (B, S), int64, to logits (B, S, V).
+    """Tokens (B, S), int64, to logits (B, S, V), with any attention (q, k, v, causal) -> output.
 
-    `attention` is any function (q, k, v, causal) -> output of `labkit.nn.attention`. With `checkpoint_segment` n > 0,
-    only every n-th layer's input is kept for the backward pass, and the layers between are recomputed (Chen et al.
-    2016, arXiv:1604.06174). Built on the default device and in the default dtype. For lower precision use autocast:
-    casting the module would cast its rotation tables, too.
+    With `checkpoint_segment` n > 0, only every n-th layer's input is kept for the backward pass, and the layers between
+    are recomputed (Chen et al. 2016, arXiv:1604.06174). Built on the default device in the default dtype. For lower
+    precision use autocast: casting the module would cast its rotation tables, too.
     """
 
     def __init__(
