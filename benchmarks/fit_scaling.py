@@ -250,13 +250,8 @@ def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
 def print_scores(rows: pd.DataFrame) -> None:
     """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs or more."""
     by_scale = summarize(rows[rows["fold"].str.startswith("beyond")], "fold", "table", "gpus")
-    large = summarize(rows[rows["gpus"] >= LARGE], "fold")
-    for table in (
-        summarize(rows, "fold"),
-        summarize(rows, "fold", "table"),
-        by_scale[by_scale["rows"] >= MIN_ROWS],
-        large,
-    ):
+    tables = [summarize(rows, "fold"), summarize(rows, "fold", "table"), by_scale[by_scale["rows"] >= MIN_ROWS]]
+    for table in (*tables, summarize(rows[rows["gpus"] >= LARGE], "fold")):
         print(f"\n{table.round(1).to_string()}")
 
 

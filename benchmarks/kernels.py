@@ -18,10 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
 import torch
@@ -40,8 +39,7 @@ TENSOR_COLUMNS = 512
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-@dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """Per multiprocessor: KiB of shared memory in all and per block, threads; FLOP per clock, dense bfloat16.
 
     `alu_clocks` and `fp32_clocks` are the clocks that a warp's instruction takes on a quarter of it.
@@ -65,8 +63,7 @@ CHIPS = {
 }
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """One compiled kernel: per thread, per block for memory, per tile and warp for `instructions`."""
 
     registers: int
@@ -81,12 +78,9 @@ class Resources:
 
     def faults(self, capability: int) -> list[str]:
         """Reasons against shipping this tile."""
-        faults = {
-            f"{self.spills_in_loops} spills in loops": self.spills_in_loops > 0,
-            "too much shared memory": self.shared_bytes > CHIPS[capability].block_kib * 1024,
-            "too much tensor memory": self.tensor_columns > TENSOR_COLUMNS,
-        }
-        return [fault for fault, is_true in faults.items() if is_true]
+        spills = [f"{self.spills_in_loops} spills in loops"] if self.spills_in_loops else []
+        shared = ["too much shared memory"] if self.shared_bytes > CHIPS[capability].block_kib * 1024 else []
+        return spills + shared + ["too much tensor memory"] * (self.tensor_columns > TENSOR_COLUMNS)
 
 
 def compile_tile(
@@ -262,7 +256,7 @@ def main() -> int:
             faults = resources.faults(capability)
             wrong += bool(faults)
             kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
-            cells = vars(replace(resources, shared_bytes=kib, tensor_share=share)).values()
+            cells = resources._replace(shared_bytes=kib, tensor_share=share)
             print(ROW.format(f"sm_{capability}", *problem[1:], tile, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")
     return int(wrong > 0)

@@ -14,6 +14,7 @@ the mean"). `MIN_ROUNDS`, and checks ever further apart, keep that effect small.
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
@@ -40,10 +41,7 @@ GROWTH = 1.25
 def time_interleaved(
     alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Any
 ) -> dict[str, list[float]]:
-    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`.
-
-    Sample i of all alternatives is from the same round. An empty mapping takes no time.
-    """
+    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`."""
     parts = {name: {"": action} for name, action in alternatives.items()}
     samples = time_parts_interleaved(parts, warmup=warmup, repeats=repeats, **options)
     return {name: by_part[""] for name, by_part in samples.items()}
@@ -98,10 +96,7 @@ def time_parts_interleaved(
 
 
 def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) -> list[str]:
-    """Shuffle the turns of a round; every order is equally likely.
-
-    The order depends on the names, the number and the seed: neither on the rank nor on the order of `names`.
-    """
+    """Shuffle the turns of a round, on all ranks alike; every order is equally likely."""
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns
@@ -118,19 +113,19 @@ class Stopping:
     def is_enough(self, samples: Samples) -> bool:
         """Whether the ratios of each part are precise, or the time is up. A collective; all ranks decide alike."""
         columns = [seconds for parts in samples.values() for seconds in parts.values()]
-        rounds = len(columns[0]) if columns else 0
-        if rounds < self._next_check:
+        if not columns or (rounds := len(columns[0])) < self._next_check:
             return False
-        table = np.array(columns)
-        self._next_check = math.ceil(rounds * GROWTH)
+        table, self._next_check = np.array(columns), math.ceil(rounds * GROWTH)
         elapsed_s, *slowest = np.max(gather_numbers([time.perf_counter() - self._start, *table.ravel()]), axis=0)
         if elapsed_s >= self._rounds_s:
             return True
         if rounds < MIN_ROUNDS or min(slowest) <= 0:
             return False
-        logs, parts = np.log(slowest).reshape(table.shape), [part for by_part in samples.values() for part in by_part]
-        by_part = ([one for one, name in zip(logs, parts, strict=True) if name == part] for part in set(parts))
-        return all(_widest_ratio(alternatives) <= self._half_width for alternatives in by_part)
+        by_part: dict[str, list[np.ndarray]] = defaultdict(list)
+        names = [part for parts in samples.values() for part in parts]
+        for name, logs in zip(names, np.log(slowest).reshape(table.shape), strict=True):
+            by_part[name].append(logs)
+        return all(_widest_ratio(alternatives) <= self._half_width for alternatives in by_part.values())
 
 
 def _widest_ratio(logs: list[np.ndarray]) -> float:

@@ -39,8 +39,8 @@ BASELINE_CORRELATION = 0.5
 def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     """Estimate the ratio of times a to b, of the same rounds; below 1 means that a is faster.
 
-    The rounds' ratios are compared, so a slow moment that hit both does not count. ValueError if their numbers differ,
-    or for a value that is not finite. Samples that are not all above zero get a ratio of medians and no interval.
+    ValueError if their numbers differ, or for a value that is not finite. Samples that are not all above zero get a
+    ratio of medians and no interval.
     """
     first, second = _finite(a), _finite(b)
     if len(first) != len(second):
@@ -73,10 +73,8 @@ def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.Data
 
     ValueError for a value that is not finite.
     """
-    rows = []
-    for key, group in frame.groupby(list(by), sort=True, dropna=False)[value]:
-        samples = _finite(group)
-        rows.append((*key, float(np.median(samples)), *median_interval(samples), len(samples)))
+    groups = [(key, _finite(group)) for key, group in frame.groupby(list(by), dropna=False)[value]]
+    rows = [(*key, float(np.median(some)), *median_interval(some), len(some)) for key, some in groups]
     return pd.DataFrame(rows, columns=[*by, "median", "low", "high", "n"])
 
 

@@ -1,7 +1,7 @@
 """The fixed small set of quantities that a check times: on one rank, and on all ranks together.
 
-Every quantity is timed twice per round; the distance of these two turns is noise. Each session is a group of new
-processes. The set depends on no parameter: a baseline would be of other quantities.
+Every quantity is timed twice per round; the distance of these two turns is noise. The set depends on no parameter: a
+baseline would be of other quantities.
 """
 
 import os
@@ -145,10 +145,9 @@ def _matmul(device: str, dtype: str, size: int) -> Quantity:
 def _all_ranks(device: str) -> Iterator[tuple[str, Quantity]]:
     """Yield all-reduces short and long by transport, and a training step under a wrapper."""
     reduces: dict[str, Callable[[torch.Tensor], Any]] = {f"torch {dist.get_backend()}": dist.all_reduce}
-    if device == "cpu":
-        reduces["point to point"] = partial(all_reduce, op="sum", transport=POINT_TO_POINT)
-        if transport_in_use()[0] == SHARED:
-            reduces["shared memory"] = partial(all_reduce, op="sum", transport=SHARED)
+    for name, transport in {"point to point": POINT_TO_POINT, "shared memory": SHARED}.items():
+        if device == "cpu" and transport in (POINT_TO_POINT, transport_in_use()[0]):
+            reduces[name] = partial(all_reduce, op="sum", transport=transport)
     for name, reduce in reduces.items():
         for kind, n_bytes, calls in (("short", SHORT_BYTES, SHORT_CALLS), ("long", LONG_BYTES, 1)):
             tensor = torch.zeros(n_bytes // 4, device=device)
