@@ -37,9 +37,9 @@ def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
         return [list(numbers)]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     local = torch.tensor(numbers, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return [one.tolist() for one in gathered]
+    gathered = local.new_empty(dist.get_world_size(), len(numbers))
+    dist.all_gather([*gathered], local)
+    return gathered.tolist()
 
 
 def max_over_ranks(error: float) -> float:

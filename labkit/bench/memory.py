@@ -4,7 +4,6 @@
         step = ...                      # whatever counts is created and dropped inside
         with record.window("step"):
             step.run()
-        del step
     record.peaks["step"]
 
 Bytes as requested, counted from the beginning of the record, without C++ libraries' memory (gloo's buffers). A record

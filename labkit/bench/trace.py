@@ -1,10 +1,10 @@
 """Operators or GPU kernels inside a call, from `torch.profiler`, as events to sum up.
 
-The source is the Chrome trace that the profiler writes. If it has GPU kernels, they are the events; otherwise the
-operators on the host are. An event's own time leaves out what ran inside it, so sums over events are the total.
+If the profiler's trace has GPU kernels, they are the events; otherwise the operators on the host are. An event's own
+time leaves out what ran inside it, so sums over events are the total.
 
-Named ranges (`torch.profiler.record_function`) hold whatever starts while they are open, on any thread: on a GPU the
-backward pass runs in another thread while `backward()` waits. A kernel belongs to the ranges open at its launch.
+Named ranges (`torch.profiler.record_function`) hold whatever starts while they are open, on any thread: a backward pass
+runs in a thread of its own. A kernel belongs to the ranges open at its launch.
 """
 
 import json

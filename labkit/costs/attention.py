@@ -3,8 +3,7 @@
 Legend: b sequences (batch times heads), s queries and as many keys, d head dimension, e bytes per element.
 
 FLOPs are counted as in Dao 2023, FlashAttention-2 (arXiv:2307.08691), section 4.1: two matmuls of s x s x d forward,
-five backward (one recomputes the scores), half of that if causal. Implementations may do more or less, so rates are of
-useful work.
+five backward (one recomputes the scores), half of that if causal, whatever an implementation does.
 """
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -18,11 +17,7 @@ def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
 
 
 def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Bytes that naive attention holds between forward and backward, by tensor.
-
-    Softmax saves its result, which the product with v needs as well. A causal mask takes a byte per score, once for all
-    sequences.
-    """
+    """Bytes that naive attention holds between forward and backward, by tensor; sequences share a mask of bytes."""
     vector = b * s * d * e
     saved = {"q": vector, "k": vector, "v": vector, "probabilities": b * s * s * e}
     return saved | ({"mask": s * s} if causal else {})
@@ -35,10 +30,7 @@ def tiled_saved(b: int, s: int, d: int, e: int) -> dict[str, int]:
 
 
 def explicit_peak(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Bytes of naive attention at its peak, by tensor, inputs included.
-
-    The peak is in the backward pass of softmax, which has the probabilities, their gradient and the scores' gradient.
-    """
+    """Bytes of naive attention at its peak, the backward pass of softmax, by tensor, inputs included."""
     vector, matrix = b * s * d * e, b * s * s * e
     alive = explicit_saved(b, s, d, e, causal=causal)
     alive |= {"output": vector, "gradient of output": vector, "gradient of v": vector}

@@ -1,11 +1,8 @@
 """Rates of one machine, measured once by the lab `limits`, and the times that follow for operators and messages.
 
-Every prediction of every lab uses these numbers and no others. An operator takes
-
-    max(time of a square matmul of its FLOPs, time of an addition that moves its bytes)
-
-read off measured curves, which include the call itself. An algorithm of messages takes messages * alpha + bytes * beta
-of its transport. Nothing is predicted for a number of ranks that was not measured.
+Every prediction of every lab uses these numbers and no others. An operator takes as long as a square matmul of its
+FLOPs, or as an addition that moves its bytes, whichever takes longer, by measured curves that include the call itself.
+An algorithm of messages takes messages * alpha + bytes * beta of its transport, between measured numbers of ranks.
 """
 
 from dataclasses import dataclass

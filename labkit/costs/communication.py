@@ -61,13 +61,8 @@ def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
     return MessageCost(messages + rounds, sent + shards - rounds * n_bytes)
 
 
-ALL_REDUCE_COSTS: Mapping[str, CostOf] = {
-    "ring": ring,
-    "butterfly": butterfly,
-    "one_shot": one_shot,
-    "recursive_doubling": recursive_doubling,
-    "halving_doubling": halving_doubling,
-}
+ALL_REDUCES = (ring, butterfly, one_shot, recursive_doubling, halving_doubling)
+ALL_REDUCE_COSTS: Mapping[str, CostOf] = {cost.__name__: cost for cost in ALL_REDUCES}
 
 
 class Calls(NamedTuple):
@@ -127,10 +122,7 @@ def context_parallel_calls(
 
 
 def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
-    """List the collectives of one step for parameters of `n_bytes`. ValueError for an unknown stage.
-
-    Source: arXiv:1910.02054, section 7.
-    """
+    """List the collectives of a step for parameters of `n_bytes` (arXiv:1910.02054, section 7)."""
     averaged = Calls("all_reduce" if STAGES.index(stage) < 2 else "reduce_scatter", n_bytes, 1)
     return [averaged, Calls("all_gather", n_bytes, {"ddp": 0, "zero3": 2}.get(stage, 1))]
 
@@ -148,8 +140,7 @@ def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
 def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit alpha and beta, neither below zero, by least squares on the *relative* error.
 
-    Absolute errors would fit the largest messages alone. ValueError with fewer than two measurements or a time that is
-    not positive.
+    ValueError with fewer than two measurements or a time that is not positive.
     """
     from scipy.optimize import nnls  # slow to load, and ranks import this module
 

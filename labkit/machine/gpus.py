@@ -48,9 +48,9 @@ def no_gpu_reason() -> str | None:
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """Return whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
 
-    Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU
-    (CUDA C++ programming guide, "Application compatibility"). With suffix "a" code runs on that version alone, with "f"
-    on its major version. A list that names none of these, as AMD's, is trusted.
+    Machine code ("sm_86") runs on its major version from its minor version up, with suffix "a" on that version alone,
+    and PTX ("compute_90") on every newer GPU (CUDA C++ programming guide, "Application compatibility"). A list that
+    names none of these, as AMD's, is trusted.
     """
     matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
     return not matches or any(

@@ -8,9 +8,8 @@ before Triton is imported), thousands of times slower.
 
 Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the machine code. A
 tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits shared and tensor memory. The first
-comes nearest to the tensor cores' peak by the rates of all units. A smaller one follows for short sequences, which have
-fewer blocks than the GPU has multiprocessors. Before a tile's first use on a device its results are compared with
-float64; a tile that is wrong, or does not compile there, is left out.
+comes nearest to the tensor cores' peak; a smaller one follows for short sequences, which have fewer blocks. Before a
+tile's first use on a device its results are compared with float64; one that is wrong or does not compile is left out.
 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
@@ -39,8 +38,8 @@ DESCRIPTOR_ALIGNMENT = 16
 """Bytes of which tensors that are loaded by descriptors (TMA), and their rows, must be multiples."""
 PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
 PRECISION = "tf32x3"
-"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers and three of the four products are
-summed, which drops 2**-22 of a product. bf16x3 would need fewer registers, but drops 2**-16: not float32."""
+"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers, and three of the four products are
+summed, which drops 2**-22 of a product."""
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
 KERNELS: dict[str, Any] = {

@@ -22,8 +22,8 @@ from labkit.nn.attention import VersionWatch, check_attention_inputs, query_grou
 class TiledAttention(torch.autograd.Function):
     """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64). Saves q, k, v, the
-    output and one logsumexp (..., Q). ValueError for inputs that do not fit together.
+    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64). ValueError for inputs
+    that do not fit together.
     """
 
     @staticmethod

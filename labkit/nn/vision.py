@@ -1,7 +1,6 @@
 """Image classifiers under study: ResNet-50 and a small convolutional net.
 
-He et al. 2016, "Deep residual learning" (arXiv:1512.03385); the stride of a block is in its 3x3 convolution
-(version 1.5). Module names are torchvision's, so public checkpoints fit.
+He et al. 2016 (arXiv:1512.03385), version 1.5; module names are torchvision's, so public checkpoints fit.
 """
 
 import torch

@@ -3,9 +3,7 @@
 import pytest
 
 from labkit.costs import communication as c
-from labkit.costs.communication import MessageCost, fit_alpha_beta
-
-ALL_REDUCES = (c.ring, c.butterfly, c.one_shot, c.recursive_doubling, c.halving_doubling)
+from labkit.costs.communication import ALL_REDUCES, MessageCost, fit_alpha_beta
 
 
 @pytest.mark.parametrize(
