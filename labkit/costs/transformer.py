@@ -8,7 +8,6 @@ Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V voca
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 BACKWARD_OVER_FORWARD = 2
 """The gradient of a matmul y = x w takes two of the same size: with respect to x, and with respect to w."""
@@ -37,18 +36,16 @@ class TransformerShape:
         return self.d_model // self.n_heads
 
 
-SIZES: Mapping[str, TransformerShape] = MappingProxyType(
-    {
-        "nano": TransformerShape(d_model=128, d_ff=512, n_layers=4, n_heads=4),
-        "mini": TransformerShape(d_model=384, d_ff=1536, n_layers=6, n_heads=6),
-        "small": TransformerShape(d_model=768, d_ff=3072, n_layers=12, n_heads=12),
-        "medium": TransformerShape(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
-        "large": TransformerShape(d_model=1280, d_ff=5120, n_layers=36, n_heads=20),
-        "xl": TransformerShape(d_model=1600, d_ff=6400, n_layers=48, n_heads=25),
-        "2.7B": TransformerShape(d_model=2560, d_ff=10240, n_layers=32, n_heads=32),
-        "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
-    }
-)
+SIZES: Mapping[str, TransformerShape] = {
+    "nano": TransformerShape(d_model=128, d_ff=512, n_layers=4, n_heads=4),
+    "mini": TransformerShape(d_model=384, d_ff=1536, n_layers=6, n_heads=6),
+    "small": TransformerShape(d_model=768, d_ff=3072, n_layers=12, n_heads=12),
+    "medium": TransformerShape(d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
+    "large": TransformerShape(d_model=1280, d_ff=5120, n_layers=36, n_heads=20),
+    "xl": TransformerShape(d_model=1600, d_ff=6400, n_layers=48, n_heads=25),
+    "2.7B": TransformerShape(d_model=2560, d_ff=10240, n_layers=32, n_heads=32),
+    "10B": TransformerShape(d_model=4608, d_ff=12288, n_layers=50, n_heads=36),
+}
 """The published sizes, and two small ones that a CPU trains in a fraction of a second per step."""
 
 

@@ -179,8 +179,8 @@ def build_workload(
     """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size, image_size), or the
     model and batch that a function builds on the default device; it is called for every copy of the model.
 
-    `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a function's model, not the
-    parameters. ValueError for a batch that is not positive, unless a function has its own.
+    `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a function's model, not
+    the parameters. ValueError for a batch that is not positive, unless a function has its own.
     """
     if batch < 1 and (isinstance(source, TransformerShape) or source is ResNet50):
         raise ValueError(f"expected batch >= 1, got {batch}")
