@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from labkit.machine import gpus as cuda_gpus
 from labkit.machine.cgroups import available_cores, memory_limit_bytes, quota_cores
@@ -24,10 +24,8 @@ NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
 """One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in both directions."""
 
 
-class Gpu(BaseModel):
+class Gpu(BaseModel, frozen=True):
     """One CUDA device."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     memory_bytes: int
@@ -40,10 +38,8 @@ class Gpu(BaseModel):
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
 
-class Machine(BaseModel):
+class Machine(BaseModel, frozen=True):
     """Provenance of a run. Sizes in bytes; `cores` are those this process may use."""
-
-    model_config = ConfigDict(frozen=True)
 
     host: str
     cpu: str

@@ -8,7 +8,7 @@ from statistics import median_low
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from labkit.machine.cgroups import throttled_periods
 from labkit.machine.description import describe_machine
@@ -24,10 +24,8 @@ LATE_PING, SLOW_COPY = 5.0, 2.0
 Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times while memory is slow."""
 
 
-class Load(BaseModel):
+class Load(BaseModel, frozen=True):
     """How busy a machine is; None: unknown."""
-
-    model_config = ConfigDict(frozen=True)
 
     busy_cores: float | None = None
     """Cores' worth of time that other programs used, among the cores this process may use."""

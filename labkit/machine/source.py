@@ -4,7 +4,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from labkit import __version__
 
@@ -14,10 +14,8 @@ SHIPPED = "shipped"
 """Folder of an installed package that a checkout has elsewhere: notebooks, published tables, recorded runs."""
 
 
-class Source(BaseModel):
+class Source(BaseModel, frozen=True):
     """Which labkit measured. Only its own files count: a saved notebook or a build folder changes no measurement."""
-
-    model_config = ConfigDict(frozen=True)
 
     commit: str | None = None
     """None for a labkit that was installed from elsewhere than a git checkout."""
