@@ -155,7 +155,7 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     queries, head_dim = output.shape[-2:]
     delta = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     programs = delta.numel() // queries * triton.cdiv(queries, DELTA_TILE.block_q)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": _padded(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
     kernel = flash_backward_kernels.delta_kernel[(programs,)]
     with torch.cuda.device_of(output):
         kernel(output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps)
@@ -195,17 +195,12 @@ def kernel_constants(
     """Compile-time arguments of the three kernels apart from the tile."""
     return {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": _padded(head_dim),
+        "BLOCK_D": triton.next_power_of_2(head_dim),
         "GROUP": group,
         "CAUSAL": causal,
         "PRECISION": PRECISION if dtype == torch.float32 else "tf32",  # Triton ignores it for half precision
         "INTERPRETED": interpreted,
     }
-
-
-def _padded(head_dim: int) -> int:
-    """BLOCK_D: the power of two that holds the head dimension."""
-    return 1 << (head_dim - 1).bit_length()
 
 
 def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -215,7 +210,7 @@ def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tup
     cores so slow that smaller tiles reach their peak. Tiles loaded by descriptors need rows of a multiple of 16 bytes.
     """
     gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "A100" if capability == (8, 0) else "other")
-    key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, _padded(head_dim)))]
+    key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, triton.next_power_of_2(head_dim)))]
     is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
     with Path(__file__).with_name("flash_tiles.csv").open() as file:
         tiles = [Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key]
