@@ -65,11 +65,10 @@ def all_reduces(options: argparse.Namespace) -> Iterator[Contest]:
     """Sums of float32, over both transports; bounds are for the algorithm that labkit picks."""
     world_size, bounded = dist.get_world_size(), f"auto, {SHARED}"
     bounds = {2: (0.2, 0.2, 0.35, 0.3, 0.3), 4: (0.25, 0.25, 0.45, 0.45, 0.4)}.get(world_size, ())
+    calls: dict[str, Callable[[Tensor], Any]] = {TORCH: dist.all_reduce}
+    for name, transport in product(options.algorithms, (SHARED, POINT_TO_POINT)):
+        calls[f"{name}, {transport}"] = partial(ALGORITHMS.get(name, all_reduce), op="sum", transport=transport)
     for n_bytes in options.sizes:
-        calls: dict[str, Callable[[Tensor], Any]] = {TORCH: dist.all_reduce}
-        for name in options.algorithms:
-            algorithm = ALGORITHMS.get(name, all_reduce)
-            calls |= {f"{name}, {t}": partial(algorithm, op="sum", transport=t) for t in (SHARED, POINT_TO_POINT)}
         tensors = {name: torch.ones(n_bytes // 4) for name in calls}
         for name, call in calls.items():
             call(tensors[name])
@@ -153,12 +152,7 @@ def sync_batchnorm(_: argparse.Namespace) -> Iterator[Contest]:
     )
 
 
-KINDS: dict[str, Callable[[argparse.Namespace], Iterator[Contest]]] = {
-    "all_reduce": all_reduces,
-    "data_parallel": data_parallel,
-    "sharding": sharding,
-    "sync_batchnorm": sync_batchnorm,
-}
+KINDS = {"all_reduce": all_reduces} | {each.__name__: each for each in (data_parallel, sharding, sync_batchnorm)}
 
 
 def run(kind: str, options: argparse.Namespace) -> list[tuple[str, bool]]:

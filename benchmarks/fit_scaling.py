@@ -43,7 +43,7 @@ COVERED, LEAST, LEAST_OF_FRAMEWORK = 0.9, 0.88, 0.82
 """Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number of GPUs.
 The last is for frameworks without published runs: with 0.88 nanotron alone would widen them by another half."""
 LEVELS = [level / 200 for level in range(180, 198)]
-"""Shares of the rows that a width is fitted to, to choose from: it holds fewer of those that it has not seen."""
+"""Shares of rows that a width may be fitted to: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
 """Rows of a table with widths of its own, or of a group that is judged."""
 TABLES = "tables"
