@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,8 @@ class AllocationLedger(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Name the phase of the block."""
         self._phase = name
-        try:
-            yield
-        finally:
-            self._phase = ""
+        yield
+        self._phase = ""
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Assign the storages of `tensors` to a category, for their whole lives."""
@@ -136,11 +135,9 @@ class AllocationLedger(TorchDispatchMode):
 
 def _calling_line(source: Callable[[str], str]) -> str:
     """The innermost frame of the code under study, as "file.py:12"; "" if there is none."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(2)):
         if name := source(frame.f_code.co_filename):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{name}:{line}"
     return ""
 
 

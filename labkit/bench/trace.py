@@ -11,7 +11,7 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +45,9 @@ class TraceEvent:
     self_s: float
     """`duration_s` without what ran inside."""
 
-    def within(self, ranges: Iterable[str]) -> str:
+    def within(self, ranges: Collection[str]) -> str:
         """The innermost of `ranges` that it belongs to, or ""."""
-        wanted = set(ranges)
-        return next((name for name in reversed(self.ranges) if name in wanted), "")
+        return next((name for name in reversed(self.ranges) if name in ranges), "")
 
 
 @contextmanager

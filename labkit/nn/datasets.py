@@ -94,7 +94,6 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
     DatasetError for another checksum, ConnectionError if the download fails.
     """
     import pooch
-    import requests
 
     pooch.get_logger().setLevel("ERROR")
     if not (directory / CIFAR100_FILE).exists():
@@ -104,7 +103,7 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
         return Path(pooch.retrieve(url, f"md5:{CIFAR100_MD5}", CIFAR100_FILE, directory, downloader=download))
     except ValueError as error:
         raise DatasetError(f"{url}: not the file that was published: {error}") from None
-    except (requests.RequestException, OSError) as error:
+    except OSError as error:  # those of requests, too
         raise ConnectionError(f"{url} cannot be downloaded: {error}") from None
 
 
