@@ -121,7 +121,7 @@ class ProcessPeak:
 def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
     """Measure the highest memory use in the block, above the use at its start, whichever thread frees what.
 
-    CUDA: bytes of the caching allocator. CPU: the resident set on Linux, in whole pages, with what libraries allocate.
+    CUDA: bytes of the caching allocator. CPU: the resident set on Linux, with what libraries allocate.
     """
     peak = ProcessPeak()
     if torch.device(device).type == "cuda":

@@ -38,9 +38,8 @@ def saved_by_layer(
     Softmax saves its result, which the product with the values shares; `silu(gate) * up` saves gate, silu and up. Under
     autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight.
     """
-    tokens, d, f = batch * sequence, shape.d_model, shape.d_ff
-    low = FLOAT32 if precision == "float32" else LOW_PRECISION
-    copies = precision != "float32"
+    tokens, d, f, copies = batch * sequence, shape.d_model, shape.d_ff, precision != "float32"
+    low = LOW_PRECISION if copies else FLOAT32
     scores = batch * shape.n_heads * sequence**2
     softmax = FLOAT32 + LOW_PRECISION if copies and device.startswith("cuda") else low
     return {

@@ -59,7 +59,7 @@ class Machine(BaseModel, frozen=True):
     python: str
     versions: dict[str, str | None]
     source: Source | None = None
-    """None in older runs, for a labkit outside a git checkout."""
+    """None in older runs, of a labkit outside a git checkout."""
 
     @property
     def identity(self) -> list[str | None]:
@@ -96,7 +96,7 @@ class Machine(BaseModel, frozen=True):
         return f"{self.cores} core{'s' * (self.cores > 1)} available{quota}"
 
     def memory_of(self, device: str) -> int:
-        """Memory of a device in bytes: the machine's, or the free memory of its first GPU."""
+        """Bytes of the machine's memory, or of the free memory of its first GPU."""
         return self.gpus[0].available_bytes if device == "cuda" and self.gpus else self.memory_bytes
 
     def backend(self, device: str, world_size: int) -> str:
@@ -138,17 +138,13 @@ def describe_machine() -> Machine:
 
 
 def _gpus() -> list[Gpu]:
-    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    free = cuda_gpus.free_memory_bytes() if properties else {}
-    return [
-        Gpu(
-            name=each.name,
-            memory_bytes=each.total_memory,
-            compute_capability=f"{each.major}.{each.minor}",
-            free_bytes=free.get(str(getattr(each, "uuid", ""))),
-        )
-        for each in properties
-    ]
+    gpus, free = [], cuda_gpus.free_memory_bytes() if torch.cuda.device_count() else {}
+    for index in range(torch.cuda.device_count()):
+        one: Any = torch.cuda.get_device_properties(index)
+        free_bytes = free.get(str(getattr(one, "uuid", "")))
+        about = {"name": one.name, "compute_capability": f"{one.major}.{one.minor}"}
+        gpus.append(Gpu(**about, memory_bytes=one.total_memory, free_bytes=free_bytes))
+    return gpus
 
 
 def _cpu_model() -> str:

@@ -5,10 +5,8 @@
 
 Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask. Dimension letters:
 
-    ...  any leading dimensions, usually (batch, heads)
-    Q    queries, the sequence of q
-    K    keys, the sequence of k and v
-    D    head dimension
+    ...  any leading dimensions, usually (batch, heads)      D    head dimension
+    Q    queries, the sequence of q                          K    keys, the sequence of k and v
 
 Causal: query i sees the keys j <= i, counted from the start of both sequences ("top left", as in
 `torch.nn.functional.scaled_dot_product_attention(is_causal=True)`). So each query sees key 0, and with K > Q no query

@@ -53,9 +53,9 @@ class Passes:
         return self._output
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v."""
-        assert self._output is not None, "a backward pass follows its forward pass"
+        """Return the gradients of q, k and v, after a forward pass."""
         output, self._output = self._output, None
+        assert output is not None
         return torch.autograd.grad(output, self._problem.inputs, self._problem.grad_output)
 
     def release(self) -> None:

@@ -7,10 +7,7 @@
 RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), SwiGLU
 (Shazeer 2020, arXiv:2002.05202), no biases, embedding and output not tied.
 
-Dimension letters:
-
-    B  batch        H  heads               d  d_model      f  d_ff
-    S  sequence     D  head dimension      V  vocabulary
+Dimension letters: B batch, S sequence, H heads, D head dimension, d d_model, f d_ff, V vocabulary.
 """
 
 import math
@@ -44,9 +41,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         if context_length < 1 or checkpoint_segment < 0:
-            raise ValueError(
-                f"expected context_length >= 1 and checkpoint_segment >= 0, got {context_length}, {checkpoint_segment}"
-            )
+            got = f"got {context_length}, {checkpoint_segment}"
+            raise ValueError(f"expected context_length >= 1 and checkpoint_segment >= 0, {got}")
         self.shape = shape
         self.checkpoint_segment = checkpoint_segment
         self.embedding = nn.Embedding(shape.vocabulary, shape.d_model)
