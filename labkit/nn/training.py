@@ -1,7 +1,9 @@
 """Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
 
-step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
-step.forward(); step.backward(); step.optimizer_step()       or  step.run()
+    step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
+    step.forward(); step.backward(); step.optimizer_step()
+
+A step as a whole is `step.run()`.
 """
 
 import copy
