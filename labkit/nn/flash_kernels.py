@@ -173,8 +173,7 @@ def _forward_blocks(
             k = k_source.load([k_start, 0])
         else:
             k = load_tile(k_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
-        scores = dot(q, tl.trans(k), scores, dtype, PRECISION, INTERPRETED)
+        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED)
         if MASKED:
             scores = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
