@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,47 +29,20 @@ def no_gpu_reason() -> str | None:
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
         return "an NVIDIA driver is loaded, but this torch is built without CUDA" if has_driver else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # every call warns of a driver that is too old
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
             if torch.cuda.device_count() > 0:
-                torch.cuda.init()
+                torch.cuda.init()  # warns of GPUs for which this torch has no code
             count = torch.cuda.device_count()
-            reasons = [reason for index in range(count) if (reason := _no_kernels_reason(index))]
         except Exception as error:  # of several types, by what fails
             message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
             return f"CUDA does not start: {message or type(error).__name__} (driver {driver_version() or 'unknown'})"
     if count == 0 and has_driver:
         hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}" if HIDDEN_BY in os.environ else "a container without GPUs?"
         return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
-    return next(iter(reasons), None)
-
-
-def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Return whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
-
-    Machine code ("sm_86") runs on its major version from its minor version up, with suffix "a" on that version alone,
-    and PTX ("compute_90") on every newer GPU (CUDA C++ programming guide, "Application compatibility"). A list that
-    names none of these, as AMD's, is trusted.
-    """
-    matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
-    return not matches or any(
-        capability == (int(major), int(minor))
-        or (capability > (int(major), int(minor)) and (kind == "compute" or int(major) == capability[0]))
-        for kind, major, minor, suffix in matches
-        if suffix != "a" or capability == (int(major), int(minor))
-    )
-
-
-def _no_kernels_reason(index: int) -> str | None:
-    properties = torch.cuda.get_device_properties(index)
-    architectures = torch.cuda.get_arch_list()
-    if has_code_for((properties.major, properties.minor), architectures):
-        return None
-    return (
-        f"{properties.name} has compute capability {properties.major}.{properties.minor}, and this torch is built for "
-        f"{', '.join(architectures)} ({HIDDEN_BY} hides a GPU)"
-    )
+    unsupported = [line for one in caught if (line := str(one.message).partition("\n")[0]).startswith("Found GPU")]
+    return f"this torch has no code for a GPU ({HIDDEN_BY} hides one): {unsupported[0]}" if unsupported else None
 
 
 def driver_version() -> str | None:
