@@ -44,8 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import Algorithm, check_into, cut, run_collective, shard_sizes
+from labkit.parallel.prepare import Algorithm, check_into, cut, disable_compile, run_collective, shard_sizes
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, SHARED, Step, Transport, find_transport
 
 __all__ = ["ALGORITHMS", "all_gather", "all_reduce", "reduce_scatter"]

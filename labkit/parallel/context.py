@@ -38,8 +38,8 @@ from labkit.nn.attention import check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
 from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.disable_compile import disable_compile
 from labkit.parallel.exchange import agree, start_exchange
+from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import AUTO, member_group
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -67,18 +67,9 @@ def ring_attention(
     return _attend(_Ring, q, k, v, is_causal, group, layout, transport)
 
 
-def gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = True,
-    group: Group = None,
-    layout: str = "zigzag",
-    transport: str = AUTO,
-) -> Tensor:
-    """Compute the same as `ring_attention` with all keys and values on every rank. Same arguments and errors."""
-    return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
+def gather_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Compute the same as `ring_attention` with all keys and values on every rank. Same options and errors."""
+    return _attend(_Gathered, q, k, v, **options)
 
 
 def context_parallel(
@@ -109,13 +100,15 @@ def _rotate(positions: RotaryPositions, group: Group, layout: str, x: Tensor) ->
     return positions(x, local_positions(length, group=group, layout=layout).to(x.device))
 
 
-def local_positions(length: int, *, group: Group = None, layout: str = "zigzag") -> Tensor:
-    """Return this rank's positions in a sequence of `length`, (length / p,), int64.
+def local_positions(length: int, *, group: Group = None, layout: str = "zigzag", rank: int | None = None) -> Tensor:
+    """Return a rank's positions in a sequence of `length`, (length / p,), int64; `rank`: of the group, None: this one.
 
     Raises ValueError for a length that is not a multiple of p, or of 2p with zigzag.
     """
     members = member_group(group)
-    return _positions(length, members.rank(), members.size(), layout)
+    pieces = torch.arange(length).chunk(_count_parts(length, members.size(), layout))
+    rank = members.rank() if rank is None else rank
+    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
 
 
 def split_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zigzag") -> Tensor:
@@ -131,13 +124,9 @@ def join_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "zi
     parts = x.new_empty(p, *x.shape)
     parts[members.rank()] = x
     all_gather(parts, group, transport=transport)
-    places = torch.cat([_positions(length, rank, p, layout) for rank in range(p)]).to(x.device)
+    by_rank = [local_positions(length, group=group, layout=layout, rank=rank) for rank in range(p)]
+    places = torch.cat(by_rank).to(x.device)
     return torch.cat(list(parts), dim).index_select(dim, places.argsort())
-
-
-def _positions(length: int, rank: int, p: int, layout: str) -> Tensor:
-    pieces = torch.arange(length).chunk(_count_parts(length, p, layout))
-    return torch.cat([pieces[rank], pieces[-1 - rank]]) if layout == "zigzag" else pieces[rank]
 
 
 def _count_parts(length: int, p: int, layout: str) -> int:
@@ -171,7 +160,14 @@ class _Call(NamedTuple):
 
 @disable_compile
 def _attend(
-    method: type[_Gathered], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Group, layout: str, transport: str
+    method: type[_Gathered],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = True,
+    group: Group = None,
+    layout: str = "zigzag",
+    transport: str = AUTO,
 ) -> Tensor:
     members, refusal = member_group(group), None
     try:

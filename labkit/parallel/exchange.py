@@ -10,24 +10,20 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import as_vector
+from labkit.parallel.prepare import as_vector, disable_compile
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+Part = torch.Tensor | None
+Rank = int | None
+Group = dist.ProcessGroup | None
+Via = str | Transport
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @disable_compile
 def exchange(
-    send: torch.Tensor | None,
-    to: int | None,
-    receive: torch.Tensor | None,
-    source: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    *,
-    transport: str | Transport = AUTO,
+    send: Part, to: Rank, receive: Part, source: Rank = None, group: Group = None, *, transport: Via = AUTO
 ) -> None:
     """Send a tensor to group rank `to`, and receive one, in place, from group rank `source`; None: no message.
 
@@ -40,13 +36,7 @@ def exchange(
 
 @disable_compile
 def start_exchange(
-    send: torch.Tensor | None,
-    to: int | None,
-    receive: torch.Tensor | None,
-    source: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    *,
-    transport: str | Transport = AUTO,
+    send: Part, to: Rank, receive: Part, source: Rank = None, group: Group = None, *, transport: Via = AUTO
 ) -> Callable[[], None]:
     """Start an `exchange`, and return a function that completes it: in between the caller computes.
 
@@ -77,11 +67,11 @@ def _complete(finish: Callable[[], None], incoming: torch.Tensor, original: torc
 def agree(
     subject: str,
     description: str,
-    group: dist.ProcessGroup | None,
+    group: Group,
     *,
     device: torch.device,
     refusal: ValueError | None = None,
-    transport: str | Transport = AUTO,
+    transport: Via = AUTO,
 ) -> None:
     """Raise ValueError on every rank of the group unless all pass the same description of `subject`, and no refusal.
 
@@ -94,11 +84,11 @@ def agree(
     all_gather(notes, group, transport=connection)
     if refusal is not None:
         raise refusal
-    rows = notes.tolist()
-    for rank, (is_refused, _) in enumerate(rows):
-        if is_refused:
-            raise ValueError(f"expected valid {subject} on every rank, and rank {rank} refused; its error says why")
-    if others := [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]:
+    are_refused, digests = notes.t().tolist()
+    if any(are_refused):
+        rank = are_refused.index(1)
+        raise ValueError(f"expected valid {subject} on every rank, and rank {rank} refused; its error says why")
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(f"expected the same {subject} on every rank; those of ranks {others} differ from rank 0's")
 
 
@@ -107,8 +97,8 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     """Describe shape, dtype and content: by a checksum that depends on the order of integers, or of rows of floats."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if values.is_floating_point():
-        bits = values.view(INTEGERS[values.itemsize])
-        values = bits.flatten(1).sum(1) if bits.dim() > 1 else bits
+        values = values.view(INTEGERS[values.itemsize])
+        values = values.flatten(1).sum(1) if values.dim() > 1 else values
     flat = values.flatten().to(torch.int64)
     checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
     return f"{tuple(tensor.shape)} {tensor.dtype} {checksum}"

@@ -6,13 +6,12 @@
             case Retry():     # an alternative failed: its point begins again without it
             case PointEnd():  # ok, or why not; then the next point
 
-Every rank calls ``worker(point)`` with `torch.distributed` ready, and its rows arrive here at once. One group of ranks
-serves all points. A rank that raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group ends,
-the first failure is reported, and a new group runs the next point. If the worker has named the current alternative
-(`ranks.results`) and it raised or died, the same point is measured again without it. Nothing is left behind, whatever
-ends this process (`ranks.fork_server`).
+Every rank calls ``worker(point)`` with `torch.distributed` ready. One group of ranks runs all points. A rank that
+raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group ends, the first failure is reported,
+and a new group runs the next point. If it was the current alternative (`ranks.results`) that raised or died, the point
+is measured again without it. Nothing is left behind, whatever ends this process (`ranks.fork_server`).
 
-Under torchrun each process of the job starts one rank, and rank 0's process yields all rows (`ranks.group.JobGroup`).
+Under torchrun each process of the job starts one rank, and rank 0's process yields all rows.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import contextlib
 import io
 import math
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import replace
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -33,9 +30,9 @@ import torch
 
 from labkit.machine.cgroups import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
-from labkit.parallel.ranks.group import JobGroup, RankGroup
+from labkit.parallel.ranks.group import RankGroup
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker
-from labkit.parallel.ranks.worker import GroupPlan, call_once, make_code
+from labkit.parallel.ranks.worker import GroupPlan, call_once
 
 __all__ = ["PointEnd", "RankError", "RankFailure", "Retry", "Row", "launch", "run_ranks", "too_many_ranks_reason"]
 
@@ -58,13 +55,13 @@ def launch(
     """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per point.
 
     Arguments are checked at once; nothing starts before the first item is requested. To stop early, close the result
-    (`contextlib.closing`), which ends the ranks. torch has available cores // ranks threads on each rank, at least one.
+    (`contextlib.closing`). torch has available cores // ranks threads on each rank, at least one.
 
     Args:
         worker: called on every rank with each point; yields mappings from names to JSON-able values.
             Imported, or defined in a notebook cell.
         points: anything that cloudpickle can carry.
-        world_size: ranks, at most as many as this machine can start, by cores and memory.
+        world_size: ranks: those of a torchrun job, or as many as this machine can start, by cores and memory.
         backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
         scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
         timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
@@ -78,9 +75,8 @@ def launch(
     points = list(points)
     payload = _serialize((plan, worker, points))
     show = on_output or partial(print, file=sys.stderr)
-    if torchrun.is_job_rank():
-        return _run_in_job(plan, lambda: JobGroup(plan, payload, show), len(points))
-    return _run_points(lambda: RankGroup(plan, payload, show), len(points))
+    items = _run_points(RankGroup(plan, payload, show), len(points))
+    return _run_in_job(items) if torchrun.is_job_rank() else items
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
@@ -91,7 +87,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
 
     Raises:
         RankError: with rank, cause, traceback and last output, if any rank did not return.
-        ValueError: as `launch`, and for a world size that the torchrun job does not have.
+        ValueError: as `launch`.
     """
     results: dict[int, Any] = {}
     worker = partial(call_once, function, args)
@@ -99,24 +95,15 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
         for item in items:
             if isinstance(item, Row):
                 results[item.rank] = item.values["result"]
-            elif isinstance(item, PointEnd) and item.status == "skipped":
-                raise ValueError(f"world_size: {item.reason}; {torchrun.describe_job()}")
             elif isinstance(item, PointEnd) and item.failure is not None:
                 raise RankError(item.failure)
     return [results[rank] for rank in sorted(results)]
 
 
-def _run_in_job(plan: GroupPlan, make_group: Callable[[], JobGroup], n_points: int) -> Items:
+def _run_in_job(items: Items) -> Items:
     """Run the points on the ranks of this job. Rank 0's process yields the items, the others none."""
-    size, is_first = torchrun.job_world_size(), torchrun.job_rank() == 0
-    if size != plan.world_size:
-        failure = RankFailure(None, "skipped", f"needs {plan.world_size} ranks, but this job has {size}")
-        facts = {"world_size": size, "backend": plan.backend, "start_method": "torchrun"}
-        yield from (PointEnd(i, failure, 0.0, facts) for i in range(n_points * is_first))
-        return
     torchrun.job_store()  # ValueError now, not once more at the end
-    items = _run_points(make_group, n_points)
-    if not is_first:
+    if torchrun.job_rank() > 0:
         with contextlib.suppress(torchrun.LaunchStopped):
             list(items)
             torchrun.begin_step()
@@ -124,28 +111,17 @@ def _run_in_job(plan: GroupPlan, make_group: Callable[[], JobGroup], n_points: i
     try:
         yield from items
     finally:
-        torchrun.stop_launch()
+        torchrun.broadcast_from_first_rank(False)  # ends their `begin_step`
 
 
-def _run_points(make_group: Callable[[], RankGroup] | Callable[[], JobGroup], n_points: int) -> Items:
-    group: RankGroup | JobGroup | None = None
+def _run_points(group: RankGroup, n_points: int) -> Items:
     index, excluded = 0, dict[str, str]()
     try:
         while index < n_points:
-            if group is not None and group.has_lost_ranks():
-                group.close()
-                group = None
-            if group is None:
-                group = make_group()
-                if group.start() is not None:
-                    group = make_group()  # once more: the machine may have been busy
-                    if (failure := group.start()) is not None:
-                        failure = replace(failure, message=f"the ranks did not start, twice: {failure.message}")
-                        yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
-                        return
+            if (failure := group.start()) is not None:
+                yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
+                return
             end = yield from group.run(index, excluded)
-            if end.status != "ok":
-                group = None
             if end.failure and end.failure.blamed and end.failure.blamed[0] not in excluded:
                 alternative, reason = end.failure.blamed
                 excluded[alternative] = reason
@@ -154,8 +130,7 @@ def _run_points(make_group: Callable[[], RankGroup] | Callable[[], JobGroup], n_
                 yield end
                 index, excluded = index + 1, {}
     finally:
-        if group is not None:
-            group.close()
+        group.close()
 
 
 def _check(plan: GroupPlan, worker: Any) -> None:
@@ -163,26 +138,30 @@ def _check(plan: GroupPlan, worker: Any) -> None:
     ranks, backend, timeout_s = plan.world_size, plan.backend, plan.timeout_s
     is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf
     is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    expectations: list[tuple[bool, str, Any]] = [
+    for is_met, expectation, value in (
         (callable(worker), "worker: expected a function of one point", worker),
         (is_count, "world_size: expected a whole number of ranks, 1 or more", ranks),
         (backend in ("gloo", "nccl", None), "backend: expected 'gloo', 'nccl' or None", backend),
         (backend is not None or ranks == 1, "backend: expected 'gloo' or 'nccl', None is for a single rank", backend),
         (plan.scheduling in ("batch", "default"), "scheduling: expected 'batch' or 'default'", plan.scheduling),
         (is_time, "timeout_s: expected a positive number of seconds", timeout_s),
-    ]
-    for is_met, expectation, value in expectations:
+    ):
         if not is_met:
             raise ValueError(f"{expectation}, got {value!r:.80}")
-    ranks_here = torchrun.ranks_here(ranks)
-    if backend == "nccl" and ranks_here > (gpus := torch.cuda.device_count()):
+    if backend == "nccl" and torchrun.ranks_here(ranks) > (gpus := torch.cuda.device_count()):
         raise ValueError(f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}")
-    if not torchrun.is_job_rank() and (limit := too_many_ranks_reason(ranks)) is not None:
-        raise ValueError(f"world_size: this machine can start {limit}; got {ranks}")
+    reason = too_many_ranks_reason(ranks)
+    if reason and torchrun.is_job_rank():
+        raise ValueError(f"world_size: {reason}; {torchrun.describe_job()}")
+    if reason:
+        raise ValueError(f"world_size: this machine can start {reason}; got {ranks}")
 
 
 def too_many_ranks_reason(ranks: int) -> str | None:
-    """Return why so many ranks cannot be started here ("at most 128 ranks, 64 per core"), or None."""
+    """Return why there cannot be so many ranks ("at most 128 ranks, 64 per core"; the job has others), or None."""
+    if torchrun.is_job_rank():
+        size = torchrun.read_variable("WORLD_SIZE")
+        return None if ranks == size else f"needs {ranks} ranks, but this job has {size}"
     memory = available_memory_bytes()
     by_cores = RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core"
     by_memory = memory // RANK_BYTES, f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"
@@ -200,12 +179,12 @@ def _serialize(content: Any) -> bytes:
     return file.getvalue()
 
 
-def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+def _reduce_code(code: CodeType) -> tuple[type[CodeType], tuple[Any, ...]]:
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return make_code, (code.co_filename, make, arguments)
+    return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
 
 class _Pickler(cloudpickle.Pickler):
     """Keeps the name of the file that a function is from, which cloudpickle leaves out since 3.1.3: for tracebacks."""
 
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table = {**cloudpickle.Pickler.dispatch_table, CodeType: _reduce_code}

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
@@ -26,8 +25,7 @@ from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_sche
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.transport import AUTO, find_transport, member_group
 
-HEADER = 12
-"""Numbers that announce an activation: dtype, dimensions, and sizes."""
+HEADER = 12  # numbers that announce an activation: dtype, dimensions, and sizes
 
 
 def measure_layers(
@@ -60,7 +58,6 @@ class Pipeline(nn.Module):
         group: the process group, whose rank r has stage r; None: all ranks.
         chunks: stages per rank; None: 2 if interleaved, else 1.
         costs: cost of each layer, in any unit (`measure_layers`), to balance stages by; None: its parameters.
-        recompute: keep only the inputs of stages, and repeat their forward pass before backward.
         transport: as for `labkit.parallel.collectives.all_reduce`.
 
     After a step, `times` has when each task ran, and `peak_held` the most micro-batches held. Average
@@ -79,13 +76,12 @@ class Pipeline(nn.Module):
         group: dist.ProcessGroup | None = None,
         chunks: int | None = None,
         costs: Sequence[float] | None = None,
-        recompute: bool = False,
         transport: str = AUTO,
     ) -> None:
         super().__init__()
         self.group = members = member_group(group)
         self.rank, self.ranks = members.rank(), members.size()
-        self.micro_batches, self.recompute = micro_batches, recompute
+        self.micro_batches = micro_batches
         self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers] if costs is None else list(costs)
         refusal = None
@@ -96,7 +92,7 @@ class Pipeline(nn.Module):
         except ValueError as error:
             refusal = error
         settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
-        settings |= {"recompute": recompute, "transport": transport}
+        settings |= {"transport": transport}
         named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
         self.device = next((p.device for _, p in named), torch.device("cpu"))
         tensors = [describe(name, p) for name, p in named]
@@ -104,8 +100,8 @@ class Pipeline(nn.Module):
         broadcast(dict.fromkeys(each for layer in layers for each in (*layer.parameters(), *layer.buffers())), members)
         self._transport = find_transport(members, self.device, transport)
         self.stages = balance(costs, chunks * self.ranks)
-        own = [number for stage in range(self.rank, len(self.stages), self.ranks) for number in self.stages[stage]]
-        self.layers = nn.ModuleDict({str(number): layers[number] for number in own})
+        own = self.stages[self.rank :: self.ranks]
+        self.layers = nn.ModuleDict({str(number): layers[number] for stage in own for number in stage})
         self._tied = self._find_tied(layers)
         self._plan = plan_rank(self.schedule, self.rank)
         self._shapes: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
@@ -149,21 +145,12 @@ class Pipeline(nn.Module):
             parameter.grad = None
         run = _Run(self, parts, loss_function, batches)
         for is_message, task in self._plan:
-            if is_message:
-                run.pass_on(task)
-            else:
-                run.compute(task)
+            (run.pass_on if is_message else run.compute)(task)
         self._marks, self.peak_held = run.marks, run.peak_held
         for (parameter, owners), earlier in zip(self._tied, before, strict=True):
             self._sum_tied(parameter, owners, earlier)
         all_reduce(run.loss, self.group, "sum", transport=self._transport)
         return run.loss[0]
-
-    def run_stage(self, stage: int, x: Tensor) -> Tensor:
-        """Run the layers of a stage that this rank has."""
-        for number in self.stages[stage]:
-            x = self.layers[str(number)](x)
-        return x
 
     def _sum_tied(self, parameter: nn.Parameter, owners: list[int], earlier: Tensor | None) -> None:
         """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the earlier one."""
@@ -209,10 +196,9 @@ class _Run:
     def _forward(self, task: Task) -> None:
         pipeline, (inputs, targets) = self._pipeline, self._parts[task.micro_batch]
         x = self._arrived.pop(task).requires_grad_() if task.stage else inputs
-        if pipeline.recompute:
-            y = checkpoint(pipeline.run_stage, task.stage, x, use_reentrant=False)
-        else:
-            y = pipeline.run_stage(task.stage, x)
+        y = x
+        for number in pipeline.stages[task.stage]:
+            y = pipeline.layers[str(number)](y)
         if task.stage == self._last:
             y = self._loss_function(y, targets) / len(self._parts)
             self.loss += y.detach()
@@ -244,24 +230,24 @@ class _Run:
             pipeline._shapes[boundary] = self._announce(sent, source, target)
         shape, dtype = pipeline._shapes[boundary]
         if sent is None:
-            self._arrived[there] = received = torch.empty(shape, dtype=dtype, device=pipeline.device)
-            exchange(None, None, received, source, pipeline.group, transport=pipeline._transport)
+            received = self._arrived[there] = torch.empty(shape, dtype=dtype, device=pipeline.device)
         elif (sent.shape, sent.dtype) != (shape, dtype):
-            raise ValueError(
-                f"expected stages to give every micro-batch one shape, {tuple(shape)}, got {tuple(sent.shape)}"
-            )
-        else:
-            exchange(sent, target, None, None, pipeline.group, transport=pipeline._transport)
+            shapes = f"{tuple(shape)}, got {tuple(sent.shape)}"
+            raise ValueError(f"expected stages to give every micro-batch one shape, {shapes}")
+        self._transfer(received if sent is None else sent, source, target)
 
     def _announce(self, sent: Tensor | None, source: int, target: int) -> tuple[torch.Size, torch.dtype]:
         """Send shape and dtype of a boundary's activations ahead of the first one, or receive them."""
         pipeline = self._pipeline
         header = torch.zeros(HEADER, dtype=torch.int64, device=pipeline.device)
-        if sent is None:
-            exchange(None, None, header, source, pipeline.group, transport=pipeline._transport)
-        else:
-            numbers = torch.tensor([FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape])
-            header[: len(numbers)] = numbers
-            exchange(header, target, None, None, pipeline.group, transport=pipeline._transport)
+        if sent is not None:
+            header[: 2 + sent.dim()] = torch.tensor([FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape])
+        self._transfer(header, source, target)
         kind, dims, *sizes = header.tolist()
         return torch.Size(sizes[:dims]), FLOAT_TYPES[kind]
+
+    def _transfer(self, tensor: Tensor, source: int, target: int) -> None:
+        """Send a tensor, or receive it in place."""
+        pipeline = self._pipeline
+        sent, received = (tensor, None) if pipeline.rank == source else (None, tensor)
+        exchange(sent, target, received, source, pipeline.group, transport=pipeline._transport)

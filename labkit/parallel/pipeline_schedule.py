@@ -18,7 +18,7 @@ and interleaving.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -28,8 +28,7 @@ class Task(NamedTuple):
     """Forward or backward of one micro-batch through one stage. Stage s is on rank s modulo p."""
 
     stage: int
-    kind: str
-    """"F" or "B"."""
+    kind: str  # "F" or "B"
     micro_batch: int
 
     @property
@@ -46,8 +45,7 @@ class TaskTime(NamedTuple):
     end_s: float
 
 
-Schedule = list[list[Task]]
-"""By rank: its tasks in order."""
+Schedule = list[list[Task]]  # by rank: its tasks in order
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
@@ -82,19 +80,16 @@ def simulate(schedule: Schedule) -> list[list[TaskTime]]:
     last = max(task.stage for order in schedule for task in order)
     ends: dict[Task, float] = {}
     times: list[list[TaskTime]] = [[] for _ in schedule]
-    while sum(map(len, times)) < sum(map(len, schedule)):
+    while waiting := [order[len(done)] for order, done in zip(schedule, times, strict=True) if len(done) < len(order)]:
         before = len(ends)
-        for order, done in zip(schedule, times, strict=True):
-            for task in order[len(done) :]:
-                needed = _needed(task, last)
-                if not all(each in ends for each in needed):
-                    break
+        for task in waiting:
+            done, needed = times[task.stage % len(schedule)], _needed(task, last)
+            if ends.keys() >= {*needed}:
                 start = max([ends[each] for each in needed] + [done[-1].end_s if done else 0.0])
                 ends[task] = start + (1.0 if task.kind == "F" else 2.0)
                 done.append(TaskTime(task, start, ends[task]))
         if len(ends) == before:
-            stuck = [order[len(done)] for order, done in zip(schedule, times, strict=True) if len(done) < len(order)]
-            raise ValueError(f"expected a schedule in which no task waits forever; {stuck[0]} does")
+            raise ValueError(f"expected a schedule in which no task waits forever; {waiting[0]} does")
     return times
 
 
@@ -107,11 +102,7 @@ def _needed(task: Task, last: int) -> list[Task]:
 
 def peak_activations(order: Sequence[Task]) -> int:
     """Return how many micro-batches of one stage a rank holds at most: forward done, backward not."""
-    held = peak = 0
-    for task in order:
-        held += 1 if task.kind == "F" else -1
-        peak = max(peak, held)
-    return peak
+    return max(accumulate(1 if task.kind == "F" else -1 for task in order), default=0)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
@@ -121,11 +112,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     def cut(first: int, number: int) -> tuple[float, tuple[int, ...]]:
         if number == 1:
             return sum(costs[first:]), (first,)
-        options = []
-        for end in range(first + 1, len(costs) - number + 2):
-            rest, starts = cut(end, number - 1)
-            options.append((max(sum(costs[first:end]), rest), (first, *starts)))
-        return min(options)
+        rests = {end: cut(end, number - 1) for end in range(first + 1, len(costs) - number + 2)}
+        return min((max(sum(costs[first:end]), rest), (first, *starts)) for end, (rest, starts) in rests.items())
 
     starts = cut(0, stages)[1]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]

@@ -1,12 +1,19 @@
-"""A collective around its algorithm: check the tensor, flatten it, run, copy the result back, count the call."""
+"""A collective around its algorithm: check the tensor, flatten it, run, copy the result back, count the call.
+
+`disable_compile` hides what communicates from torch, which must neither trace nor replay it.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import find_transport
@@ -14,6 +21,8 @@ from labkit.parallel.transport.base import Transport, checksum
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
+P = ParamSpec("P")
+R = TypeVar("R")
 Algorithm = Callable[[torch.Tensor, Transport, int], None]
 """Works on a contiguous vector, (n,), in place, over a transport; the integer divides sums."""
 
@@ -91,9 +100,9 @@ def check_into(into: torch.Tensor | None, tensor: torch.Tensor, transport: Trans
 
 
 def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None) -> list[int]:
-    """Return the elements of each rank's shard: `sizes` if they fit, else p equal ones as if the vector were padded.
+    """Return the elements of each rank's shard: `sizes`, or ValueError if they do not fit.
 
-    Without padding the last shards are shorter, or empty. Raises ValueError for `sizes` that do not fit.
+    By default all shards are equal but the last, which are shorter or empty.
     """
     if sizes is None:
         size = -(-numel // world_size)
@@ -111,3 +120,22 @@ def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> lis
     length = n_bytes // shards[0].itemsize
     number = -(-longest // (length * shards[0].itemsize))
     return [[shard[i * length : (i + 1) * length] for i in range(number)] for shard in shards]
+
+
+def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Hide the function from selective checkpoints and, if the program has imported it, from the compiler."""
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint":
+            with _pop_mode_temporarily():
+                return call(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes seconds
+            return function(*args, **kwargs)
+        if not disabled:
+            torch._dynamo.decorators.skip(call)  # else it is compiled for each function and number of arguments
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call

@@ -13,18 +13,16 @@ their squares (Q_r), and n_r. With e_r = mean - c_r,
 
     N = sum n_r     mean = sum (n_r c_r + D_r) / N     M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
 
-Ranks may have batches of any size, or none. No squares of large numbers are subtracted: a mean far above the standard
-deviation costs no digits (the corrected two-pass algorithm).
+No squares of large numbers are subtracted: a mean far above the standard deviation costs no digits (the corrected
+two-pass algorithm).
 
-Backward. The ranks sum S1 = sum dy and S2 = sum dy x', 2C numbers. With x' = (x - mean) / std, in which mean and std
-depend on every x,
+Backward. The ranks sum S1 = sum dy and S2 = sum dy x', 2C numbers. With x' = (x - mean) / std,
 
     dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
 
 Numbers of length C are combined in float64. Backward splits the mean into the nearest number of the input's precision
-(`center`) and a remainder (`rest`): x - center is small and nearly exact.
-
-Memory. The output overwrites the deviations. Saved for backward: a reference to the input, and 4C+1 numbers.
+(`center`) and a remainder (`rest`): x - center is small and nearly exact. Saved for it: a reference to the input, and
+4C+1 numbers.
 
 Sources: Ioffe & Szegedy 2015 (arXiv:1502.03167); Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
 variance", for the combination and the correction.
@@ -40,7 +38,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.prepare import disable_compile
+from labkit.parallel.transport import member_group
 
 # Newer versions of torch warn about the older name.
 _torch_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize (batch, C, *); shape, dtype and memory format stay."""
         self._check_input_dim(input)
-        group = self._active_group()
+        group = member_group(self.process_group) if dist.is_initialized() else None
         if not self.training or group is None or group.size() == 1:
             return super().forward(input)
         output, mean, variance = _normalize(input, self.weight, self.bias, self.eps, group)
@@ -94,9 +93,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
-            raise TypeError(
-                "a SyncBatchNorm with a process_group is tied to its ranks: save its state_dict, or convert a copy"
-            )
+            raise TypeError("a SyncBatchNorm with a process_group is tied to its ranks: save its state_dict")
         return self.__dict__
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -105,14 +102,6 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of shape (batch, {self.num_features}, ...), got {shape}")
         if not input.is_floating_point():
             raise ValueError(f"expected a floating-point input, got {input.dtype}")
-
-    def _active_group(self) -> dist.ProcessGroup | None:
-        """Return the group of ranks; None without any process group."""
-        world = dist.group.WORLD if dist.is_available() else None
-        group = self.process_group if world is not None and self.process_group is not None else world
-        if not isinstance(group, dist.ProcessGroup | None):
-            raise ValueError("expected to be called on ranks of process_group only; this rank is not one of them")
-        return group
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -190,19 +179,11 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
-        if dy is None:  # from a function that has no gradient here; other ranks may have one
-            dy = torch.zeros_like(ctx.saved_tensors[0])
-        with torch.no_grad():
-            gradients = _Normalize._differentiate(ctx, dy)
         if torch.is_grad_enabled():  # create_graph
-            sources = (dy, ctx.saved_tensors[0])
-            gradients = [each if each is None else _NoSecondDerivative.apply(each, *sources) for each in gradients]
-        return *gradients, None, None
-
-    @staticmethod
-    def _differentiate(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-        """Return the gradients of input, weight and bias."""
+            raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take LayerNorm")
         x, weight, mean, inverse_std, total = ctx.saved_tensors
+        if dy is None:  # from a function that has no gradient here; other ranks may have one
+            dy = torch.zeros_like(x)
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
         center = mean.to(inverse_std.dtype)
         rest = (mean - center).to(center.dtype).mul_(inverse_std)
@@ -212,7 +193,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = s2.to(weight.dtype) if needs_weight else None
         d_bias = s1.to(weight.dtype) if needs_bias else None
         if not needs_x:
-            return [None, d_weight, d_bias]
+            return None, d_weight, d_bias, None, None
         sums = torch.stack([s1, s2])
         if sums.device.type == "cpu":
             all_reduce(sums, ctx.group, op="sum")
@@ -226,26 +207,13 @@ class _Normalize(torch.autograd.Function):
         dx = x - _along_channels(center, x)
         torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
-        return [dx.to(x.dtype), d_weight, d_bias]
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """(gradient, the tensors it was computed from) -> the gradient, whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take a LayerNorm")
+        return dx.to(x.dtype), d_weight, d_bias, None, None
 
 
 def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mean of each channel, (C,), rounded to the dtype."""
-    if not x.numel():
-        return torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    return x.mean([axis for axis in range(x.dim()) if axis != 1], dtype=dtype)
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    return x.mean(axes, dtype=dtype) if x.numel() else x.new_zeros(x.shape[1], dtype=dtype)
 
 
 def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:

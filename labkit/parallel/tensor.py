@@ -1,6 +1,6 @@
 """Tensor parallelism: every matrix of the Transformer is cut over the ranks, which exchange activations.
 
-    model = tensor_parallel(Transformer(shape, context_length=1024))
+    model = TensorParallel(Transformer(shape, context_length=1024))
     loss = model(tokens, targets)        mean cross-entropy; logits stay in parts
     loss.backward()                      gradients of this rank's parts of the parameters
     logits = model(tokens)               whole, on every rank
@@ -45,22 +45,15 @@ from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_a
 from labkit.parallel.exchange import agree, describe_tensor
 from labkit.parallel.transport import AUTO, CHOICES, member_group
 
+Group = dist.ProcessGroup | None
 Tensors = Callable[[Tensor], Tensor]
 TORCH = "torch"
-TRANSPORTS = (*CHOICES, TORCH)
-"""labkit's collectives over a transport, or those of torch.distributed."""
-IGNORED = -100
-"""The target of a position without a loss, as in `torch.nn.functional.cross_entropy`."""
+TRANSPORTS = (*CHOICES, TORCH)  # labkit's collectives over a transport, or those of torch.distributed
+IGNORED = -100  # the target of a position without a loss, as in `torch.nn.functional.cross_entropy`
 
 
-def tensor_parallel(
-    model: Transformer,
-    group: dist.ProcessGroup | None = None,
-    *,
-    sequence_parallel: bool = False,
-    transport: str = AUTO,
-) -> TensorParallel:
-    """Cut the model's parameters over the ranks of `group` (None: all), in place, and wrap it. A collective.
+class TensorParallel(nn.Module):
+    """A Transformer cut over the ranks of `group` (None: all), in place. Call `module` through this wrapper only.
 
     The model is whole on every rank before, and takes the values of the group's rank 0. `transport`: "auto", "shared"
     or "point_to_point" for labkit's collectives; "torch" for those of torch.distributed.
@@ -68,14 +61,9 @@ def tensor_parallel(
     Raises ValueError, on all ranks, for a model other than an uncut `Transformer`, for heads that p does not divide,
     for fewer rows than ranks, for another transport, and if models or arguments differ between ranks.
     """
-    return TensorParallel(model, group, sequence_parallel=sequence_parallel, transport=transport)
-
-
-class TensorParallel(nn.Module):
-    """A Transformer cut over ranks. `module` has this rank's parts; call it through this wrapper only."""
 
     def __init__(
-        self, model: Transformer, group: dist.ProcessGroup | None, *, sequence_parallel: bool, transport: str
+        self, model: Transformer, group: Group = None, *, sequence_parallel: bool = False, transport: str = AUTO
     ) -> None:
         super().__init__()
         members = member_group(group)
@@ -118,11 +106,9 @@ class TensorParallel(nn.Module):
         self._check(tokens, targets)
         parts = self.module(tokens)  # (B, S, V / p)
         if targets is None:
-            dim, lengths = 2, self._cuts["output.weight"][1]
-            join = partial(_join_parts, dim=dim, lengths=lengths, ranks=self._ranks)
-            logits: Tensor = _Conjugate.apply(
-                parts, join, lambda grad: grad.split(lengths, dim)[self._ranks.group.rank()]
-            )
+            lengths, rank = self._cuts["output.weight"][1], self._ranks.group.rank()
+            join = partial(_join_parts, dim=2, lengths=lengths, ranks=self._ranks)
+            logits: Tensor = _Conjugate.apply(parts, join, lambda grad: grad.split(lengths, 2)[rank])
             return logits
         loss: Tensor = _VocabularyLoss.apply(parts, targets, self.module.embedding.first, self._ranks)
         return loss
@@ -148,12 +134,11 @@ class TensorParallel(nn.Module):
         `state`: this rank's parts, by name, if something else holds them (FSDP's `consolidated_state_dict(to=None)`).
         """
         parts = self.state_dict() if state is None else state
-        whole = {}
-        for prefixed, part in parts.items():
-            name = prefixed.removeprefix("module.")
-            is_cut = name in self._cuts
-            whole[name] = _join_parts(part, *self._cuts[name], self._ranks) if is_cut else part.clone()
-        return whole
+        named = {name.removeprefix("module."): part for name, part in parts.items()}
+        return {
+            name: _join_parts(part, *self._cuts[name], self._ranks) if name in self._cuts else part.clone()
+            for name, part in named.items()
+        }
 
 
 def _find_refusal(model: Any, p: int, transport: str) -> ValueError | None:

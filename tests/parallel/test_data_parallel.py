@@ -558,7 +558,7 @@ def _in_group_of_rank_0(wrap):
 
 def _are_views(model):
     memory = model._buckets[0].memory.untyped_storage().data_ptr()
-    results = [model.bucket_bytes == [4 * sum(p.numel() for p in model.parameters())]]
+    results = [[bucket.memory.nbytes for bucket in model._buckets] == [4 * sum(p.numel() for p in model.parameters())]]
     for _ in range(2):
         step(model)
         results.append(all(p.grad.untyped_storage().data_ptr() == memory for p in model.parameters()))

@@ -99,7 +99,7 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
     ("row", "expected"),
     [
         ({"a": np.float32(1.5), "b": np.int64(7), "c": torch.tensor(2.0)}, {"a": 1.5, "b": 7, "c": 2.0}),
-        ({"shape": (3, 4), "nested": [{"a": (np.int64(1),)}]}, {"shape": (3, 4), "nested": [{"a": (1,)}]}),
+        ({"shape": (3, 4), "nested": [{"a": (np.int64(1),)}]}, {"shape": [3, 4], "nested": [{"a": [1]}]}),
         ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: {1, 2}"),
         ({"bad": torch.ones(1)}, r"row value 'bad' is not JSON-able: tensor\(\[1.\]\)"),
         ({"bad": [{0: 1.5}]}, "expected names to be strings, got .*0"),

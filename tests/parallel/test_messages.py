@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.messages import gather_json, load_checkpoint, save_checkpoint
+from labkit.parallel.ranks.worker import gather_json, load_checkpoint, save_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "pieces.md"
 

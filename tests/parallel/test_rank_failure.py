@@ -19,7 +19,7 @@ from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.ranks import group
 from labkit.parallel.ranks.results import death_failure, is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
-from labkit.parallel.tensor import tensor_parallel
+from labkit.parallel.tensor import TensorParallel
 from tests.cases import thinned
 from tests.parallel.waiting import is_gone, wait_until
 
@@ -37,8 +37,7 @@ SCORE = Path("/proc/self/oom_score_adj")
 def test_a_kill_is_for_memory_if_the_kernel_counted_one(
     number: signal.Signals, is_memory_full: bool, status: str, message: str
 ) -> None:
-    options = {"output_tail": "", "stacks": "", "alternative": "one", "is_memory_full": is_memory_full}
-    failure = death_failure(1, -number, 0.0, **options)
+    failure = death_failure(1, -number, 0.0, "", "one", is_memory_full)
     assert (failure.status, failure.message, failure.is_consequence, failure.blamed) == (status, message, False, None)
 
 
@@ -77,7 +76,7 @@ def _fail_in(part: str, how: str, folder: Path) -> None:
 
     if part == "tensor":
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        model = tensor_parallel(Transformer(SIZES["nano"], context_length=64))
+        model = TensorParallel(Transformer(SIZES["nano"], context_length=64))
         model.module.layers[1].register_forward_hook(fail)
         model(tokens, tokens).backward()
     elif part == "pipeline":

@@ -74,11 +74,8 @@ def test_refusals():
     assert (int(layer.num_batches_tracked), float(layer.running_var.sum())) == (0, 3)
     assert layer(torch.full((2, 3), 0.1)).abs().max() < 1e-5
     x = torch.randn(2, 3, requires_grad=True)
-    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    assert gradient.requires_grad
-    assert not gradient.isnan().any()
     with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
 @on_ranks(4)
@@ -94,7 +91,7 @@ def test_groups():
         (output * torch.arange(1.0, 6.0).cumsum(0) * (batch > 0)).sum().backward()
         results.append(torch.stack([output.detach(), x.grad]))
     torch.testing.assert_close(results[0], results[1].split(3, dim=1)[place], rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="this rank is not one of them"):
+    with pytest.raises(ValueError, match="a process group that this rank belongs to"):
         SyncBatchNorm(5, process_group=groups[1 - pair], dtype=torch.float64)(inputs[0])
 
 

@@ -48,7 +48,7 @@ def total(group=None):
 
 def worker(point):
     yield {"sum": total(dist.new_group()), "pid": os.getpid(), "loopback": os.environ.get("GLOO_SOCKET_IFNAME"),
-        "place": [torchrun.ranks_here(2), torchrun.local_rank()]}
+        "place": [torchrun.ranks_here(2), torchrun.read_variable("LOCAL_RANK")]}
     if point == "fails" and rank == 1:
         raise ValueError("rank 1 has had enough")
     if point == "one fails" and current_alternative.excluded_reason("one") is None:
@@ -88,11 +88,17 @@ def plain(item):
 def measure(points, **options):
     return [plain(item) for item in launch(worker, points, **{"world_size": 2, "timeout_s": 3600} | options)]
 
+def refused(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+
 def summarize():
     # Were the end of a failed point a matter of time-outs, the job would not end in time.
     results = {
         "works": measure(["a", "b"]),
-        "other size": measure(["a"], world_size=4),
+        "other size": refused(lambda: launch(worker, ["a"], world_size=4)),
         "fails": measure(["a", "fails", "fails", "b", "one fails", "b"]),
         "dies": measure(["dies", "b"]),
         "hangs": measure(["hangs", "b"], timeout_s=3),
@@ -161,9 +167,8 @@ def test_the_callers_process_group_is_not_replaced(ranks: list[dict[str, Any]]) 
     assert [rank["callers group"] for rank in ranks] == [[3, 3.0], [0, 3.0]]
 
 
-def test_another_world_size_skips_every_point(ranks: list[dict[str, Any]]) -> None:
-    assert ends(ranks[0]["other size"]) == [[0, "skipped", "needs 4 ranks, but this job has 2"]]
-    assert ranks[1]["other size"] == []
+def test_another_world_size_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all("needs 4 ranks, but this job has 2" in rank["other size"] for rank in ranks)
 
 
 def test_all_ranks_agree_on_a_failure_and_carry_on(ranks: list[dict[str, Any]]) -> None:

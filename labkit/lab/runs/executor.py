@@ -71,7 +71,7 @@ class Executor:
             series, size = point.series or (None, 0.0)
             limit, too_large = self._size_limits.get(series, (math.inf, ""))
             reason = point.skip_reason(machine) or (too_large if size >= limit else None)
-            reason = reason or (None if is_job_rank() else too_many_ranks_reason(point.world_size))
+            reason = reason or too_many_ranks_reason(point.world_size)
             if reason is None:
                 remaining.append(point)
             else:

@@ -2,8 +2,7 @@
 
 ``base``         `DataParallel`, the contract: when a pass begins and ends, what is refused
 ``wrappers``     `NaiveDDP`, `FlatDDP`, `OverlappedDDP`, `BucketedDDP`, and the assignment of gradients to buckets
-``consistency``  the same model on every rank, or a refusal on every rank
-``join``         uneven inputs
+``consistency``  the same model on every rank, or a refusal on every rank; uneven inputs
 """
 
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from labkit.parallel.transport import SHARED
 __all__ = ["BucketedDDP", "DataParallel", "FlatDDP", "NaiveDDP", "OverlappedDDP", "UnusedParameterError", "wrap"]
 
 TORCH = "torch"
-LOCAL = "local"
-"""A model without a wrapper, the baseline of comparisons; no implementation has this name."""
+LOCAL = "local"  # a model without a wrapper, the baseline of comparisons; no implementation has this name
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     TORCH: (DistributedDataParallel, {"gradient_as_bucket_view": True}),
     "naive": (NaiveDDP, {}),
@@ -33,9 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 }
 """Wrappers and their options by name. `register` adds a user's."""
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
-"""labkit's wrappers."""
-OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
-"""Wrappers for CPU tensors of ranks on one host only."""
+OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")  # wrappers for CPU tensors of ranks on one host only
 BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
 """Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in torch's."""
 

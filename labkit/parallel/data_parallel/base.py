@@ -28,12 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.background_comm import TORCH, BackgroundAllReduce
-from labkit.parallel.backward_pass import BackwardPass, GradientHooks, tensors_in, weak_hook
-from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
-from labkit.parallel.data_parallel.join import UnevenInputs
-from labkit.parallel.disable_compile import disable_compile
-from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.data_parallel.consistency import UnevenInputs, broadcast, check_module, check_replicas
+from labkit.parallel.overlap import TORCH, BackgroundAllReduce, BackwardPass, GradientHooks, tensors_in, weak_hook
+from labkit.parallel.prepare import FLOAT_TYPES, disable_compile
 from labkit.parallel.transport import CHOICES, member_group
 
 
@@ -61,8 +58,7 @@ class DataParallel(nn.Module, UnevenInputs):
     Forward and backward raise RuntimeError or ValueError with the parameter's name rather than average wrongly.
     """
 
-    _overlaps = False
-    """Whether gradients are averaged during backward."""
+    _overlaps = False  # whether gradients are averaged during backward
 
     def __init__(
         self,
@@ -103,15 +99,11 @@ class DataParallel(nn.Module, UnevenInputs):
         check_module(self.module, device_ids)
         if all_reduce not in (names := (TORCH, *CHOICES)):
             raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {all_reduce!r}")
-        dtypes = {str(p.dtype) for p in self._parameters_in_order} - {str(dtype) for dtype in FLOAT_TYPES}
+        dtypes = {p.dtype for p in self._parameters_in_order} - {*FLOAT_TYPES}
         if all_reduce != TORCH and dtypes:
-            raise ValueError(f"labkit's all-reduce adds real floating-point numbers, got {', '.join(sorted(dtypes))}")
-        return {
-            "wrapper": type(self).__name__,
-            "find_unused": self.find_unused,
-            "broadcast_buffers": self.broadcast_buffers,
-            "all_reduce": all_reduce,
-        }
+            raise ValueError(f"labkit's all-reduce adds real floating-point numbers, got {', '.join(map(str, dtypes))}")
+        settings = {"find_unused": self.find_unused, "broadcast_buffers": self.broadcast_buffers}
+        return {"wrapper": type(self).__name__, "all_reduce": all_reduce, **settings}
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a data-parallel wrapper is tied to its ranks: copy or save its `module`, and wrap that")
@@ -186,8 +178,10 @@ class DataParallel(nn.Module, UnevenInputs):
         self._finish([index for index, is_ready in enumerate(self._ready) if not (is_ready and self._overlaps)])
         if self._mean_factor != 1:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self._mean_factor)
-        if self.find_unused:  # last: every rank starts the same collectives in the same order
-            for parameter, is_used in zip(parameters, self._sync_used_flags(has_gradient), strict=True):
+        if self.find_unused:  # new or accumulated; last: every rank starts the same collectives in the same order
+            flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.join_device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            for parameter, is_used in zip(parameters, flags.tolist(), strict=True):
                 parameter.grad = parameter.grad if is_used else None
         for index, gradient in before.items():
             if (mean := parameters[index].grad) is not None and mean.any() and not self._join_config.enable:
@@ -278,12 +272,6 @@ class DataParallel(nn.Module, UnevenInputs):
     def _reset_pass(self) -> None:
         self._pass.reset()
         self._ready = [False] * len(self._parameters_in_order)
-
-    def _sync_used_flags(self, has_gradient: list[bool]) -> list[bool]:
-        """Return which parameters had a gradient on any rank, new or accumulated. A collective."""
-        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.join_device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in flags.tolist()]
 
     @property
     def join_device(self) -> torch.device:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.background_comm import Wait
 from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.overlap import Wait
 
 CommHook = Callable[[Any, "Bucket"], torch.futures.Future[Any]]
 MIB = 2**20
@@ -81,11 +81,6 @@ class BucketedDDP(DataParallel):
         if not min(self._sizes_mb) > 0:
             raise ValueError(f"expected bucket sizes above 0 MB, got {self._sizes_mb}")
         return super()._check(*arguments) | {"bucket sizes": self._sizes_mb}
-
-    @property
-    def bucket_bytes(self) -> list[int]:
-        """Sizes of the buckets, in the order in which they are averaged."""
-        return [bucket.memory.nbytes for bucket in self._buckets]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let `hook(state, bucket)`, written for torch's wrapper, average buckets."""
@@ -185,8 +180,7 @@ class Bucket:
 
     def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
         self.parameters, self._number, self._is_last = parameters, number, is_last
-        self.n_missing = len(parameters)
-        """Gradients of this pass that are not ready yet."""
+        self.n_missing = len(parameters)  # gradients of this pass that are not ready yet
         self.allocate()
 
     def allocate(self) -> None:

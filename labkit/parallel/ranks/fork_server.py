@@ -1,6 +1,6 @@
 """Fork server: a process that has imported torch. Its forks are ready at once.
 
-The server, which runs this file as a script, forks a leader per group (`_lead_group`). The leader takes over what the
+The server runs this file as a script, and forks a leader per group (`_lead_group`). The leader takes over what the
 caller's process has set, and forks the ranks (`_fork_rank`), each a `torch.multiprocessing` worker. If one of these
 processes ends, the others clean up after it:
 
@@ -45,7 +45,7 @@ REQUEST_BYTES, REPORT_BYTES = 4096, 512  # of a message: JSON padded to a fixed 
 # BLAS and OpenMP read these when the server loads torch: a process that forks must have one thread.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 # Connection and process of the server, for this process and all that are forked from it; empty without one.
 _server: list[tuple[socket.socket, Popen[bytes]]] = []
 
@@ -73,28 +73,23 @@ def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, 
     """
     state = {"environment": dict(environment), "path": list(map(str, sys.path)), "argv": list(map(str, sys.argv))}
     state |= {"cwd": str(Path.cwd()), "authkey": bytes(multiprocessing.current_process().authkey).hex()}
-    request = json.dumps({"directory": str(directory), "ranks": list(ranks)}).encode()
+    request = json.dumps({"directory": str(directory), "ranks": list(ranks)}).encode().ljust(REQUEST_BYTES)
     ours, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as content:
+    with contextlib.ExitStack() as closing, theirs, tempfile.TemporaryFile() as content:
         content.write(json.dumps(state).encode() + b"\n" + payload)
         content.seek(0)
         passed = [theirs.fileno(), content.fileno()]
         with contextlib.suppress(OSError, AttributeError):  # the system has no pidfd_open
             passed.append(os.pidfd_open(os.getpid()))
-        try:
-            while True:
-                start_server()
-                for server in list(_server):  # none, if another thread has just seen that it was killed
-                    try:
-                        # One system call: an interrupt leaves nothing halfway.
-                        socket.send_fds(server[0], [request.ljust(REQUEST_BYTES)], passed)
-                        return ours
-                    except OSError:  # it was killed
-                        with _lock, contextlib.suppress(ValueError):
-                            _server.remove(server)
-        finally:
-            for descriptor in passed[2:]:
-                os.close(descriptor)
+            closing.callback(os.close, passed[-1])
+        closing.enter_context(_lock)
+        while True:
+            start_server()
+            try:
+                socket.send_fds(_server[0][0], [request], passed)  # one system call, which no interrupt cuts
+                return ours
+            except OSError:  # it was killed
+                _server.clear()
 
 
 def read_report(group: socket.socket) -> dict[str, Any]:
@@ -132,38 +127,28 @@ def _kill_member(session: int, pid: int) -> bool:
 # The server
 
 
-def _serve(control: socket.socket) -> None:
+def _fork_leaders(control: socket.socket) -> None:
     """Fork a leader per group, and clean up after leaders, until the last process that holds `control` ends."""
     leaders: dict[int, Path] = {}  # process id -> the group's directory
     ended, _waking = _watch_children()
-    while True:
-        ready = connection.wait([control, ended])
+    has_callers = True
+    while has_callers or leaders:
+        ready = connection.wait([ended, control] if has_callers else [ended])
         if ended in ready:
             ended.recv(4096)
-            for leader in list(leaders):
-                _clean_up(leader, leaders, os.WNOHANG)
+            for leader in [leader for leader in leaders if os.waitpid(leader, os.WNOHANG)[0]]:
+                end_session(leader, leaders.pop(leader))  # if it was killed; else there is nothing left
         if control in ready:
             content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 3)
-            if not content:
-                break
-            request = json.loads(content)
-            if (leader := os.fork()) == 0:  # a leader; ranks: `_fork_rank`
-                control.close()
-                _lead_group(Path(request["directory"]), request["ranks"], *descriptors)
-            leaders[leader] = Path(request["directory"])
+            has_callers = bool(content)
+            if has_callers:
+                request = json.loads(content)
+                if (leader := os.fork()) == 0:  # a leader; ranks: `_fork_rank`
+                    control.close()
+                    _lead_group(Path(request["directory"]), request["ranks"], *descriptors)
+                leaders[leader] = Path(request["directory"])
             for descriptor in descriptors:
                 os.close(descriptor)
-    for leader in list(leaders):
-        _clean_up(leader, leaders, 0)
-
-
-def _clean_up(leader: int, leaders: dict[int, Path], flags: int) -> None:
-    """Reap a leader; clean up after it if it was killed."""
-    ended, status = os.waitpid(leader, flags)
-    if ended:
-        directory = leaders.pop(leader)
-        if status != 0:
-            end_session(leader, directory)
 
 
 def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: int, *callers: int) -> None:
@@ -177,11 +162,11 @@ def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: in
     ranks: dict[int, BaseProcess] = {}
     try:
         directory.mkdir(mode=0o700)
-        serve = _adopt_state(content)
+        run_rank = _adopt_state(content)
         for rank in numbers:
             if connection.wait([reports, *callers], 0.0):
                 return
-            ranks[rank] = _fork_rank(rank, directory, serve, reports, ended, waking)
+            ranks[rank] = _fork_rank(rank, directory, run_rank, reports, ended, waking)
         while not {*callers} & {*(ready := connection.wait([reports, ended, *callers]))}:
             if reports in ready and not reports.recv(1):
                 return
@@ -203,7 +188,7 @@ def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: in
 
 
 def _adopt_state(content: int) -> Callable[..., None]:
-    """Take over the caller's variables, paths and working directory; return `serve_points` with the payload."""
+    """Take over the caller's variables, paths and working directory; return `run_rank` with the payload."""
     with open(content, "rb") as file:
         state, payload = json.loads(file.readline()), file.read()
     os.environ.clear()
@@ -213,7 +198,7 @@ def _adopt_state(content: int) -> Callable[..., None]:
     multiprocessing.current_process().authkey = bytes.fromhex(state["authkey"])
     os.chdir(state["cwd"])
     worker = importlib.import_module("labkit.parallel.ranks.worker")  # not preloaded: edits take effect
-    return partial(worker.serve_points, payload)
+    return partial(worker.run_rank, payload)
 
 
 def _report(group: socket.socket, report: Mapping[str, Any], *descriptors: int) -> None:
@@ -231,7 +216,7 @@ def _watch_children() -> tuple[socket.socket, socket.socket]:
     return ended, waking
 
 
-def _fork_rank(rank: int, directory: Path, serve: Callable[..., None], *inherited: socket.socket) -> BaseProcess:
+def _fork_rank(rank: int, directory: Path, run_rank: Callable[..., None], *inherited: socket.socket) -> BaseProcess:
     """Fork a rank, which closes the `inherited` sockets, and report it to the caller through the first of them."""
     import torch.multiprocessing
 
@@ -251,7 +236,7 @@ def _fork_rank(rank: int, directory: Path, serve: Callable[..., None], *inherite
         log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
-        serve(theirs, rank, directory)
+        run_rank(theirs, rank, directory)
 
     process = torch.multiprocessing.get_context("fork").Process(target=run, name=f"labkit-rank-{rank}")
     with ours, theirs:
@@ -260,15 +245,11 @@ def _fork_rank(rank: int, directory: Path, serve: Callable[..., None], *inherite
     return process
 
 
-def _main(control: int, modules: Sequence[str]) -> None:
+if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGHUP, STACKS_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
-    for module in modules:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # else a collection in a rank would write to, and so copy, the pages that it shares with the server
-    _serve(socket.socket(fileno=control))
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2:])
+    _fork_leaders(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Results of a point: its rows, its end, and the report of a rank that raised, died or hangs.
+"""Results of a point: its rows, its end, and the failure of a rank that raised, died or hangs.
 
 A worker names the alternative that it is about to call (`current_alternative`). If the rank then raises or dies,
 `launch` measures the point again without it. If ranks hang, the failure names it.
@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from torch.utils._pytree import tree_map_with_path
 
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
@@ -105,21 +103,19 @@ class RankError(RuntimeError):
 class CurrentAlternative:
     """The alternative that this rank works on, by `name`, and those that its point is measured without.
 
-    A rank that dies or hangs cannot answer, so number and name of its turn are in a file that its caller reads.
+    A rank that dies or hangs cannot answer: number and name of its turn are in a file that its caller reads.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
         self._memory: bytearray | mmap.mmap = bytearray(TURN_BYTES)
-        self._point = self._turn = 0
-        self._reason: str | None = None
-        self._excluded: Mapping[str, str] = {}
+        self.blamed: tuple[str, str] | None = None  # the current alternative, and the text for its row
+        self.begin_point(0, {})
 
     def __reduce__(self) -> str:
         return "current_alternative"  # a worker that is pickled by value refers to the rank's
 
     def share(self, path: Path) -> None:
-        """Keep the turn in this file, where `read_turn` finds it after the death of this process."""
+        """Keep the turn in this file, where the caller finds it after the death of this process."""
         with contextlib.suppress(OSError), path.open("w+b") as file:  # a full disk must not end the rank
             file.write(bytes(TURN_BYTES))  # and not later either
             file.flush()
@@ -128,7 +124,7 @@ class CurrentAlternative:
     def begin_point(self, index: int, excluded: Mapping[str, str]) -> None:
         """Begin a point without some alternatives, each with the reason."""
         self._point, self._turn, self._excluded = index, 0, excluded
-        self._set(None)
+        self.end()
 
     def excluded_reason(self, alternative: str) -> str | None:
         """Return why the point is measured without this alternative, for its row; None if it takes part."""
@@ -146,123 +142,83 @@ class CurrentAlternative:
 
     def explain(self, reason: str) -> None:
         """Set the text for the alternative's row, in case this turn is the end of the rank's work on the point."""
-        self._reason = reason
-
-    def blamed(self) -> tuple[str, str] | None:
-        """Return the current alternative and the text for its row; None without an explanation."""
-        return (self.name, self._reason) if self.name and self._reason else None
+        self.blamed = (self.name, reason) if self.name else None
 
     def _set(self, name: str | None) -> None:
-        self.name, self._reason = name, None
+        self.name, self.blamed = name, None
         self._memory[:] = f"{self._turn} {name or ''}".encode()[:TURN_BYTES].ljust(TURN_BYTES, b"\0")
 
 
 current_alternative = CurrentAlternative()
 
 
-def read_turn(path: Path) -> tuple[int, str]:
-    """Return number and alternative of the current turn in a rank's file; "" between two turns."""
-    with contextlib.suppress(OSError, ValueError):
-        number, _, name = path.read_bytes().rstrip(b"\0").decode(errors="replace").partition(" ")
-        return int(number), name
-    return 0, ""  # no turn has begun
-
-
-def slowest_alternative(turns: Iterable[tuple[int, str]]) -> str:
+def slowest_alternative(turns: Sequence[tuple[int, str]]) -> str:
     """Return the alternative of the earliest turn of hanging ranks: the others may wait for it. "" if there is none."""
-    turns = list(turns)
     first = min((number for number, _ in turns), default=0)
     return max((name for number, name in turns if number == first), default="")
 
 
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row for JSON, whose lists stand for tuples: scalars of numpy and torch become numbers.
+def plain_row(row: Any, name: str = "") -> Any:
+    """Convert a row for JSON: scalars of numpy and torch become numbers, tuples lists.
 
     TypeError for a value that JSON cannot carry or would change: a tensor with dimensions, a key that is no string.
     """
-    if not isinstance(row, Mapping):
+    if isinstance(row, Mapping):
+        if not all(isinstance(key, str) for key in row):
+            raise TypeError(f"expected names to be strings, got {list(row)}")
+        return {key: plain_row(value, key) for key, value in row.items()}
+    if not name:
         raise TypeError(f"expected a row to be a mapping from names to values, the worker yielded {row!r:.80}")
-
-    def convert(path: Sequence[Any], value: Any) -> Any:
-        names = [part.key for part in path if hasattr(part, "key")]
-        if any(not isinstance(name, str) for name in names):
-            raise TypeError(f"expected names to be strings, got {names}")
-        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            return value.item()
-        if value is None or isinstance(value, str | int | float) or is_empty(value):
-            return value
-        raise TypeError(f"row value {names[-1]!r} is not JSON-able: {value!r:.80}")
-
-    def is_empty(value: Any) -> bool:
-        return isinstance(value, dict | list | tuple) and not value
-
-    plain: dict[str, Any] = tree_map_with_path(convert, dict(row), is_leaf=is_empty)
-    return plain
+    if isinstance(row, list | tuple):
+        return [plain_row(value, name) for value in row]
+    if getattr(row, "ndim", None) == 0 and hasattr(row, "item"):
+        return row.item()
+    if row is None or isinstance(row, str | int | float):
+        return row
+    raise TypeError(f"row value {name!r} is not JSON-able: {row!r:.80}")
 
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
     """Describe a rank that raised. No alternative is blamed for lack of memory or the loss of another rank."""
     is_oom, is_consequence = is_out_of_memory(error), _is_consequence(error)
     first_line = str(error).strip().partition("\n")[0]
-    return RankFailure(
-        rank=rank,
-        status="oom" if is_oom else "failed",
-        message=f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": "),
-        traceback="".join(traceback.format_exception(error)),
-        blamed=None if is_oom or is_consequence else current_alternative.blamed(),
-        at=at,
-        is_consequence=is_consequence,
-    )
+    message = f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": ")
+    trace = "".join(traceback.format_exception(error))
+    blamed = None if is_oom or is_consequence else current_alternative.blamed
+    return RankFailure(rank, "oom" if is_oom else "failed", message, trace, "", blamed, at, is_consequence)
 
 
 def death_failure(
-    rank: int, code: int, at: float, *, output_tail: str, stacks: str, alternative: str, is_memory_full: bool
+    rank: int, code: int, at: float, output_tail: str, alternative: str, is_memory_full: bool
 ) -> RankFailure:
-    """Describe a rank that died with an exit code, negative for a signal.
-
-    `is_memory_full`: the kernel killed a process for lack of memory during the point.
-    """
+    """Describe a rank that died with an exit code, negative for a signal; `is_memory_full`: as the kernel counted."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     cpp_errors = re.findall(r"what\(\):\s*(.+)", output_tail)  # of an exception that ends the process
-    cause = f": {cpp_errors[-1].strip()}" if cpp_errors else ""
     if code == -signal.SIGKILL and is_memory_full:
-        cause = ": out of memory, by the kernel"
-    is_oom, is_consequence = _OUT_OF_MEMORY.search(cause) is not None, _CONSEQUENCE.search(cause) is not None
-    message = f"rank {rank} {how}{cause}"
+        cpp_errors = ["out of memory, by the kernel"]
+    message = ": ".join([f"rank {rank} {how}", *cpp_errors[-1:]]).strip()
+    is_oom, is_consequence = _OUT_OF_MEMORY.search(message) is not None, _CONSEQUENCE.search(message) is not None
     is_blamed = alternative and not (is_oom or is_consequence or -code in _FROM_OUTSIDE)
-    return RankFailure(
-        rank=rank,
-        status="oom" if is_oom else "failed",
-        message=message,
-        traceback=stacks,
-        output_tail=output_tail,
-        blamed=(alternative, f"failed: {message}") if is_blamed else None,
-        at=at,
-        is_consequence=is_consequence,
-    )
+    blamed = (alternative, f"failed: {message}") if is_blamed else None
+    return RankFailure(rank, "oom" if is_oom else "failed", message, "", output_tail, blamed, at, is_consequence)
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure to show: a death or an exception before lateness and lost connections, then the earliest.
 
-    When a rank dies, its peers raise "Connection closed by peer" within milliseconds, often before the
-    death itself is noticed, so time alone would name the wrong rank.
+    Peers of a rank that dies raise "Connection closed by peer", often before its death is noticed.
     """
     return min(failures, key=lambda failure: (failure.is_consequence, failure.status == "timeout", failure.at))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its text.
-
-    Not every RuntimeError that speaks of memory does: "an illegal memory access was encountered" is a bug.
-    """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
-        return True
+    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its text."""
     if isinstance(error, RuntimeError) and "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):
         from labkit.machine.gpus import is_nearly_full
 
         return is_nearly_full()
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    is_said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+    return is_said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
 def _is_consequence(error: BaseException | None) -> bool:

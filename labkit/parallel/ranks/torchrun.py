@@ -1,6 +1,7 @@
 """The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree on.
 
-The job's ranks share torchrun's store before any process group exists.
+The job's ranks share torchrun's store before any process group exists. Without a job, a process is alone: it agrees
+with itself.
 """
 
 from __future__ import annotations
@@ -44,22 +45,13 @@ def is_job_rank() -> bool:
 
 def job_rank() -> int:
     """Return this process's rank in the job; 0 without a job, so that "rank 0 writes" holds there, too."""
-    return _read_variable("RANK") if is_job_rank() else 0
-
-
-def job_world_size() -> int:
-    """Return the number of ranks of the job."""
-    return _read_variable("WORLD_SIZE")
-
-
-def local_rank() -> int:
-    """Return this process's number among the job's ranks on this host, from 0."""
-    return _read_variable("LOCAL_RANK")
+    return read_variable("RANK") if is_job_rank() else 0
 
 
 def ranks_here(world_size: int) -> int:
     """Return how many of `world_size` ranks run on this host: all, unless a job of that size spans several."""
-    return _read_variable("LOCAL_WORLD_SIZE") if is_job_rank() and job_world_size() == world_size else world_size
+    is_of_job = is_job_rank() and read_variable("WORLD_SIZE") == world_size
+    return read_variable("LOCAL_WORLD_SIZE") if is_of_job else world_size
 
 
 def describe_job() -> str:
@@ -84,43 +76,38 @@ def job_store() -> Any:
 
 
 def broadcast_from_first_rank(value: Any) -> Any:
-    """Return rank 0's JSON-able `value` on every rank of the job; `value` itself without a job.
+    """Return rank 0's JSON-able `value` on every rank of the job.
 
-    For decisions that all ranks must take alike, and that depend on what one of them sees (free memory, a file). All
-    ranks call this, and wait for rank 0 as long as it takes. Needs no process group.
+    For decisions that all must take alike, and that depend on what one of them sees. All ranks call this, and wait for
+    rank 0 as long as it takes.
     """
     if not is_job_rank():
         return value
     key = f"step {next(_steps)}"
     if job_rank() == 0:
         job_store().set(key, json.dumps(value))
-    return json.loads(_wait_and_get(key))
+    return _wait_and_read(key)
 
 
 def begin_step() -> int:
     """Wait until rank 0's caller requests more; LaunchStopped if it does not. Returns a number, alike on all ranks."""
-    if not broadcast_from_first_rank(True):
+    if not broadcast_from_first_rank(True):  # rank 0 broadcasts False at the end of a launch
         raise LaunchStopped
     return next(_steps)
 
 
-def stop_launch() -> None:
-    """Let the other ranks' `begin_step` raise LaunchStopped. Rank 0 calls this."""
-    broadcast_from_first_rank(False)
-
-
-def gather_from_ranks(value: Any) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank, on every rank of the job."""
+def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
+    """Return every rank's JSON-able `value`, by rank, on every rank of the job, or `only_first` on rank 0, else []."""
+    if not is_job_rank():
+        return [value]
     key = f"step {next(_steps)} of rank"
     job_store().set(f"{key} {job_rank()}", json.dumps(value))
-    return [json.loads(_wait_and_get(f"{key} {rank}")) for rank in range(job_world_size())]
+    ranks = range(0 if only_first and job_rank() else read_variable("WORLD_SIZE"))
+    return [_wait_and_read(f"{key} {rank}") for rank in ranks]
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
-    """Return the job's ranks by name of their host, on every rank of the job; None without a job.
-
-    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All ranks call this.
-    """
+    """Return the job's ranks by name of their host, on every rank of the job; None without a job. All ranks call it."""
     if not is_job_rank():
         return None
     return label_hosts([tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])])
@@ -130,21 +117,19 @@ def ranks_by_host() -> dict[str, list[int]] | None:
 def host_identity() -> str:
     """Return 16 hex digits that all processes of a host share, and no others.
 
-    Two processes share a host if they run under one boot of one kernel and see the same processes and the same
-    network. Containers, and network namespaces, are separate hosts.
+    They run under one boot of one kernel, and see the same processes and network: containers are separate hosts.
     """
-    parts = [platform.node()]
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if boot.exists():
-        parts.append(boot.read_text().strip())
-    for namespace in (Path("/proc/self/ns/pid"), Path("/proc/self/ns/net")):
-        if namespace.exists():
-            parts.append(str(namespace.stat().st_ino))
+    boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), map(Path, ("/proc/self/ns/pid", "/proc/self/ns/net"))
+    parts = [platform.node(), boot.read_text() if boot.exists() else ""]
+    parts += [str(path.stat().st_ino) for path in namespaces if path.exists()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by rank."""
+    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by rank.
+
+    Hosts of one name get a few hex digits to tell them apart.
+    """
     hosts: dict[str, list[int]] = {}
     for rank, (name, identity) in enumerate(ranks):
         is_only_one = all(other == identity for same, other in ranks if same == name)
@@ -156,17 +141,21 @@ def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
     """Describe which ranks share a host: "rank 0 on a; ranks 1, 2 on b"."""
     if hosts is None:
         return "ranks started on one machine"
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items()
-    )
+    return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
 
 
-def _wait_and_get(key: str) -> bytes:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks: "rank 0" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _wait_and_read(key: str) -> Any:
     job_store().wait([key], PATIENCE)
-    return bytes(job_store().get(key))
+    return json.loads(job_store().get(key))
 
 
-def _read_variable(name: str) -> int:
+def read_variable(name: str) -> int:
+    """Return a number that torchrun sets, as WORLD_SIZE; ValueError if it is none."""
     if not os.environ.get(name, "").isdecimal():
         raise ValueError(f"{name}: expected a whole number in the environment, as torchrun sets it; {describe_job()}")
     return int(os.environ[name])

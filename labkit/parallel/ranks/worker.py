@@ -1,8 +1,11 @@
-"""A rank's side of a launch: set up the process, join the group, run points.
+"""A rank's side of a launch: set up the process, join the group, run points. And what workers call in ranks.
 
-A forked rank (`serve_points`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
+A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
 ``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
 lost connection, and the caller would have to guess which came first.
+
+torch's collectives of objects unpickle a peer's bytes, and a pickle runs code. So JSON travels through the group's
+store, and a checkpoint is read with `weights_only`, which makes tensors and plain values and calls nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import json
 import os
 import pickle
@@ -21,7 +25,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -34,13 +37,11 @@ from labkit.parallel.ranks.results import current_alternative, exception_failure
 
 # A tenth of the memory there is: the caller may hold that much more than a rank before the kernel kills it instead.
 OOM_SCORE = 100
-COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable by which torch finds what it has compiled."""
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what it has compiled
 # Ranks of one host need no other interface, whatever a cluster has set.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
 START_TIMEOUT_S = 120.0
-MARGIN_S = 5.0
-"""From the caller's deadline to that of the process group."""
+MARGIN_S = 5.0  # from the caller's deadline to that of the process group
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class GroupPlan:
     timeout_s: float
 
 
-def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
+def run_rank(payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
     """Join the group, then run each point that the caller requests; returns when the caller has ended."""
-    _write_files(directory, rank)
-    _prefer_for_oom_kill()
-    _use_private_directory(directory / "tmp")
+    _set_up_process(rank, directory)
 
     def send(kind: str, **body: Any) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         caller.send_bytes(json.dumps({"kind": kind, "at": time.monotonic(), **body}).encode())
 
     try:
@@ -75,10 +77,8 @@ def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: 
             for row in worker(points[index]) or ():
                 send("row", values=plain_row(row))
             _release_device_memory()
-            _flush_output()
             send("done")
     except BaseException as error:  # SystemExit, too
-        _flush_output()
         with contextlib.suppress(EOFError, OSError):  # the caller has ended
             send("failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
             caller.recv_bytes()  # until killed
@@ -87,11 +87,6 @@ def serve_points(payload: bytes, caller: connection.Connection[Any, Any], rank: 
 def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
     """The worker behind `run_ranks`: one call, one row."""
     return [{"result": function(*arguments)}]
-
-
-def make_code(filename: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
-    """Make the code of a function that came by value, with the name of its file."""
-    return make(*arguments).replace(co_filename=filename)
 
 
 def use_device(kind: str, rank: int | None = None) -> str:
@@ -104,7 +99,7 @@ def use_device(kind: str, rank: int | None = None) -> str:
         return kind
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-    number = torchrun.local_rank() if torchrun.is_job_rank() else rank
+    number = torchrun.read_variable("LOCAL_RANK") if torchrun.is_job_rank() else rank
     device = f"cuda:{number % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return device
@@ -113,8 +108,8 @@ def use_device(kind: str, rank: int | None = None) -> str:
 def use_scheduling(scheduling: str) -> str:
     """Set the policy of this thread and those that it will start, "batch" or "default"; return the one in force.
 
-    SCHED_BATCH if the system has it: gloo's event loop pre-empts the thread it waits for, and then spins
-    until the next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
+    SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for, and then spins until the next scheduler
+    tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return "default"
@@ -122,6 +117,50 @@ def use_scheduling(scheduling: str) -> str:
     with contextlib.suppress(OSError):  # the system refuses
         os.sched_setscheduler(0, policy, os.sched_param(0))
     return "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "default"
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
+    """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective.
+
+    Ranks meet on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
+    """
+    members: Any = dist.group.WORLD if group is None else group
+    store, rank = members.get_group_store(), members.rank()
+    key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
+    store.set(f"{key} {rank}", json.dumps(value))
+    dist.all_reduce(torch.zeros(1, device=device or _device(group)), group=group)  # a store notices no lost rank
+    return [json.loads(store.get(f"{key} {other}")) for other in range(members.size())]
+
+
+def save_checkpoint(path: Path | None, state: Any) -> None:
+    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
+
+    The file is there whole or not at all: it is written under another name, synced to disk, and renamed. Nothing is
+    written without a path.
+    """
+    if path is not None and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    dist.barrier()
+
+
+def load_checkpoint(path: Path | None) -> Any | None:
+    """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
+    content = path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
+    if not (length := gather_json(len(content))[0]):
+        return None
+    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(_device())
+    dist.broadcast(tensor, src=0)
+    return torch.load(io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _device(group: dist.ProcessGroup | None = None) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
@@ -146,44 +185,26 @@ def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
 
 
 def _release_device_memory() -> None:
-    """Return the memory of a point's tensors to the GPU, which other ranks may use.
-
-    torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
-    """
+    """Return the memory of a point's tensors to the GPU, which other ranks may use."""
     if torch.cuda.is_initialized():
-        gc.collect()
+        gc.collect()  # a model that its hooks lead back to
         with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point
             torch.cuda.empty_cache()
 
 
-def _write_files(directory: Path, rank: int) -> None:
-    """Write stacks and the current alternative to files, and output line by line; its descriptors are the log's."""
-    for stream in (sys.stdout, sys.stderr):
+def _set_up_process(rank: int, directory: Path) -> None:
+    """Direct output, stacks, the current alternative and temporary files to the group's directory."""
+    for stream in (sys.stdout, sys.stderr):  # their descriptors are the log's
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     current_alternative.share(directory / f"rank-{rank}.turn")
-
-
-def _prefer_for_oom_kill() -> None:
-    """When memory runs out, let the kernel kill a rank: that costs a point, and the caller would cost the rest."""
-    score = Path("/proc/self/oom_score_adj")
+    score = Path("/proc/self/oom_score_adj")  # a rank that is killed costs a point, the caller would cost the rest
     with contextlib.suppress(OSError):  # Linux has it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
-
-
-def _use_private_directory(directory: Path) -> None:
-    """Have temporary files go with the group's directory. What torch compiles stays: the first time takes 15 s."""
     tempfile.tempdir = None  # the fork server's
-    if not os.environ.get(COMPILED_CODE):
-        os.environ[COMPILED_CODE] = str(Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}")
-    directory.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(directory)
-    tempfile.tempdir = None
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}"  # stays: it takes 15 s
+    os.environ[COMPILED_CODE] = os.environ.get(COMPILED_CODE) or str(compiled)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
+    Path(tempfile.tempdir).mkdir(exist_ok=True)

@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from labkit.parallel.background_comm import CheckedChannel
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
+from labkit.parallel.overlap import CheckedChannel
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import UnitScheduler, cast, run_around
 from labkit.parallel.sharding.partition import Part, Units, find_units, partition

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.utils import _apply_to_tensors
 
-from labkit.parallel.background_comm import END_OF_PASS, CheckedChannel, Wait
-from labkit.parallel.backward_pass import BackwardPass, tensors_in, weak_hook
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.disable_compile import disable_compile
+from labkit.parallel.overlap import END_OF_PASS, BackwardPass, CheckedChannel, Wait, tensors_in, weak_hook
+from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.unit import Options, Token, Unit
 
 MAX_WAITING = 62  # units whose state fits into an integer

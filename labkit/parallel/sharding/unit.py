@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from labkit.parallel.background_comm import CheckedChannel, Wait
 from labkit.parallel.collectives import all_reduce
+from labkit.parallel.overlap import CheckedChannel, Wait
 from labkit.parallel.sharding.partition import Part, Slot
 from labkit.parallel.sharding.rows import average_rows, own_rows, plan_gather, row_strides, with_strides
 from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter

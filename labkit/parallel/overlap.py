@@ -1,0 +1,257 @@
+"""Parts of communication that overlaps with backward, for data-parallel wrappers and FSDP.
+
+`BackwardPass` and `GradientHooks` notice the begin and end of autograd's pass, and gradients that are ready.
+
+A `Channel` runs collectives in the background, one after the other, over a transport of its own: on a CPU in
+a thread, while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm) needs another transport. Kernels
+on a GPU run in the background anyway: CUDA tensors need no thread.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.transport import AUTO, Transport, find_transport, make_separate_transport, member_group
+
+Wait = Callable[[], object]  # waits for the end of an action, and raises its error
+END_OF_PASS = "the end of backward"
+TORCH = "torch"
+_Task = tuple[Future[None], list[Callable[[], None]]]
+_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class BackwardPass:
+    """One pass at a time. Passes inside of it (re-entrant checkpointing) belong to it."""
+
+    def __init__(self) -> None:
+        self._callback: weakref.ref[Callable[[], None]] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether a pass has begun and autograd still runs it."""
+        return self._callback is not None and self._callback() is not None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Return whether an exception ended a pass."""
+        return self._callback is not None and self._callback() is None
+
+    def begin(self, at_end: Callable[[], None]) -> None:
+        """Ask autograd, during a pass, to call `at_end` when the pass is over."""
+        callback = partial(at_end)  # a new object, which lives as long as autograd's record of the pass
+        Variable._execution_engine.queue_callback(callback)
+        self._callback = weakref.ref(callback)
+
+    def reset(self) -> None:
+        """Forget a pass that is over."""
+        self._callback = None
+
+
+def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callable[..., None]:
+    """Return a hook for autograd that calls `method(owner, ...)` under `owner.lock`. It does not keep `owner` alive."""
+    reference = weakref.ref(owner)
+
+    def call(*more: object) -> None:
+        if (alive := reference()) is not None:
+            with alive.lock:
+                method(alive, *args, *more)
+
+    return call
+
+
+class GradientHooks:
+    """Calls `method(owner, index, ...)` when autograd has added the gradient to a parameter's `grad`, as `weak_hook`.
+
+    Hooks are on AccumulateGrad nodes, as in torch's DistributedDataParallel: hooks on the tensor or node that clip a
+    gradient run before, and undefined gradients (None) are noticed. A parameter has one owner, the newest.
+    """
+
+    def __init__(self, owner: Any, method: Callable[..., None], parameters: Sequence[nn.Parameter]):
+        self.is_superseded = False  # whether another owner has taken over a parameter
+        self._parameters = parameters
+        self._hooks = [weak_hook(owner, method, index) for index in range(len(parameters))]
+        self._nodes: list[Any] = [None] * len(parameters)
+        self._handles: list[RemovableHandle] = []
+        self.rebind(range(len(parameters)))
+
+    def rebind(self, indices: Sequence[int]) -> list[int]:
+        """Hook the parameters whose node is new, as after a change of dtype. Return their indices."""
+        rebound = []
+        for index in indices:
+            with torch.inference_mode(False):
+                node = get_gradient_edge(self._parameters[index]).node
+            if node is not self._nodes[index]:
+                self._nodes[index] = node
+                self._handles.append(handle := node.register_hook(self._hooks[index]))
+                hooks = handle.hooks_dict_ref() or {}
+                for number, other in [(number, _by_handle.get(number, self)) for number in hooks]:
+                    if other is not self:
+                        del hooks[number]
+                        other.is_superseded = True
+                _by_handle[handle.id] = self
+                rebound.append(index)
+        return rebound
+
+    def move_to_end(self) -> None:
+        """Move behind hooks that were registered later. Autograd calls them in the order of insertion."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and len(hooks) > 1 and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+
+_by_handle: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in a model's inputs or outputs: in containers and attributes of objects, up to `depth` deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, str | bytes | int | float | nn.Module | type | None):
+        parts: Iterable[Any] = value
+        if isinstance(value, Mapping):
+            parts = value.values()
+        elif not isinstance(value, list | tuple | set | frozenset):
+            slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+            parts = [*getattr(value, "__dict__", {}).values(), *slots]
+        for part in parts:
+            yield from tensors_in(part, depth - 1)
+
+
+class Channel:
+    """Runs actions in the order in which they are started. All ranks of a group create it together."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
+        # Now: in the middle of backward, ranks would not create it at the same moment.
+        self.transport = make_separate_transport(group, device, preference)
+        self._in_thread = device.type == "cpu"
+        self._tasks: queue.SimpleQueue[_Task | None] | None = None
+
+    def start(self, action: Callable[[], None]) -> Wait:
+        """Start an action; return what waits for its end."""
+        task: _Task = Future(), [action]
+        if not self._in_thread:
+            _run(task)
+            return task[0].result
+        if self._tasks is None:
+            self._tasks = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True).start()
+            weakref.finalize(self, self._tasks.put, None)
+        self._tasks.put(task)
+        return task[0].result
+
+
+class BackgroundAllReduce:
+    """All-reduces of dense vectors over the ranks of a group, in place, in the order of the calls.
+
+    torch            dist.all_reduce, which gloo and NCCL run in the background
+    auto, shared, point_to_point    labkit's all-reduce over that transport
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
+        """Connect the devices. A collective."""
+        self.group = group
+        devices = () if name == TORCH else dict.fromkeys(devices)
+        self.channels = {device: Channel(group, device, name) for device in devices}
+
+    def start(self, vector: Tensor, op: str = "mean") -> Wait:
+        """Start a mean or a "sum"; return a function that waits for its end."""
+        if channel := self.channels.get(vector.device):
+            return channel.start(partial(all_reduce, vector, op=op, transport=channel.transport))
+        if op == "mean":
+            vector.div_(dist.get_world_size(self.group))
+        work = dist.all_reduce(vector, group=self.group, async_op=True)
+        assert work is not None, "async_op=True returns the work"
+        return work.wait
+
+    def average(self, vector: Tensor) -> None:
+        """Replace the vector by its mean over ranks."""
+        if channel := self.channels.get(vector.device):
+            all_reduce(vector, transport=channel.transport)  # without the thread
+        else:
+            self.start(vector)()
+
+
+class CheckedChannel(Channel):
+    """A channel whose ranks check, before each collective, that all of them start the same one.
+
+    Ranks that start different ones would hang, or mix up tensors. The check moves 16 bytes per rank between CPUs. On a
+    GPU only `exchange` is checked, since the other collectives do not wait for the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str, names: Sequence[str]):
+        """`names` of all collectives, the same on every rank."""
+        super().__init__(group, device, preference)
+        self._names = [END_OF_PASS, *names]
+        self._error: RuntimeError | None = None
+        if device.type != "cpu":
+            group, preference = _group_on_cpu(member_group(group)), AUTO
+        self.notes = find_transport(group, torch.device("cpu"), preference)
+        """For integers, between CPUs, in the caller's thread."""
+
+    def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
+        """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
+
+        def run_checked() -> None:
+            self.exchange(name, 0, n_trained, self.transport)
+            action()
+
+        return self.start(run_checked if self._in_thread else action)
+
+    def exchange(self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None) -> list[int]:
+        """Return the numbers of all ranks, which must be at the same collective. A collective over `notes`."""
+        transport = transport or self.notes
+        rows = torch.zeros(transport.world_size, 2, dtype=torch.int64)
+        rows[transport.rank] = torch.tensor([self._names.index(name) + len(self._names) * n_trained, number])
+        if self._error is None:
+            all_gather(rows, transport=transport)
+            codes, numbers = rows.t().tolist()
+            if len(set(codes)) > 1:
+                pairs = [divmod(code, len(self._names)) for code in codes]
+                got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
+                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
+        if self._error is not None:
+            raise self._error
+        return numbers
+
+
+def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
+    torch.set_num_threads(threads)  # OpenMP counts per thread
+    while (task := tasks.get()) is not None:
+        _run(task)
+        del task  # an idle thread keeps no tensor and no transport alive
+
+
+def _run(task: _Task) -> None:
+    """Run the task's last action; its future gets the end."""
+    future, actions = task
+    error = None
+    try:
+        with torch.no_grad():  # each thread has a grad mode
+            actions.pop()()  # its tensors may be released long before the wait
+    except BaseException as raised:
+        error = raised
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the same ranks' gloo group, made once. A collective."""
+    if members not in _groups_on_cpu:
+        ranks = dist.get_process_group_ranks(members)
+        _groups_on_cpu[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _groups_on_cpu[members]
