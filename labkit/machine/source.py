@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -38,14 +39,12 @@ def describe_source(package: Path = PACKAGE) -> Source:
     digests = [f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}" for name in names]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
     commit, dirty = None, False
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         # Git must track the package: an environment inside somebody's checkout is no part of it.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(package, "rev-parse", "HEAD")
         patterns = [f"*{suffix}" for suffix in SUFFIXES]
         dirty = bool(_git(package, "status", "--porcelain", "--untracked-files=all", "--", *patterns))
-    except (OSError, subprocess.SubprocessError):
-        pass
     return Source(commit=commit, dirty=dirty, version=__version__, digest=digest)
 
 

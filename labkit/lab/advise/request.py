@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
@@ -47,10 +47,8 @@ Gib = Annotated[float, BeforeValidator(_parse_gib), Field(gt=0, le=1e6)]
 Percent = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=100)]
 
 
-class Options(BaseModel):
+class Options(BaseModel, extra="forbid", frozen=True):
     """Options of a question; None if left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = Field(None, description="A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json.")
     gpus: Gpus | None = Field(None, description="Number of GPUs.")

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
@@ -37,10 +37,8 @@ class RunFileError(ParameterError):
     """A file that this version cannot read or write as a run; the message names the file and the line."""
 
 
-class RunHeader(BaseModel):
+class RunHeader(BaseModel, extra="forbid", frozen=True):
     """The first line of a run: everything needed to judge it and to measure it again."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str = "header"
     format_version: int = SCHEMA
@@ -60,10 +58,8 @@ class RunHeader(BaseModel):
     """Basis of the run's predictions; None without one, and in older runs."""
 
 
-class _PointRecord(BaseModel):
+class _PointRecord(BaseModel, strict=True):
     """A record that belongs to a point."""
-
-    model_config = ConfigDict(strict=True)
 
     point: str
 
@@ -111,10 +107,8 @@ class Again(_PointRecord):
     details: str = ""
 
 
-class Resumption(BaseModel):
+class Resumption(BaseModel, frozen=True):
     """A run was resumed: when, by which command, from which source. Older files lack some fields."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["resumed"] = "resumed"
     at: datetime | None = None
