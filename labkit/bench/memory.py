@@ -91,8 +91,7 @@ def _cuda_bytes(moment: str) -> int:
 def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> dict[str, Any]:
     """Measure the peak of the second `run` of the subject that `make` returns, which is included. A collective.
 
-    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. If other threads free tensors, as gloo's
-    may on a CPU, the record is repeated until every rank has one without that.
+    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. Repeated if other threads freed tensors.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):

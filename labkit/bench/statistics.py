@@ -54,10 +54,9 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
 
 
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together.
+    """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together; NaN shows no difference.
 
-    Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which hold for
-    comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
+    Benjamini & Hochberg (1995), for comparisons that share a baseline (Benjamini & Yekutieli 2001).
     """
     p = ratios["p"].dropna().astype(float)
     adjusted = pd.Series(false_discovery_control(p) if len(p) else p, p.index).reindex(ratios.index)
@@ -111,8 +110,8 @@ def _finite(samples: Iterable[float]) -> np.ndarray:
 def combine_sessions(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
     """Return one row per (setting, alternative), from rows with the same columns per session.
 
-    Columns: `ratio` (the geometric mean of the sessions'), `low`, `high`, `p`. A ratio with one session in a setting
-    where others have several is as uncertain as those; a setting with one session keeps its intervals.
+    `ratio` is the geometric mean of the sessions'. One with a single session in a setting where others have several is
+    as uncertain as those; a setting with one session keeps its intervals.
     """
     keys = [*setting, alternative]
     if not ratios.duplicated(keys).any():

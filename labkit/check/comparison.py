@@ -42,7 +42,7 @@ FALSE_ALARMS = 0.05
 MIN_SESSIONS = 3
 """Undisturbed sessions per quantity and run."""
 MIN_PEERS = 3
-"""Other quantities of a place that show what all of them share."""
+"""Other quantities of a place that show what all share."""
 RANGE = (0.02, 0.98)
 """Quantiles of the baseline's rounds within which a run's shared change is subtracted."""
 MAX_SLOPE = 2.0

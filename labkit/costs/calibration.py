@@ -65,8 +65,8 @@ class Rates:
 class Transport:
     """Costs of a transport between a number of ranks: call + messages alpha + bytes beta.
 
-    `what` is `ALL_REDUCE` (one of the whole tensor), `MESSAGE` (each rank sends to its right-hand neighbor), or `BURST`
-    (each sends to every other at once, which counts as one message of all their bytes).
+    `what` is `ALL_REDUCE`, `MESSAGE` (each rank sends to its right-hand neighbor), or `BURST` (each sends to all others
+    at once, which counts as one message of all their bytes).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = OLDER_RUNS

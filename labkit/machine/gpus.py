@@ -55,11 +55,11 @@ def driver_version() -> str | None:
 
 def library_versions() -> dict[str, str | None]:
     """Versions that decide how fast GPUs are: torch's build, CUDA, cuDNN, NCCL, the driver."""
-    cudnn = torch.backends.cudnn.version()
-    versions = {"torch build": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn)}
+    cudnn, nccl = torch.backends.cudnn.version(), None
     with suppress(Exception):  # a build without NCCL
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return versions | {"driver": driver_version()}
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    versions = {"torch build": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": cudnn and str(cudnn)}
+    return versions | {"NCCL": nccl, "driver": driver_version()}
 
 
 def free_memory_bytes() -> dict[str, int]:

@@ -31,7 +31,7 @@ from labkit.nn import attention, flash_backward_kernels, flash_kernels
 from labkit.nn.attention import KERNEL_DTYPES, VersionWatch, dtype_name, query_group
 
 HEAD_DIMS = range(16, 257)
-"""Head dimensions the kernels take. One that is not a power of two is padded to the next inside the kernel."""
+"""Head dimensions of the kernels, which pad one that is not a power of two."""
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 DESCRIPTOR_ALIGNMENT = 16
@@ -79,8 +79,8 @@ INTERPRETER_TILES = {"forward": Tile(64, 32, 4, 1), "grad_kv": Tile(32, 64, 4, 1
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in
-    float32). Deterministic. Inputs that are not contiguous are copied. ValueError for inputs that do not fit together.
+    float32, bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in float32). Deterministic. Inputs that are not contiguous
+    are copied. ValueError for inputs that do not fit together.
     """
 
     @staticmethod

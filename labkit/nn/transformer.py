@@ -95,13 +95,11 @@ class SelfAttention(nn.Module):
         self.queries, self.keys, self.values, self.output = (Matrix(d, d) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self._split_heads(project(x)) for project in (self.queries, self.keys, self.values))
-        heads = self.attend(self.rotate(q), self.rotate(k), v, True)  # (B, H, S, D)
+        projected = (project(x) for project in (self.queries, self.keys, self.values))
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in projected)  # (B, H, S, D)
+        heads = self.attend(self.rotate(q), self.rotate(k), v, True)
         joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return joined
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, H, S, D)
 
 
 class SwiGLU(nn.Module):
