@@ -1,7 +1,7 @@
 """Checks that share ranks: a module starts one group for each number of ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -51,4 +51,16 @@ def _run_each(checks: Sequence[Check]) -> dict[str, list[str]]:
     for check in checks:
         wrong[check.__name__] = check() or []
         dist.barrier()
+    return wrong
+
+
+def find_accepted(calls: Iterable[tuple[str, Callable[[], object]]], *kinds: type[Exception]) -> list[str]:
+    """Return which calls do not raise one line with their text, as a ValueError or one of these kinds."""
+    wrong = []
+    for expected, call in calls:
+        try:
+            call()
+            wrong.append(f"{expected}: accepted")
+        except (ValueError, *kinds) as error:
+            wrong += [] if expected in str(error) and "\n" not in str(error) else [f"{expected}: {error}"]
     return wrong

@@ -24,8 +24,8 @@ from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
     Attempts,
-    find_accepted,
     find_needless,
+    find_refusals_that_fail,
     furthest,
     gradients,
 )
@@ -188,4 +188,4 @@ def test_refusals() -> list[str]:
         ("3 parts divide", lambda: context.local_positions(7, layout="contiguous")),
         ("at most 30", lambda: context_parallel(build())(TOKENS)),
     ]
-    return find_accepted(attempts)
+    return find_refusals_that_fail(attempts)

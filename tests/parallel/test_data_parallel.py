@@ -35,7 +35,6 @@ from tests.parallel.data_parallel_cases import (
     TiedInsideAndOutside,
     TwoHeads,
     Undefined,
-    built,
     cases_of,
     distance,
     frozen,
@@ -666,20 +665,6 @@ def test_buckets_are_filled_in_order_by_bytes_and_dtype():
     mixed = [p.to(torch.bfloat16) if index % 2 else p for index, p in enumerate(parameters)]
     for bucket in assign_buckets(mixed, 4, 1):
         assert len({mixed[index].dtype for index in bucket}) == 1
-
-
-def test_a_subgroup_averages_among_its_own():
-    def train():
-        group = dist.new_group([1, 2])
-        if dist.get_rank() not in (1, 2):
-            return None
-        model = BucketedDDP(built(CASES["plain"], seed=dist.get_rank()), group=group)
-        model(torch.full((1, 6), float(dist.get_rank()), dtype=torch.float64)).sum().backward()
-        return [float(p.detach().sum()) for p in model.parameters()], [float(p.grad.sum()) for p in model.parameters()]
-
-    results = run_ranks(train, world_size=3, timeout_s=60)
-    assert results[1] == results[2]
-    assert results[1][0] == [float(p.detach().sum()) for p in built(CASES["plain"], seed=1).parameters()]
 
 
 def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():

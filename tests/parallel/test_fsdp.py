@@ -35,7 +35,7 @@ from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
 from tests.parallel.sharding_cases import furthest, values
-from tests.parallel.shared_ranks import on_ranks
+from tests.parallel.shared_ranks import find_accepted, on_ranks
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -503,7 +503,7 @@ def test_averages() -> list[str]:
 @on_ranks(2)
 def test_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them, in one line; nobody waits for the others."""
-    wrong, rank = [], dist.get_rank()
+    rank = dist.get_rank()
     calls: dict[str, Callable[[], Any]] = {
         "shapes": lambda: FSDP(nn.Linear(3, 4 + rank)),
         "number": lambda: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
@@ -544,14 +544,8 @@ def test_refusals() -> list[str]:
         "a norm that each rank has a part of": lambda: _read_gradients(lambda gradient: gradient.norm().item()),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
-    for what, call in calls.items():
-        try:
-            call()
-            wrong.append(f"rank {rank}: {what}: accepted")
-        except (ValueError, RuntimeError, TypeError) as error:
-            if "\n" in str(error):
-                wrong.append(f"{what}: {error}")
-    return wrong
+    errors = {what: find_accepted([("", call)], RuntimeError, TypeError) for what, call in calls.items()}
+    return [f"{what}{text}" for what, texts in errors.items() for text in texts]
 
 
 class Force(nn.Module):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from labkit.machine.cgroups import available_cores
 from labkit.parallel.launch import PointEnd, RankError, Retry, Row, launch, run_ranks
 from labkit.parallel.ranks import group, results
 from labkit.parallel.ranks.results import current_alternative
-from tests.parallel.waiting import is_gone, wait_until
+from tests.parallel.waiting import is_gone
 
 pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
@@ -242,6 +241,7 @@ FAILURES: dict[str, tuple[Callable[[], None], str, str | None]] = {
     "loses its peer": (lose_peer, "failed", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
     "exits": (exit_3, "failed", "rank 1 exited with code 3"),
     "is killed": (get_killed, "failed", "rank 1 was killed by SIGKILL"),
+    "is ended": (partial(signal.raise_signal, signal.SIGTERM), "failed", "rank 1 was killed by SIGTERM"),
     "has no memory": (raise_memory_error, "oom", "rank 1: MemoryError"),
     "takes too much": (partial(torch.empty, 1 << 60), "oom", None),
 }
@@ -324,36 +324,6 @@ def test_a_point_is_not_measured_again_for_ever() -> None:
 
     items = list(launch(blames_an_excluded_one, ["fails"], world_size=1, backend=None))
     assert [type(item) for item in items] == [Retry, PointEnd]
-
-
-def test_an_exception_comes_with_its_traceback_and_the_last_output() -> None:
-    lines: list[str] = []
-    _, ends = drain(failing(lambda point: raise_error()), ["fails"], world_size=2, on_output=lines.append)
-    failure = ends[0].failure
-    assert failure is not None
-    assert "in raise_error" in failure.traceback
-    assert "ValueError: a bad size\nand more" in failure.traceback
-    assert failure.output_tail == "a last word"
-    assert lines == ["[rank 1] a last word"]
-
-
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_kill_in_mid_collective_is_the_cause_and_not_its_consequence(signal_number: signal.Signals) -> None:
-    def worker(point: str) -> Iterator[dict[str, Any]]:
-        yield {"pid": os.getpid()}
-        if point == "blocks":
-            dist.recv(torch.ones(1), src=1 - dist.get_rank())  # each waits for the other
-
-    ends = []
-    for item in launch(worker, ["blocks", "works"], world_size=2, timeout_s=30):
-        if isinstance(item, PointEnd):
-            ends.append(item)
-        elif isinstance(item, Row) and item.index == 0 and item.rank == 1:
-            blocking = psutil.Process(item.values["pid"])
-            assert wait_until(lambda process=blocking: process.status() == psutil.STATUS_SLEEPING)
-            os.kill(item.values["pid"], signal_number)
-    assert [end.status for end in ends] == ["failed", "ok"]
-    assert ends[0].reason == f"rank 1 was killed by {signal_number.name}"
 
 
 def test_an_abort_in_cpp_comes_with_its_cause_and_stacks() -> None:

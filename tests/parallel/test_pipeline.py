@@ -25,7 +25,7 @@ from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
     Attempts,
-    find_accepted,
+    find_refusals_that_fail,
     furthest,
     gradients,
     left_out,
@@ -236,7 +236,7 @@ def test_refusals() -> list[str]:
         ("a batch that 4 micro-batches divide", lambda: good.step(TOKENS, TARGETS[:4], loss_of)),
         ("expected the same", lambda: good.step(torch.full((8, 3), rank / 2), TARGETS, loss_of)),
     ]
-    return find_accepted(attempts)
+    return find_refusals_that_fail(attempts)
 
 
 @on_ranks(4)

@@ -25,8 +25,8 @@ from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
     Attempts,
-    find_accepted,
     find_needless,
+    find_refusals_that_fail,
     furthest,
     gradients,
     left_out,
@@ -137,7 +137,7 @@ def test_models() -> list[str]:
         ("on every rank", lambda: TensorParallel(build(shape=fitting), sequence_parallel=rank == 1)),
         ("on every rank", lambda: TensorParallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
     ]
-    return find_accepted(attempts)
+    return find_refusals_that_fail(attempts)
 
 
 @on_ranks(4)
@@ -153,7 +153,7 @@ def test_calls() -> list[str]:
         ("int64 tokens", lambda: model(TOKENS.float())),
         ("that is not cut", lambda: TensorParallel(model.module)),
     ]
-    return find_accepted(attempts)
+    return find_refusals_that_fail(attempts)
 
 
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
