@@ -5,13 +5,13 @@ What algorithms compute over it is in `test_collectives.py`.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,11 @@ import torch.distributed as dist
 from labkit.parallel.collectives import all_gather, all_reduce, butterfly_all_reduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.ranks.messages import gather_json
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory, transport_in_use
 from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport
-from tests.cases import thinned
+from tests.parallel.shared_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("workers_travel_by_value"),
@@ -37,62 +38,6 @@ CPU = torch.device("cpu")
 NOTES = 16  # messages that one rank may send another before they are taken
 # The full number of rounds for every number of ranks is `make stress`.
 STRESS_ROUNDS = int(os.environ.get("LABKIT_STRESS_ROUNDS", "0"))
-QUICK = [(2, 2_000), (4, 200)]
-ROUNDS = [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)]
-
-
-def check_on_ranks(check: Callable[..., list[str]], *args: Any, world_size: int, **options: Any) -> None:
-    wrong = run_ranks(check, *args, world_size=world_size, **options)
-    assert [text for of_rank in wrong for text in of_rank] == []
-
-
-@pytest.mark.parametrize(("world_size", "rounds"), thinned([*QUICK, *ROUNDS], lambda *case: case in QUICK))
-def test_no_message_is_read_before_it_is_written_or_written_before_it_is_read(world_size: int, rounds: int) -> None:
-    check_on_ranks(_check_stress, STRESS_ROUNDS or rounds, world_size=world_size, timeout_s=3000)
-
-
-def _check_stress(rounds: int) -> list[str]:
-    """Every message differs from all before it in every element, so that one torn or stale byte is noticed."""
-    transport = find_transport(None, CPU, SHARED)
-    rank, p = transport.rank, transport.world_size
-    lengths, wrong = (1, 7, 64, 500, 3000), []
-    for round_ in range(rounds):
-        n, value = lengths[round_ % 5], round_ * p
-        if round_ % 5 == 0:  # a stream one way, whose readers are behind: more than there are notes and slots
-            sender = (round_ // 5) % p
-            stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
-            if rank == sender:
-                targets = [target for target in range(p) if target != sender]
-                transport.run([Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets))
-                received = []
-            else:
-                landed = [torch.full((n,), -2) for _ in stream]
-                transport.run([Step(None, 0, x, sender) for x in landed])
-                received = [(x, value + number) for number, x in enumerate(landed)]
-            for x in stream:
-                x.fill_(-1)  # as the caller may, now
-        elif round_ % 5 == 1:  # a swap, with lengths that differ
-            other = rank ^ 1
-            if other >= p:
-                continue
-            sizes = (n, lengths[(round_ // 5) % 5])
-            mine, theirs = (
-                torch.full((sizes[rank % 2],), value + rank),
-                torch.zeros(sizes[other % 2], dtype=torch.int64),
-            )
-            transport.run([Step(mine, other, theirs, other)])
-            mine.fill_(-1)
-            received = [(theirs, value + other)]
-        else:  # everybody to everybody, added: one copy serves all targets
-            mine, total = torch.full((n,), value + rank), torch.zeros(n, dtype=torch.int64)
-            pairs = [((rank + s) % p, (rank - s) % p) for s in range(1, p)]
-            transport.run([Step(mine, to, total, source, True) for to, source in pairs], p)
-            mine.fill_(-1)
-            received = [(total, sum(value + other for other in range(p) if other != rank))]
-        for x, expected in received:
-            if int(x.min()) != expected or int(x.max()) != expected:
-                wrong.append(f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}")
-    return wrong[:5]
 
 
 def _replace_process(transport: Any, rank: int) -> None:
@@ -106,27 +51,35 @@ def _replace_process(transport: Any, rank: int) -> None:
     os.close(ended)
 
 
-def _members(n: int) -> dist.ProcessGroup | None:
-    """A new group of the first ranks, and None on the others."""
-    group = dist.new_group(range(n))
-    return group if dist.get_rank() < n else None
+def in_group(check: Callable[[dist.ProcessGroup], list[str] | None]) -> Callable[[], list[str]]:
+    """Run a check in a group of its own, which is destroyed after it with all of its memory."""
+
+    @functools.wraps(check)
+    def run() -> list[str]:
+        wrong = check(group := dist.new_group()) or []
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        return wrong + ([f"{_count_mappings()} mappings are left"] if _count_mappings() else [])
+
+    return run
 
 
-def _check_death(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+@in_group
+def test_death(group: dist.ProcessGroup) -> None:
     """A rank that dies ends the wait of the others with its number."""
-    transport, wrong = find_transport(group, CPU, SHARED), []
+    transport = find_transport(group, CPU, SHARED)
     if dist.get_rank() < 2:
         _replace_process(transport, 2)
         for expected in ("rank 2 ended", "cut short"):  # and the group is of no use afterwards
-            try:
+            with pytest.raises(RuntimeError, match=expected):
                 transport.run([Step(None, 0, torch.empty(3), 2)])
-                wrong.append("no error")
-            except RuntimeError as error:
-                wrong += [] if expected in str(error) else [str(error)]
-    return wrong
 
 
-def _check_leaving(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+@in_group
+def test_leaving(group: dist.ProcessGroup) -> list[str]:
     """What a rank sent before it left still arrives."""
     transport, received = find_transport(group, CPU, SHARED), torch.zeros(3)
     if dist.get_rank() == 0:
@@ -138,51 +91,45 @@ def _check_leaving(group: dist.ProcessGroup) -> list[str]:
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
-def _check_error(kind: type[Exception], words: str, call: Callable[[], Any]) -> list[str]:
-    """Return what is wrong with the error that `call` must raise."""
-    try:
-        call()
-    except kind as error:
-        return [] if words in str(error) else [str(error)]
-    return ["no error"]
-
-
-def _check_left_group(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+@in_group
+def test_left_group(group: dist.ProcessGroup) -> None:
     """A rank whose group is destroyed ends the wait of the others, long before the time-out."""
-    left, wrong = dist.new_group([0, 1], use_local_synchronization=True), list[str]()
+    left = dist.new_group([0, 1], use_local_synchronization=True)
     transport = find_transport(left, CPU, SHARED)
     if dist.get_rank() == 0:
-        wrong += _check_error(RuntimeError, "rank 1 ended", lambda: transport.run([Step(None, 0, torch.empty(3), 1)]))
+        with pytest.raises(RuntimeError, match="rank 1 ended"):
+            transport.run([Step(None, 0, torch.empty(3), 1)])
     dist.destroy_process_group(left)
-    return wrong
 
 
-def _check_time_out(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+@in_group
+def test_time_out(group: dist.ProcessGroup) -> None:
     """A rank that does not come ends the wait at the time-out."""
-    transport, wrong = SharedTransport(group, 0.5), list[str]()
+    transport = SharedTransport(group, 0.5)
     if dist.get_rank() == 0:
-        call = partial(all_reduce, torch.ones(10), group, transport=transport)
-        wrong += _check_error(TimeoutError, "rank 1", call)
+        with pytest.raises(TimeoutError, match="rank 1"):
+            all_reduce(torch.ones(10), group, transport=transport)
     dist.barrier(group)
-    return wrong
 
 
-def _check_parts(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(2)
+@in_group
+def test_parts(group: dist.ProcessGroup) -> None:
     """Parts that cannot be sent are refused before any message."""
-    transport, wrong = find_transport(group, CPU, SHARED), []
+    transport, x = find_transport(group, CPU, SHARED), torch.ones(3)
     other = 1 - transport.rank
     for part, add in ((torch.arange(200.0)[::2], False), (torch.ones(3, dtype=torch.int32), True)):
-        try:
+        with pytest.raises(ValueError, match="expected"):
             transport.run([Step(torch.ones(1), other, torch.ones(1), other), Step(part, other, part, other, add)], 2)
-            wrong.append(f"{part.dtype} {len(part)} was accepted")
-        except ValueError as error:
-            wrong += [] if "expected" in str(error) else [str(error)]
-    x = torch.ones(3)
     transport.run([Step(x, other, x, other, True)])
-    return wrong if x.tolist() == [2.0] * 3 else [*wrong, f"{x}"]
+    assert x.tolist() == [2.0] * 3
 
 
-def _check_mappings(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+@in_group
+def test_mappings(group: dist.ProcessGroup) -> list[str]:
     """Nothing has a name, and there is a mapping for each rank of the group."""
     all_reduce(torch.ones(200_000), group, transport=SHARED)
     wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
@@ -193,7 +140,9 @@ def _count_mappings() -> int:
     return sum("memfd:labkit" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def _check_refused(group: dist.ProcessGroup) -> list[str]:
+@on_ranks(3)
+@in_group
+def test_refused(group: dist.ProcessGroup) -> list[str]:
     """A call that all ranks refuse costs the group nothing."""
     for op in ("max", "min"):
         with pytest.raises(ValueError, match="op must be"):
@@ -203,17 +152,6 @@ def _check_refused(group: dist.ProcessGroup) -> list[str]:
         all_reduce(tensor, group, op="sum", transport=SHARED)
     return [] if [float(tensor) for tensor in values] == [6.0, 3.0] else [str(values)]
 
-
-# Each check, on how many ranks
-CHECKS = {
-    _check_death: 3,
-    _check_leaving: 2,
-    _check_left_group: 2,
-    _check_time_out: 2,
-    _check_parts: 2,
-    _check_mappings: 3,
-    _check_refused: 3,
-}
 
 Call = Callable[[dist.ProcessGroup], None]
 
@@ -259,40 +197,16 @@ def _error_text(call: Call, group: dist.ProcessGroup) -> str:
         return str(error)
 
 
-def _go_through_all() -> tuple[dict[str, list[str]], list[str | None]]:
-    """On a rank: what was wrong, by check; and its error in each case of different calls, if it takes part."""
-    wrong, errors = dict[str, list[str]](), list[str | None]()
-    for check, n in CHECKS.items():
-        wrong[check.__name__] = check(group) if (group := _members(n)) else []
-        dist.barrier()
-        if group is not None:
-            dist.destroy_process_group(group)
-        del group
-        if _count_mappings():
-            wrong[check.__name__].append(f"{_count_mappings()} mappings are left")
-    for calls in _different_calls():
-        group = _members(len(calls))
-        errors.append(_error_text(calls[dist.get_rank()], group) if group else None)
-        dist.barrier()
-    return wrong, errors
-
-
-@cache
-def _results() -> list[tuple[dict[str, list[str]], list[str | None]]]:
-    return run_ranks(_go_through_all, world_size=4, timeout_s=120)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_ranks(check: Callable[..., list[str]]) -> None:
-    assert [text for wrong, _ in _results() for text in wrong[check.__name__]] == []
-
-
-@pytest.mark.parametrize("case", range(13))
-def test_ranks_that_make_different_calls_say_so(case: int) -> None:
-    by_rank = [errors[case] for _, errors in _results() if errors[case] is not None]
-    assert any("the same call, with one shape and dtype" in error for error in by_rank)
-    expected = "same call|ended or failed|op must be|dtypes float64"
-    assert [error for error in by_rank if not re.search(expected, error)] == []
+@on_ranks(4)
+def test_ranks_that_make_different_calls_say_so() -> list[str]:
+    wrong, known = [], "same call|ended or failed|op must be|dtypes float64"
+    for number, calls in enumerate(_different_calls()):
+        group = dist.new_group(range(len(calls)))
+        text = _error_text(calls[dist.get_rank()], group) if dist.get_rank() < len(calls) else None
+        errors = [error for error in gather_json(text) if error is not None]
+        is_named = any("the same call, with one shape and dtype" in error for error in errors)
+        wrong += [] if is_named and all(re.search(known, error) for error in errors) else [f"{number}: {errors}"]
+    return wrong
 
 
 WAITING_AT_THE_END = """
@@ -316,11 +230,8 @@ def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None
     assert (result.returncode, result.stderr) == (3, "")
 
 
-def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> None:
-    check_on_ranks(_check_fallbacks, world_size=3)
-
-
-def _check_fallbacks() -> list[str]:
+@on_ranks(3)
+def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> list[str]:
     """One of three ranks lacks what shared memory needs, one thing after another."""
     denied = _refuse(PermissionError, "not allowed")
     closed = "rank 1: another rank's memory or process cannot be opened: not allowed"
@@ -351,11 +262,8 @@ def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
     x = torch.full((1000,), float(rank))
     all_reduce(x, group)
     wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
-    try:
+    with pytest.raises(ValueError, match=f"cannot share memory.*{re.escape(expected)}"):
         butterfly_all_reduce(x, group, transport=SHARED)
-        wrong.append("shared memory was used after all")
-    except ValueError as error:
-        wrong += [] if "cannot share memory" in str(error) and expected in str(error) else [str(error)]
     return wrong + ([f"rank {rank}: {_count_mappings()} mappings are left"] if _count_mappings() else [])
 
 
@@ -364,6 +272,65 @@ def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
         raise kind(reason)
 
     return refuse
+
+
+# Last on their ranks, since they map memory for good.
+
+
+@on_ranks(2, 4)
+def test_no_message_is_read_too_early_or_written_over() -> list[str]:
+    return find_torn_messages({2: 2_000, 4: 200}[dist.get_world_size()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)])
+def test_no_message_is_read_before_it_is_written_in_many_rounds(world_size: int, rounds: int) -> None:
+    rounds = STRESS_ROUNDS or rounds
+    assert run_ranks(find_torn_messages, rounds, world_size=world_size, timeout_s=3000) == [[]] * world_size
+
+
+def find_torn_messages(rounds: int) -> list[str]:
+    """Every message differs from all before it in every element, so that one torn or stale byte is noticed."""
+    transport = find_transport(None, CPU, SHARED)
+    rank, p = transport.rank, transport.world_size
+    lengths, wrong = (1, 7, 64, 500, 3000), []
+    for round_ in range(rounds):
+        n, value = lengths[round_ % 5], round_ * p
+        if round_ % 5 == 0:  # a stream one way, whose readers are behind: more than there are notes and slots
+            sender = (round_ // 5) % p
+            stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
+            if rank == sender:
+                targets = [target for target in range(p) if target != sender]
+                transport.run([Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets))
+                received = []
+            else:
+                landed = [torch.full((n,), -2) for _ in stream]
+                transport.run([Step(None, 0, x, sender) for x in landed])
+                received = [(x, value + number) for number, x in enumerate(landed)]
+            for x in stream:
+                x.fill_(-1)  # as the caller may, now
+        elif round_ % 5 == 1:  # a swap, with lengths that differ
+            other = rank ^ 1
+            if other >= p:
+                continue
+            sizes = (n, lengths[(round_ // 5) % 5])
+            mine, theirs = (
+                torch.full((sizes[rank % 2],), value + rank),
+                torch.zeros(sizes[other % 2], dtype=torch.int64),
+            )
+            transport.run([Step(mine, other, theirs, other)])
+            mine.fill_(-1)
+            received = [(theirs, value + other)]
+        else:  # everybody to everybody, added: one copy serves all targets
+            mine, total = torch.full((n,), value + rank), torch.zeros(n, dtype=torch.int64)
+            pairs = [((rank + s) % p, (rank - s) % p) for s in range(1, p)]
+            transport.run([Step(mine, to, total, source, True) for to, source in pairs], p)
+            mine.fill_(-1)
+            received = [(total, sum(value + other for other in range(p) if other != rank))]
+        for x, expected in received:
+            if int(x.min()) != expected or int(x.max()) != expected:
+                wrong.append(f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}")
+    return wrong[:5]
 
 
 # Compiling the library: once, by one process, for this user; and what happens if that fails
