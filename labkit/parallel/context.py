@@ -67,9 +67,18 @@ def ring_attention(
     return _attend(_Ring, q, k, v, is_causal, group, layout, transport)
 
 
-def gather_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Compute the same as `ring_attention` with all keys and values on every rank. Same options and errors."""
-    return _attend(_Gathered, q, k, v, **options)
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = True,
+    group: Group = None,
+    layout: str = "zigzag",
+    transport: str = AUTO,
+) -> Tensor:
+    """Compute the same as `ring_attention` with all keys and values on every rank. Same arguments and errors."""
+    return _attend(_Gathered, q, k, v, is_causal, group, layout, transport)
 
 
 def context_parallel(
@@ -160,14 +169,7 @@ class _Call(NamedTuple):
 
 @disable_compile
 def _attend(
-    method: type[_Gathered],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool = True,
-    group: Group = None,
-    layout: str = "zigzag",
-    transport: str = AUTO,
+    method: type[_Gathered], q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Group, layout: str, transport: str
 ) -> Tensor:
     members, refusal = member_group(group), None
     try:

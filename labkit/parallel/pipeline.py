@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
@@ -58,6 +59,7 @@ class Pipeline(nn.Module):
         group: the process group, whose rank r has stage r; None: all ranks.
         chunks: stages per rank; None: 2 if interleaved, else 1.
         costs: cost of each layer, in any unit (`measure_layers`), to balance stages by; None: its parameters.
+        recompute: keep only the inputs of stages, and repeat their forward pass before backward.
         transport: as for `labkit.parallel.collectives.all_reduce`.
 
     After a step, `times` has when each task ran, and `peak_held` the most micro-batches held. Average
@@ -76,12 +78,13 @@ class Pipeline(nn.Module):
         group: dist.ProcessGroup | None = None,
         chunks: int | None = None,
         costs: Sequence[float] | None = None,
+        recompute: bool = False,
         transport: str = AUTO,
     ) -> None:
         super().__init__()
         self.group = members = member_group(group)
         self.rank, self.ranks = members.rank(), members.size()
-        self.micro_batches = micro_batches
+        self.micro_batches, self.recompute = micro_batches, recompute
         self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
         costs = [sum(p.numel() for p in layer.parameters()) for layer in layers] if costs is None else list(costs)
         refusal = None
@@ -92,7 +95,7 @@ class Pipeline(nn.Module):
         except ValueError as error:
             refusal = error
         settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
-        settings |= {"transport": transport}
+        settings |= {"recompute": recompute, "transport": transport}
         named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
         self.device = next((p.device for _, p in named), torch.device("cpu"))
         tensors = [describe(name, p) for name, p in named]
@@ -145,12 +148,21 @@ class Pipeline(nn.Module):
             parameter.grad = None
         run = _Run(self, parts, loss_function, batches)
         for is_message, task in self._plan:
-            (run.pass_on if is_message else run.compute)(task)
+            if is_message:
+                run.pass_on(task)
+            else:
+                run.compute(task)
         self._marks, self.peak_held = run.marks, run.peak_held
         for (parameter, owners), earlier in zip(self._tied, before, strict=True):
             self._sum_tied(parameter, owners, earlier)
         all_reduce(run.loss, self.group, "sum", transport=self._transport)
         return run.loss[0]
+
+    def run_stage(self, stage: int, x: Tensor) -> Tensor:
+        """Run the layers of a stage that this rank has."""
+        for number in self.stages[stage]:
+            x = self.layers[str(number)](x)
+        return x
 
     def _sum_tied(self, parameter: nn.Parameter, owners: list[int], earlier: Tensor | None) -> None:
         """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the earlier one."""
@@ -196,9 +208,10 @@ class _Run:
     def _forward(self, task: Task) -> None:
         pipeline, (inputs, targets) = self._pipeline, self._parts[task.micro_batch]
         x = self._arrived.pop(task).requires_grad_() if task.stage else inputs
-        y = x
-        for number in pipeline.stages[task.stage]:
-            y = pipeline.layers[str(number)](y)
+        if pipeline.recompute:
+            y = checkpoint(pipeline.run_stage, task.stage, x, use_reentrant=False)
+        else:
+            y = pipeline.run_stage(task.stage, x)
         if task.stage == self._last:
             y = self._loss_function(y, targets) / len(self._parts)
             self.loss += y.detach()

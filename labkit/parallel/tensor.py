@@ -1,6 +1,6 @@
 """Tensor parallelism: every matrix of the Transformer is cut over the ranks, which exchange activations.
 
-    model = TensorParallel(Transformer(shape, context_length=1024))
+    model = tensor_parallel(Transformer(shape, context_length=1024))
     loss = model(tokens, targets)        mean cross-entropy; logits stay in parts
     loss.backward()                      gradients of this rank's parts of the parameters
     logits = model(tokens)               whole, on every rank
@@ -52,8 +52,10 @@ TRANSPORTS = (*CHOICES, TORCH)  # labkit's collectives over a transport, or thos
 IGNORED = -100  # the target of a position without a loss, as in `torch.nn.functional.cross_entropy`
 
 
-class TensorParallel(nn.Module):
-    """A Transformer cut over the ranks of `group` (None: all), in place. Call `module` through this wrapper only.
+def tensor_parallel(
+    model: Transformer, group: Group = None, *, sequence_parallel: bool = False, transport: str = AUTO
+) -> TensorParallel:
+    """Cut the model's parameters over the ranks of `group` (None: all), in place, and wrap it. A collective.
 
     The model is whole on every rank before, and takes the values of the group's rank 0. `transport`: "auto", "shared"
     or "point_to_point" for labkit's collectives; "torch" for those of torch.distributed.
@@ -61,10 +63,13 @@ class TensorParallel(nn.Module):
     Raises ValueError, on all ranks, for a model other than an uncut `Transformer`, for heads that p does not divide,
     for fewer rows than ranks, for another transport, and if models or arguments differ between ranks.
     """
+    return TensorParallel(model, group, sequence_parallel=sequence_parallel, transport=transport)
 
-    def __init__(
-        self, model: Transformer, group: Group = None, *, sequence_parallel: bool = False, transport: str = AUTO
-    ) -> None:
+
+class TensorParallel(nn.Module):
+    """A Transformer cut over ranks. `module` has this rank's parts; call it through this wrapper only."""
+
+    def __init__(self, model: Transformer, group: Group, *, sequence_parallel: bool, transport: str) -> None:
         super().__init__()
         members = member_group(group)
         refusal = _find_refusal(model, members.size(), transport)

@@ -92,7 +92,7 @@ def run_step(stages: Pipeline, inputs: Tensor = TOKENS, steps: int = 1) -> dict[
 
 CASES: list[tuple[torch.dtype, int, dict[str, Any]]] = [
     (torch.float64, 0, {}),
-    (torch.float32, 0, {"transport": "point_to_point"}),
+    (torch.float32, 0, {"recompute": True, "transport": "point_to_point"}),
     (torch.float64, 1, {"costs": [1, 5, 1, 1, 2, 1, 1, 1]}),
 ]
 """Dtype, first layer, which with 1 takes activations as inputs, and options."""

@@ -19,7 +19,7 @@ from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.ranks import group
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.parallel.ranks.worker import OOM_SCORE
-from labkit.parallel.tensor import TensorParallel
+from labkit.parallel.tensor import tensor_parallel
 from tests.cases import thinned
 from tests.parallel.waiting import is_gone, wait_until
 
@@ -64,7 +64,7 @@ def _fail_in(part: str, how: str, folder: Path) -> None:
 
     if part == "tensor":
         tokens = torch.zeros(2, 64, dtype=torch.int64)
-        model = TensorParallel(Transformer(SIZES["nano"], context_length=64))
+        model = tensor_parallel(Transformer(SIZES["nano"], context_length=64))
         model.module.layers[1].register_forward_hook(fail)
         model(tokens, tokens).backward()
     elif part == "pipeline":

@@ -19,7 +19,7 @@ from labkit.parallel import tensor
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.overlap import BackgroundAllReduce
 from labkit.parallel.sharding import FSDP, rows
-from labkit.parallel.tensor import TensorParallel
+from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -73,7 +73,7 @@ def test_parity() -> list[str]:
     for place, (is_cut, (transport, segment, from_parts)) in enumerate(product((False, True), ways)):
         for dtype in TOLERANCES if dist.get_world_size() == 2 else [[*TOLERANCES][place % 2]]:
             whole = build(dtype, seed=dist.get_rank(), checkpoint_segment=segment)
-            model = TensorParallel(whole, sequence_parallel=is_cut, transport=transport)
+            model = tensor_parallel(whole, sequence_parallel=is_cut, transport=transport)
             expected, result, state = reference(dtype), compute(model, from_parts=from_parts), model.gather_state_dict()
             error = max(furthest(result, expected), furthest(state, build(dtype).state_dict()))
             if result.keys() != expected.keys() or not error <= TOLERANCES[dtype]:
@@ -99,7 +99,7 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
         return x.reshape(dist.get_world_size(), x.shape[0], -1, x.shape[2])[dist.get_rank()].clone()
 
     def step() -> dict[str, Tensor]:
-        model = TensorParallel(build(shape=shape), sequence_parallel=sequence_parallel)
+        model = tensor_parallel(build(shape=shape), sequence_parallel=sequence_parallel)
         loss = model(TOKENS, TARGETS)
         loss.backward()
         return {"loss": loss.detach(), **gradients(model)}
@@ -114,7 +114,7 @@ def test_bytes() -> list[str]:
     """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
     wrong, p, algorithm = [], dist.get_world_size(), communication.recursive_doubling  # these tensors are short
     for is_cut in (False, True):
-        model = TensorParallel(build(), sequence_parallel=is_cut)
+        model = tensor_parallel(build(), sequence_parallel=is_cut)
         with recorded_traffic() as traffic:
             model(TOKENS, TARGETS).backward()
         calls = communication.tensor_parallel_calls(SHAPE, 2, 12, p, itemsize=8, sequence_parallel=is_cut)
@@ -130,19 +130,19 @@ def test_models() -> list[str]:
     rank = dist.get_rank()
     narrow, fitting = (TransformerShape(24, d_ff, n_layers=1, n_heads=3, vocabulary=14) for d_ff in (2, 30))
     attempts: Attempts = [
-        ("heads that 3 ranks divide, got 4", lambda: TensorParallel(build())),
-        ("d_ff of 3", lambda: TensorParallel(build(shape=narrow))),
-        ("not cut, got Linear", lambda: TensorParallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
-        ("a transport among auto", lambda: TensorParallel(build(shape=fitting), transport="carrier pigeon")),
-        ("on every rank", lambda: TensorParallel(build(shape=fitting), sequence_parallel=rank == 1)),
-        ("on every rank", lambda: TensorParallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
+        ("heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
+        ("d_ff of 3", lambda: tensor_parallel(build(shape=narrow))),
+        ("not cut, got Linear", lambda: tensor_parallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
+        ("a transport among auto", lambda: tensor_parallel(build(shape=fitting), transport="carrier pigeon")),
+        ("on every rank", lambda: tensor_parallel(build(shape=fitting), sequence_parallel=rank == 1)),
+        ("on every rank", lambda: tensor_parallel(build(torch.float64 if rank else torch.float32, shape=fitting))),
     ]
     return find_refusals_that_fail(attempts)
 
 
 @on_ranks(4)
 def test_calls() -> list[str]:
-    rank, model = dist.get_rank(), TensorParallel(build(), sequence_parallel=True)
+    rank, model = dist.get_rank(), tensor_parallel(build(), sequence_parallel=True)
     attempts: Attempts = [
         ("same tokens", lambda: model(TOKENS.roll(rank))),
         ("same tokens", lambda: model(TOKENS[:, : 12 - rank])),
@@ -151,7 +151,7 @@ def test_calls() -> list[str]:
         ("tokens from 0 to 13", lambda: model(TOKENS + 3)),
         ("tokens from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
         ("int64 tokens", lambda: model(TOKENS.float())),
-        ("that is not cut", lambda: TensorParallel(model.module)),
+        ("that is not cut", lambda: tensor_parallel(model.module)),
     ]
     return find_refusals_that_fail(attempts)
 
@@ -172,7 +172,7 @@ def test_axes() -> list[str]:
         if replaced and is_cut == (wrap is FSDP):
             continue
         whole = build(seed=dist.get_rank())
-        cut = TensorParallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
+        cut = tensor_parallel(whole, mesh.get_group("tensor"), sequence_parallel=is_cut)
         model: Any = wrap(cut, group=mesh.get_group("data"))
         with left_out(0, replaced):
             model(TOKENS[part : part + 1], targets[part : part + 1]).backward()

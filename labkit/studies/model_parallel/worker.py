@@ -28,7 +28,7 @@ from labkit.parallel.pipeline_schedule import peak_activations
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.sharding import shard, whole_parameters
-from labkit.parallel.tensor import TensorParallel
+from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
@@ -141,7 +141,7 @@ def train_whole(problem: Problem) -> Trainer:
 
 def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = False) -> Trainer:
     """Train with tensor parallelism, with sequence parallelism or without."""
-    model = TensorParallel(problem.build(), sequence_parallel=is_sequence, transport=transport)
+    model = tensor_parallel(problem.build(), sequence_parallel=is_sequence, transport=transport)
     optimizer = AdamW(model.parameters(), **SETTINGS)
     return Trainer(optimizer, lambda: model(problem.inputs, problem.targets).backward(), model.gather_state_dict)
 
