@@ -90,10 +90,10 @@ def runs_here(machine: Machine) -> dict[str, Run]:
     """Return the newest run with rows of this machine, by lab that decides a field."""
     runs: dict[str, Run] = {}
     for lab in {topic.lab for topic in TOPICS}:
-        for run in newest_runs(runs_directory() / lab, recorded_directory() / lab):
-            if run.header.machine.identity == machine.identity and not run.frame().empty:
-                runs[lab] = run
-                break
+        newest = newest_runs(runs_directory() / lab, recorded_directory() / lab)
+        here = (run for run in newest if run.header.machine.identity == machine.identity)
+        if run := next((run for run in here if not run.frame().empty), None):
+            runs[lab] = run
     return runs
 
 

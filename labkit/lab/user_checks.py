@@ -150,8 +150,6 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
         column[rows[0]] = value
     table.insert(list(table.columns).index(question.measured), "your_guess_s", column)
     guessed = table.dropna(subset="your_guess_s")
-    if guessed.empty:
-        return replace(answer, table=table)
     yours, predictions = (
         format_factor(float(np.exp(np.log(guessed[question.measured] / guessed[name]).abs().mean())))
         for name in ("your_guess_s", question.predicted)

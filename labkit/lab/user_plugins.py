@@ -51,9 +51,8 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
         if not isinstance(plugged, Mapping):
             raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {plugged!r:.80}")
         if plugged and not has_place:
-            raise ParameterError(
-                f"{study.name}: has no place for {kind} of your own, got {', '.join(map(str, plugged))}"
-            )
+            names = ", ".join(map(str, plugged))
+            raise ParameterError(f"{study.name}: has no place for {kind} of your own, got {names}")
         for name in plugged:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")

@@ -14,10 +14,7 @@ from labkit.scaling import read_table, validate
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of GPU, how many share a node, and the network between nodes.
-
-    `network_gbps`: all links of a node together, gigabits per second in one direction.
-    """
+    """A kind of GPU, how many share a node, and the network between nodes."""
 
     name: str
     architecture: str
@@ -28,6 +25,7 @@ class Hardware:
     link_gb_s: float
     """GPU to GPU inside a node: one direction, all lanes of one GPU."""
     network_gbps: float
+    """All links of a node together, gigabits per second in one direction."""
     source: str
     fp8_ratio: float = 1.0
     """Peak of fp8 matmuls over the peak of bf16; 1 without fp8 units."""

@@ -42,7 +42,7 @@ class Lines(Figure):
             at = at.map(names.index) + step * (data[self.color].map(hues.index) - (len(hues) - 1) / 2)
         rows = data.assign(**{AT: at})
         data = rows.sort_values([AT, self.color], kind="stable")
-        colors, markers = style.colors(hues), style.markers(hues)
+        colors, markers = style.colors(hues), style.colors(hues, style.MARKERS)
         panels = list(self._panels(rows))
         figure, axes = style.panel_grid(len(panels))
         marks: list[Mark] = []

@@ -35,14 +35,9 @@ MIN_TICKS, MAX_TICKS = 3, 10  # of a logarithmic axis: fewer do not show its sca
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
 
 
-def colors(values: Iterable[Any]) -> dict[Any, str]:
-    """Assign a color to each distinct value, in order."""
-    return dict(zip(dict.fromkeys(values), cycle(PALETTE), strict=False))
-
-
-def markers(values: Iterable[Any]) -> dict[Any, str]:
-    """Assign a marker to each distinct value, in order."""
-    return dict(zip(dict.fromkeys(values), cycle(MARKERS), strict=False))
+def colors(values: Iterable[Any], looks: Sequence[str] = PALETTE) -> dict[Any, str]:
+    """Assign a color, or another look, to each distinct value, in order."""
+    return dict(zip(dict.fromkeys(values), cycle(looks), strict=False))
 
 
 def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:

@@ -134,10 +134,7 @@ class _Engine(Engine):
 
 @contextmanager
 def _handing_on_interrupts(kernel: int) -> Iterator[None]:
-    """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process.
-
-    A kernel that is shut down while a cell runs prints a traceback of its own sockets.
-    """
+    """Let the first Ctrl-C interrupt the cell: a kernel that is shut down in mid-cell prints a traceback."""
 
     def hand_on(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)

@@ -140,15 +140,10 @@ def launch_points(
     """Launch points of one group of ranks and yield their events; only rank 0 of a job gets `checkpoints`."""
     first, options = points[0], {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
     PRELOADED.extend(module for module in study.preload if module not in PRELOADED)
-    return launch(
-        partial(probed, worker_with_plugins(study, plugins), **options),
-        points,
-        world_size=first.world_size,
-        backend=first.backend,
-        scheduling=first.scheduling,
-        timeout_s=first.timeout_s,
-        on_output=on_output,
-    )
+    names = ("world_size", "backend", "scheduling", "timeout_s")
+    group: dict[str, Any] = {name: getattr(first, name) for name in names}
+    worker = partial(probed, worker_with_plugins(study, plugins), **options)
+    return launch(worker, points, on_output=on_output, **group)
 
 
 def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> NoReturn:

@@ -70,8 +70,7 @@ def time_guarded(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
     """Time all alternatives in turns: seconds by alternative and phase, and the reasons of those that failed.
 
-    After a failure the others are timed again from the start. `prepare` and `options` are those of
-    `time_parts_interleaved`.
+    After a failure the others start again. `prepare` and `options` are those of `time_parts_interleaved`.
     """
     failed = {name: why for name in alternatives if (why := current_alternative.excluded_reason(name)) is not None}
     turn = ""

@@ -75,17 +75,10 @@ def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable
     return LAYERS
 
 
-@dataclass(frozen=True)
 class Batch:
-    """Input of all ranks and gradient of the output, (batch, features) in float32; `rows` are this rank's."""
+    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32; this rank's rows."""
 
-    whole: Tensor
-    gradient: Tensor
-    rows: slice
-
-    @classmethod
-    def make(cls, point: SyncBatchNormPoint, device: str) -> "Batch":
-        """Draw the whole batch from the seed, the same on every rank."""
+    def __init__(self, point: SyncBatchNormPoint, device: str) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         whole = torch.randn(point.batch, point.features, generator=torch.Generator().manual_seed(point.seed))
         bounds = [point.batch * index // ranks for index in range(ranks + 1)]
@@ -93,7 +86,8 @@ class Batch:
             whole[bounds[index] : bounds[index + 1]] += index
         gradient = torch.zeros(point.batch, point.features)
         gradient[: point.batch // 2] = 1
-        return cls(whole.to(device), gradient.to(device), slice(bounds[rank], bounds[rank + 1]))
+        self.whole, self.gradient = whole.to(device), gradient.to(device)
+        self.rows = slice(bounds[rank], bounds[rank + 1])
 
     def rows_for(self, name: str) -> slice:
         return slice(None) if name == WHOLE else self.rows
@@ -150,7 +144,7 @@ def _with_affine(layer: nn.Module) -> nn.Module:
 def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of one point: seconds of every alternative and phase, and memory."""
     device, layers = use_device(point.device), dict[str, Layer]()
-    batch = Batch.make(point, device)
+    batch = Batch(point, device)
     rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
     if TORCH in rows and device == "cpu":
         rows[TORCH]["not_measured"] = "torch's SyncBatchNorm refuses CPU tensors"
