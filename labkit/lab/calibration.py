@@ -6,19 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pandas as pd
 
-from labkit.costs.calibration import (
-    ALL_REDUCE,
-    BURST,
-    DOUBLING,
-    IN_A_ROW,
-    MESSAGE,
-    ROW,
-    Autograd,
-    Calibration,
-    Curve,
-    Rates,
-    Transport,
-)
+from labkit.costs import calibration as costs
+from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, ROW
 from labkit.costs.communication import MessageCost, fit_alpha_beta, recursive_doubling
 from labkit.lab.metric import Metric
 from labkit.lab.project import runs_directory
@@ -36,12 +25,12 @@ CHAINS = Metric("seconds", "operators", ("device",), where={"sweep": "autograd",
 NEW = "new"  # operation of the sweep "memory"
 
 
-def calibrate_machine(run: Run) -> Calibration | None:
+def calibrate_machine(run: Run) -> costs.Calibration | None:
     """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which predictions need."""
     frame = run.frame()
     if not (rates := tuple(_rates(frame))):
         return None
-    return Calibration(
+    return costs.Calibration(
         run=run.name,
         measured=run.header.started,
         machine=run.header.machine.label,
@@ -51,7 +40,7 @@ def calibrate_machine(run: Run) -> Calibration | None:
     )
 
 
-def newest_calibration(machine: Machine, within: timedelta | None = None) -> Calibration | None:
+def newest_calibration(machine: Machine, within: timedelta | None = None) -> costs.Calibration | None:
     """The calibration from the newest complete and large enough limits run of this machine, at most `within` old."""
     for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
@@ -83,14 +72,14 @@ def _is_usable(run: Run, here: Machine) -> bool:
     return one == other and not run.pending and run.header.profile != "smoke" and is_large and has_messages
 
 
-def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
+def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
     products, memory = _least(PRODUCTS, frame), _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]
     for device, some in products.groupby("device"):
         here = memory[memory["device"] == device]
         if additions := _curve(here[here["operation"] == NEW], "bytes"):
             curves = {str(dtype): _faster_with_size(rows) for dtype, rows in some.groupby("dtype")}
-            yield Rates(
+            yield costs.Rates(
                 device=str(device),
                 products=curves,
                 additions=additions,
@@ -98,14 +87,14 @@ def _rates(frame: pd.DataFrame) -> Iterator[Rates]:
             )
 
 
-def autograd(frame: pd.DataFrame) -> Autograd | None:
+def autograd(frame: pd.DataFrame) -> costs.Autograd | None:
     """Fit autograd's cost from medians of chains of few and many operators on one device; None without both."""
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None
     (few, short_s), (many, long_s) = table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
     operator_s = max(0.0, (long_s - short_s) / (many - few))
-    return Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
+    return costs.Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
 
 
 def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
@@ -113,21 +102,21 @@ def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
     return metric.samples(frame).groupby(metric.columns, as_index=False)["seconds"].min()
 
 
-def _curve(table: pd.DataFrame, work: str) -> Curve:
+def _curve(table: pd.DataFrame, work: str) -> costs.Curve:
     """(work, seconds) by size. If something larger took less time, which is noise, its time holds for both."""
     ordered = table.sort_values(work)
     seconds = ordered["seconds"][::-1].cummin()[::-1]
     return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
 
 
-def _faster_with_size(table: pd.DataFrame) -> Curve:
+def _faster_with_size(table: pd.DataFrame) -> costs.Curve:
     """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are disturbances."""
     ordered = table.sort_values("flops")
     rate = (ordered["flops"] / ordered["seconds"]).cummax()
     return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
 
 
-def transports(frame: pd.DataFrame) -> Iterator[Transport]:
+def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
     """Fit alpha and beta of every transport and number of ranks: all-reduce, messages in a row, messages at once.
 
     The cost of a call is the time of the shortest all-reduce by recursive doubling minus that of its messages.
@@ -146,7 +135,7 @@ def transports(frame: pd.DataFrame) -> Iterator[Transport]:
             (MESSAGE, message, 1, call_s),
             (BURST, burst, ranks - 1, call_s),
         ):
-            costs = [MessageCost(1, sent * n) for n in by_size.index]
-            alpha_s, beta_s = fit_alpha_beta(costs, seconds.tolist())
+            messages = [MessageCost(1, sent * n) for n in by_size.index]
+            alpha_s, beta_s = fit_alpha_beta(messages, seconds.tolist())
             costs_s = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "call_s": call}
-            yield Transport(way=str(way), what=what, ranks=int(ranks), **costs_s)
+            yield costs.Transport(way=str(way), what=what, ranks=int(ranks), **costs_s)

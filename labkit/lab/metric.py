@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.bench.statistics import (
-    MIN_RELEVANT_DIFFERENCE,
-    combine_sessions,
-    compare_groups,
-    median_groups,
-    slowest_rank,
-    with_verdicts,
-)
+from labkit.bench import statistics
 from labkit.costs.calibration import Calibration
 from labkit.lab.units import join_words, label
 
@@ -80,16 +73,16 @@ class Metric:
         rows = self.select(frame).dropna(subset=[self.value])
         rows = rows.assign(session=rows["session"].astype(object).fillna(1) if "session" in rows else 1)
         keys = [*self.columns, "session"]
-        return (
-            slowest_rank(rows, self.value, keys) if len(rows) else rows.reindex(columns=[*keys, "repeat", self.value])
-        )
+        if rows.empty:
+            return rows.reindex(columns=[*keys, "repeat", self.value])
+        return statistics.slowest_rank(rows, self.value, keys)
 
     def medians(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return medians, intervals that cover those of all sessions, and `n`, by configuration and alternative."""
         samples = self.samples(frame)
-        table = median_groups(samples, self.value, self.columns)
+        table = statistics.median_groups(samples, self.value, self.columns)
         if samples["session"].nunique() > 1:
-            sessions = median_groups(samples, self.value, [*self.columns, "session"])
+            sessions = statistics.median_groups(samples, self.value, [*self.columns, "session"])
             groups = pd.concat([table, sessions]).groupby(self.columns, dropna=False, sort=False)
             table[["low", "high"]] = groups.agg({"low": "min", "high": "max"}).to_numpy()
         return table.rename(columns={"median": self.value})[[*self.columns, self.value, "low", "high", "n"]]
@@ -110,15 +103,15 @@ class Metric:
             return self._exact_ratios(baseline, self.largest(frame))
         keys = [*self.configuration, "session"]
         samples = self.samples(frame)
-        ratios = compare_groups(samples, self.value, keys, self.compare, baseline)
-        return with_verdicts(combine_sessions(ratios, self.configuration, self.compare))
+        ratios = statistics.compare_groups(samples, self.value, keys, self.compare, baseline)
+        return statistics.with_verdicts(statistics.combine_sessions(ratios, self.configuration, self.compare))
 
     def _exact_ratios(self, baseline: Any, table: pd.DataFrame) -> pd.DataFrame:
         keys = list(self.configuration)
         base = table.loc[table[self.compare] == baseline, [*keys, self.value]]
         pairs = table[table[self.compare] != baseline].merge(base, on=keys, suffixes=("", "_baseline"))
         ratio = pairs[self.value].astype(float) / pairs[f"{self.value}_baseline"].astype(float)
-        return with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
+        return statistics.with_verdicts(pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0))
 
     def best(self, table: pd.DataFrame) -> Any:
         """Return the alternative with most wins less losses over configurations; None if none is better anywhere.
@@ -140,7 +133,7 @@ class Metric:
         if standing.empty:
             return None
         leaders = standing[standing["wins"] == standing["wins"].max()]
-        return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(MIN_RELEVANT_DIFFERENCE)][0]
+        return leaders.index[leaders["log"] <= leaders["log"].min() + np.log1p(statistics.MIN_RELEVANT_DIFFERENCE)][0]
 
     def failures(self, frame: pd.DataFrame, among: Collection[Any] | None = None) -> tuple[str, ...]:
         """Note alternatives (of `among`, if given) without a value: wrong results, failures, refusals."""

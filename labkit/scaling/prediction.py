@@ -8,18 +8,8 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.scaling import memory
+from labkit.scaling import intervals, memory
 from labkit.scaling.constants import Constants, load_constants
-from labkit.scaling.intervals import (
-    MAX_DISTANCE,
-    extrapolations,
-    find_ends,
-    load_widths,
-    measure_distances,
-    measure_slopes,
-    peak_s,
-    sum_widths,
-)
 from labkit.scaling.models import Numbers
 from labkit.scaling.published import Ground, load_ground, nearest_keys
 from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
@@ -114,7 +104,7 @@ class Predictions:
 
     def warnings(self, row: int) -> Iterator[str]:
         """Yield where the prediction extrapolates, and whether memory runs out or slows steps down."""
-        yield from extrapolations(self.runs, row, self.ground, self.distances)
+        yield from intervals.extrapolations(self.runs, row, self.ground, self.distances)
         if self.out_of_memory[row] >= FITS_RISK:
             yield "expected to run out of memory"
         elif self.is_unstable[row]:
@@ -122,9 +112,9 @@ class Predictions:
 
     def refusal_reason(self, row: int) -> str | None:
         """Why a run is too far from measured runs to predict, and the measurement that would help; None if near."""
-        if self.distance[row] <= MAX_DISTANCE:
+        if self.distance[row] <= intervals.MAX_DISTANCE:
             return None
-        reasons = "; ".join(extrapolations(self.runs, row, self.ground, self.distances))
+        reasons = "; ".join(intervals.extrapolations(self.runs, row, self.ground, self.distances))
         return f"too far from every published run for a number ({reasons}): measure one run of this kind and calibrate"
 
 
@@ -146,10 +136,11 @@ def predict_runs(runs: Runs) -> Predictions:
     parts, stages = breakdown(runs), memory.stage_bytes(runs)
     peak_gib = memory.peak_gib(stages)
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
-    distances = measure_distances(runs, ground)
-    exponents = sum_widths(runs.table, measure_slopes(distances, is_unstable), load_widths())
+    distances = intervals.measure_distances(runs, ground)
+    slopes = intervals.measure_slopes(distances, is_unstable)
+    exponents = intervals.sum_widths(runs.table, slopes, intervals.load_widths())
     predicted = np.sum(list(parts.values()), axis=0)
-    seconds, low, high = find_ends(runs, predicted, exponents)
+    seconds, low, high = intervals.find_ends(runs, predicted, exponents)
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
     margin = np.log(peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
     risk = 1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20)))  # the normal distribution, to 0.01
@@ -158,7 +149,7 @@ def predict_runs(runs: Runs) -> Predictions:
         "low_90": low,
         "high_90": high,
         "distance": np.sum(list(distances.values()), axis=0),
-        "mfu": peak_s(runs) / seconds,
+        "mfu": intervals.peak_s(runs) / seconds,
         "peak_gib": peak_gib,
         "out_of_memory": risk,
         "is_unstable": is_unstable,

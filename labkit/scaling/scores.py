@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from labkit.scaling import DATA
+from labkit.scaling import DATA, step_time
 from labkit.scaling.advice import sums_s
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Numbers, find_model
@@ -13,14 +13,6 @@ from labkit.scaling.prediction import predict_runs
 from labkit.scaling.published import is_timed, load_published
 from labkit.scaling.runs import Runs
 from labkit.scaling.search import Request, rank
-from labkit.scaling.step_time import (
-    Group,
-    attention_s,
-    context_ring_s,
-    matmuls_s,
-    parameter_gather_s,
-    tensor_parallel_s,
-)
 
 PARTS = {
     "data": "data_parallel_s",
@@ -98,14 +90,14 @@ def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
     Below 1 a step is mostly communication. The context ring is compared with attention, behind which it travels.
     """
     once, replicas = np.ones(len(runs)), runs.dp * runs.cp
-    matmuls = matmuls_s(runs, once, once)
-    gradients = Group(runs, replicas, runs.tp).all_reduce_s(runs["gradient_bytes"] * runs.layer_parameters / runs.tp)
+    matmuls = step_time.matmuls_s(runs, once, once)
+    ranks, n_bytes = step_time.Group(runs, replicas, runs.tp), runs["gradient_bytes"] * runs.layer_parameters / runs.tp
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
     kinds = {
-        "data": (runs.micro_batches * matmuls, gradients, (replicas > 1) & ~gathers),
-        "sharding": (matmuls, parameter_gather_s(runs), (runs.shard_ranks > 1) & gathers),
-        "tensor": (matmuls, tensor_parallel_s(runs, once), runs.tp > 1),
-        "context": (attention_s(runs, once), context_ring_s(runs), runs.cp > 1),
+        "data": (runs.micro_batches * matmuls, ranks.all_reduce_s(n_bytes), (replicas > 1) & ~gathers),
+        "sharding": (matmuls, step_time.parameter_gather_s(runs), (runs.shard_ranks > 1) & gathers),
+        "tensor": (matmuls, step_time.tensor_parallel_s(runs, once), runs.tp > 1),
+        "context": (step_time.attention_s(runs, once), step_time.context_ring_s(runs), runs.cp > 1),
         "pipeline": (runs.micro_batches * runs.vp, runs.pp - 1, runs.pp > 1),
     }
     return {
