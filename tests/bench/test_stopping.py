@@ -60,7 +60,7 @@ def _until_narrow():
     rank = dist.get_rank()
     slower = np.maximum(1.0, _noise(0.5, seed=3)) if rank else np.ones((2, MOST))  # what the steady rank waits for
     times = iter(slower.ravel())
-    clock._time_cpu = lambda action, calls: next(times)  # of this rank's process alone
+    clock._time_calls = lambda action, calls, is_cuda: next(times)  # of this rank's process alone
     samples = time_interleaved({"a": int, "b": int}, warmup=0, repeats=30, ratio_within=0.1)
     dist.barrier()
     return len(samples["a"])
