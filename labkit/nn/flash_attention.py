@@ -18,6 +18,7 @@ import csv
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ class FlashAttention(torch.autograd.Function):
         if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
             raise ValueError(reason)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
-        output, logsumexp = run_forward(q, k, v, causal, scale)
+        output, logsumexp = run_kernel("forward", (q, k, v), causal, scale)
         ctx.save_for_backward(q, k, v, output.data, logsumexp)
         ctx.watch = VersionWatch(output)
         ctx.causal, ctx.scale = causal, scale
@@ -100,11 +101,11 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, output, logsumexp = ctx.saved_tensors
         if ctx.watch.is_modified:
-            output, _ = run_forward(q, k, v, ctx.causal, ctx.scale)
+            output, _ = run_kernel("forward", (q, k, v), ctx.causal, ctx.scale)
         grad_output = grad_output.contiguous()
         inputs = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
-        (grad_q,) = _gradients("grad_q", inputs, ctx.causal, ctx.scale)
-        grad_k, grad_v = _gradients("grad_kv", inputs, ctx.causal, ctx.scale)
+        (grad_q,) = run_kernel("grad_q", inputs, ctx.causal, ctx.scale)
+        grad_k, grad_v = run_kernel("grad_kv", inputs, ctx.causal, ctx.scale)
         return grad_q, grad_k, grad_v, None, None
 
 
@@ -132,20 +133,14 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return None
 
 
-def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output (..., Q, D), and the logsumexp in base 2 (..., Q), of contiguous tensors; `tile` replaces tuned ones."""
-    output, logsumexp = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    _launch("forward", (q, k, v, output, logsumexp), causal, scale, tile)
-    return output, logsumexp
-
-
-def _gradients(
-    name: str, inputs: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None = None
-) -> tuple[Tensor, ...]:
-    """dQ, or dK and dV, from q, k, v, dO, the logsumexp and delta."""
-    results = tuple(torch.empty_like(x) for x in (inputs[:1] if name == "grad_q" else inputs[1:3]))
+def run_kernel(
+    name: str, inputs: Sequence[Tensor], causal: bool, scale: float | None, tile: Tile | None = None
+) -> list[Tensor]:
+    """Output (..., Q, D) and logsumexp in base 2 (..., Q) of contiguous q, k, v; or dQ, or dK and dV, from q, k, v, dO,
+    the logsumexp and delta. `tile` replaces the tuned ones."""
+    results = [torch.empty_like(x) for x in (inputs[1:3] if name == "grad_kv" else inputs[:1])]
+    if name == "forward":
+        results.append(results[0].new_empty(results[0].shape[:-1], dtype=torch.float32))
     _launch(name, (*inputs, *results), causal, scale, tile)
     return results
 
@@ -246,11 +241,8 @@ def _tile_fault(
     """Compare a kernel with this tile with float64 on a small problem: the reason against it, or None."""
     (q, k, v, grad_output, output, logsumexp), expected = _probe(head_dim, group, dtype, causal, device)
     try:
-        if name == "forward":
-            results: tuple[Tensor, ...] = run_forward(q, k, v, causal, None, tile)
-        else:
-            saved = (q, k, v, grad_output, logsumexp, _delta(output, grad_output))
-            results = _gradients(name, saved, causal, None, tile)
+        saved = () if name == "forward" else (grad_output, logsumexp, _delta(output, grad_output))
+        results = run_kernel(name, (q, k, v, *saved), causal, None, tile)
     except Exception as error:  # of several types, by what fails: compilation, resources, launch
         return str(error).partition("\n")[0] or type(error).__name__
     limit = max(2 * torch.finfo(dtype).eps, 2**-17)

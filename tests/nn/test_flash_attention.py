@@ -21,7 +21,7 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn import flash_attention
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
-from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_forward
+from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_kernel
 from labkit.nn.training import TrainingStep, gradients
 from tests.cases import thinned
 from tests.commands import carry_out
@@ -38,7 +38,7 @@ runs_kernels = pytest.mark.skipif(
 
 def flash_forward(q: Any, k: Any, v: Any, causal: bool, *, scale: float | None) -> tuple[Any, Any]:
     """The output, and the logsumexp in natural logarithms."""
-    output, logsumexp = run_forward(q.contiguous(), k.contiguous(), v.contiguous(), causal, scale)
+    output, logsumexp = run_kernel("forward", [x.contiguous() for x in (q, k, v)], causal, scale)
     return output, logsumexp * math.log(2)
 
 

@@ -60,6 +60,6 @@ def test_every_kernel_is_tuned_compiled_and_launched(h100):
     torch.autograd.grad(flash_attention.FlashAttention.apply(*inputs, True), inputs, torch.ones_like(output))
     assert len(h100.launches) == once + 4, "what is tuned is not tuned again"
     before, many = len(h100.launches), torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16)
-    flash_attention.run_forward(*many, True, None)
+    flash_attention.run_kernel("forward", many, True, None)
     tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=HEAD_DIM, capability=(9, 0))
     assert len(h100.launches) == before + len(tiles) + 1, "more programs are tuned for themselves"
