@@ -25,6 +25,11 @@ COMPILE = @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+# Style and types are checked while the tests run; what is wrong with them is said below, so it does not scroll away.
+BESIDE_LINT = ($(LINT)) > $(VENV)/lint.txt 2>&1 & $(1); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.txt; \
+	exit $$((tests + lint))
+
 .DEFAULT_GOAL := help
 # `make -j report test` would install into one environment twice at once, and measure beside the tests.
 .NOTPARALLEL:
@@ -38,11 +43,11 @@ install: $(VENV)/installed ## labkit and what it needs, in .venv
 report: install ## measure and write reports/index.html; PROFILE=quick, LABS="all_reduce ..." picks some
 	$(BIN)/labkit report $(LABS) --profile $(PROFILE)
 
-test: $(VENV)/installed-test lint ## lint, types and the tests that every change must pass
-	$(TESTS) -m "not slow"
+test: $(VENV)/installed-test ## lint, types and the tests that every change must pass
+	@$(call BESIDE_LINT,$(TESTS) -m "not slow")
 
-test-all: $(VENV)/installed-test lint ## the same with the tests marked slow
-	$(TESTS)
+test-all: $(VENV)/installed-test ## the same with the tests marked slow
+	@$(call BESIDE_LINT,$(TESTS))
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; half an hour
 	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_memory.py -m slow -k written
@@ -73,9 +78,7 @@ of-these-versions: $(VENV)/installed-test
 	env -u MAKEFLAGS -u VENV -u CONSTRAINTS $(TESTS) -m "not slow" # tests that call make want its defaults
 
 lint: $(VENV)/installed-test ## style and types only
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # What JupyterLab starts (its terminals, `!labkit`) finds this environment's commands first; a login shell, which is what
 # its terminals run where nobody looks at its output, would set another PATH.

@@ -10,7 +10,11 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 import labkit.studies
+from labkit.lab.pages import execute
+from labkit.lab.project import checkout
 from labkit.parallel.ranks import fork_server
 
 OF_WORKERS = ("torch._dynamo", "torch.distributed.optim", "sklearn.datasets")
@@ -44,3 +48,11 @@ def borrow(address: Path) -> None:
         lender.connect(str(address))
         server, (control,), *_ = socket.recv_fds(lender, 20, 1)
     fork_server._server.append((socket.socket(fileno=control), SimpleNamespace(pid=int(server))))  # type: ignore
+
+
+def share_with_kernels(address: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let kernels that start from now on import tests, and use the server that is lent at this address, if any."""
+    patch.setenv("PYTHONPATH", str(checkout()))
+    if address.exists():
+        line = f"__import__('tests.fork_server', fromlist=['']).borrow({str(address)!r})"
+        patch.setattr(execute, "KERNEL_START", f"{execute.KERNEL_START}; {line}")

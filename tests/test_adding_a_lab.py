@@ -93,6 +93,7 @@ def test_the_new_lab_has_a_page_with_its_answer_whatever_becomes_of_another(proj
     assert "sorting.html" in (project / "reports" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_new_lab_passes_the_tests_that_every_lab_must(outcome):
     files = ["tests/test_layout.py", "tests/test_notebooks.py", "tests/lab/test_labs.py"]
     selected = "sorting and (layout or rows or profile or questions or parameters or heading)"

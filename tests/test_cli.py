@@ -2,14 +2,15 @@
 
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
+from threading import Event, Thread
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +24,8 @@ from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.studies import LABS, load_lab
 from tests.commands import all_runs, runs_by
+from tests.conftest import SERVER
+from tests.fork_server import share_with_kernels
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 
@@ -81,17 +84,24 @@ def _begun(folder):
 
 def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    program = [sys.executable, "-m", "labkit", "report", "all_reduce", "--profile", "smoke"]
-    program += _set(TWO_RANKS, f"sizes_bytes={[64, 128, 192]}", "repeats=400")
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while (run := _begun(tmp_path)) is None:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    said = "".join(process.communicate(timeout=120))
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    assert f"`labkit measure all_reduce --resume {run.name}`" in said
+    share_with_kernels(SERVER, monkeypatch)
+    begun, has_ended = [], Event()
+
+    def interrupt():
+        while not (begun or has_ended.wait(0.02)):
+            if (run := _begun(tmp_path)) is not None:
+                begun.append(run)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=interrupt).start()
+    try:
+        options = _set(TWO_RANKS, f"sizes_bytes={[64, 128, 192]}", "repeats=400")
+        status, *said = command("report", "all_reduce", "--profile", "smoke", *options)
+    finally:
+        has_ended.set()
+    (run,) = begun
+    assert (status, "Traceback" in "".join(said)) == (130, False)
+    assert f"`labkit measure all_reduce --resume {run.name}`" in "".join("".join(said).split("\n"))
 
     drawn = []
     monkeypatch.setattr(
@@ -103,22 +113,21 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
     assert Run.load(run.path).coverage()["status"].unique().tolist() == ["ok"]
 
 
-@pytest.mark.parametrize(("reason", "transport"), [(None, "compiled"), ("no g++", "not available (no g++): CPU ranks")])
-def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(reason, transport, command, monkeypatch):
-    for module in ("parallel.transport.shared_memory", "lab.commands.doctor"):
-        monkeypatch.setattr(f"labkit.{module}.unavailable_reason", lambda: reason)
-    status, said, _ = command("doctor")
-    assert status == 0
-    for word in ("processor", "backends", "all_reduce", "smoke", "paper", transport):
-        assert word in " ".join(said.split())
-
+def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(command, monkeypatch):
     def begin(*_, on_start, **__):
         on_start(None)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("labkit.lab.runs.measure.measure", begin)
-    status, _, complaints = command("measure", "all_reduce", "--profile", "smoke")
-    assert (status, "shared memory not available (no g++)" in complaints) == (130, reason is not None)
+    for reason in (None, "no g++"):
+        for module in ("parallel.transport.shared_memory", "lab.commands.doctor"):
+            monkeypatch.setattr(f"labkit.{module}.unavailable_reason", lambda reason=reason: reason)
+        status, _, complaints = command("measure", "all_reduce", "--profile", "smoke")
+        assert (status, "shared memory not available (no g++)" in complaints) == (130, reason is not None)
+    status, said, _ = command("doctor")
+    assert status == 0
+    for word in ("processor", "backends", "all_reduce", "smoke", "paper", "not available (no g++): CPU ranks"):
+        assert word in " ".join(said.split())
 
 
 MISTAKES = [

@@ -22,13 +22,14 @@ from labkit.lab.pages.execute import ENGINE, Kernel, notebook_parameters
 from labkit.lab.pages.record import read_notebook_record, write_index
 from labkit.lab.pages.report import report_lab
 from labkit.lab.parameters import COMMON_PARAMETERS
-from labkit.lab.project import checkout, notebook_path, notebooks_directory, recorded_directory, shipped
+from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory, shipped
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
 from tests.cases import thinned
 from tests.commands import carry_out
 from tests.conftest import SERVER
+from tests.fork_server import share_with_kernels
 from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
@@ -59,12 +60,10 @@ def _report_in_one_kernel(pages, patch):
     pages.mkdir()
     patch.chdir(pages)
     patch.setenv("LABKIT_HOME", str(pages / "home"))
-    patch.setenv("PYTHONPATH", str(checkout()))
+    share_with_kernels(SERVER, patch)
     studies = [load_lab(lab) for lab in LABS]
     kernel = Kernel(studies)
     kernel.start_line += "; __import__('tests.small_steps')"
-    if SERVER.exists():
-        kernel.start_line += f"; __import__('tests.fork_server', fromlist=['']).borrow({str(SERVER)!r})"
     for study in studies:
         (recorded,) = (recorded_directory() / study.name).glob("*.jsonl")
         fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
