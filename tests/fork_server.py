@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 import labkit.studies
-from labkit.lab.pages import execute
 from labkit.lab.project import checkout
 from labkit.parallel.ranks import fork_server
 
@@ -52,6 +51,8 @@ def borrow(address: Path) -> None:
 
 def share_with_kernels(address: Path, patch: pytest.MonkeyPatch) -> None:
     """Let kernels that start from now on import tests, and use the server that is lent at this address, if any."""
+    from labkit.lab.pages import execute  # papermill, which neither ranks nor these kernels load
+
     patch.setenv("PYTHONPATH", str(checkout()))
     if address.exists():
         line = f"__import__('tests.fork_server', fromlist=['']).borrow({str(address)!r})"

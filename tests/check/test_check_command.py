@@ -17,11 +17,11 @@ from labkit.check.archives import write_bundle
 from labkit.check.checking import CHECK, CheckConfig, baseline_folder, check_correctness, check_machine
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
-from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import Correctness
 from labkit.machine.description import describe_machine
 from tests.check.made_up import made_run
 from tests.check.test_documents import SCHEMA
+from tests.rehearsal.machines import MACHINES
 
 OK = Correctness("all_reduce", "cpu", 2, "ring", "ok")
 WRONG = replace(OK, verdict="wrong", reason="element 3")
@@ -192,8 +192,9 @@ def test_two_at_once_are_refused_and_an_interrupted_check_saves_nothing(home, mo
             _check()
 
 
-def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):
-    machine = describe_machine().model_copy(update={"host": "anns-laptop"})
+@pytest.mark.parametrize("name", ["eight H100", "MIG", "container"])
+def test_a_bundle_has_what_a_report_needs_names_the_machine_and_nobody(name, home, measured):
+    machine = MACHINES[name].model_copy(update={"host": "anns-laptop"})
     measured(made_run(1, home / "check.jsonl", machine=machine))
     result = _check()
     write_bundle(home / "bundle.zip", result, describe(result))
@@ -203,4 +204,5 @@ def test_a_bundle_has_what_a_report_needs_and_names_nobody(home, measured):
     for name, text in texts.items():
         assert str(home) not in text, name
         assert "anns-laptop" not in text, name
-    assert Run.load(home / "check.jsonl").name == "check"
+    parts = [gpu.name for gpu in machine.gpus] + [machine.no_gpu_reason or ""]
+    assert all(part in texts["runs/check.jsonl"] for part in parts)

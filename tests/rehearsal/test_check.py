@@ -1,22 +1,15 @@
-"""`labkit check` on machines that are not here: what is planned, compared, named and bundled."""
-
-import zipfile
+"""`labkit check` on machines that are not here: what is planned, measured and named."""
 
 import pytest
 import torch
 
 from labkit.check import worker
-from labkit.check.archives import write_bundle
-from labkit.check.checking import CHECK, CheckResult
-from labkit.check.commands import describe, describe_peak_share
-from labkit.check.comparison import Change, compare
+from labkit.check.checking import CHECK
+from labkit.check.commands import describe_peak_share
+from labkit.check.comparison import Change
 from labkit.check.worker import CheckPoint, Sizes
-from tests.cases import thinned
-from tests.check.made_up import made_run
 from tests.rehearsal.machines import MACHINES
 from tests.rehearsal.pretended_cuda import pretended_gpu
-
-QUICK = ("eight H100", "MIG", "container")
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -29,22 +22,6 @@ def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
     expected |= {("cuda", len(machine.gpus), "nccl")} if len(machine.gpus) > 1 else set()
     assert places == expected
     assert len(points) == 3 * len(places)
-
-
-@pytest.mark.parametrize("name", thinned(MACHINES, lambda name: name in QUICK))
-def test_a_slower_machine_is_seen_and_its_bundle_names_the_machine(name, tmp_path):
-    machine = MACHINES[name]
-    now = made_run(2, tmp_path / "check.jsonl", machine=machine, slower={"matmul bfloat16": 2.0})
-    changes = compare([made_run(1, machine=machine)], now)
-    assert [one.quantity for one in changes if one.verdict == "slower"] == ["matmul bfloat16"]
-    result = CheckResult(now, [], [], changes)
-    assert result.status == 3
-    write_bundle(tmp_path / "bundle.zip", result, describe(result))
-    with zipfile.ZipFile(tmp_path / "bundle.zip") as archive:
-        run = archive.read("runs/check.jsonl").decode()
-    assert machine.host not in run
-    assert all(gpu.name in run for gpu in machine.gpus)
-    assert machine.no_gpu_reason is None or machine.no_gpu_reason in run
 
 
 def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
