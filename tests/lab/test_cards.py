@@ -90,6 +90,7 @@ def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
         ("matmul_flops_per_s", 1.87e11, "187 GFLOP/s"),
         ("n", 4096, "4096"),
         ("fits", True, "yes"),
+        ("average", [1.5, 2.5], "[1.5, 2.5]"),
     ],
 )
 def test_a_cell_says_its_value_as_a_reader_would(name, value, text):

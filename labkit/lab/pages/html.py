@@ -129,7 +129,7 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
             cells = [_interval(names[place - 1], low, high) for low, high in ends]
             yield TableColumn("95% interval", True, cells)
         elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
-            present = [value for value in values if not pd.isna(value)]
+            present = [value for value in values if not _is_missing(value)]
             is_number = bool(present) and all(map(_is_number, present))
             yield TableColumn(column(name).title, is_number, [_cell(name, value) for value in values])
 
@@ -145,7 +145,7 @@ def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
 
 def _interval(name: str, low: float, high: float) -> Cell:
     """ "[48.4, 62.8] ms", or "[0.9 ms, 1.1 s]" if the units differ; sorted by the lower end."""
-    if pd.isna(low):
+    if _is_missing(low):
         return Cell("–")
     start, end = _text(name, low), _text(name, high)
     (_, _, unit), (number, _, other) = start.partition(" "), end.partition(" ")
@@ -154,17 +154,21 @@ def _interval(name: str, low: float, high: float) -> Cell:
     return Cell(text, f"{low:.12g}")
 
 
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _cell(name: str, value: Any) -> Cell:
-    has_number = _is_number(value) and not pd.isna(value)
+    has_number = _is_number(value) and not _is_missing(value)
     return Cell(_text(name, value), f"{value:.12g}" if has_number else None)
 
 
 def _text(name: str, value: Any) -> str:
-    if pd.isna(value):
+    if _is_missing(value):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
