@@ -73,9 +73,8 @@ def launch(
     plan = GroupPlan(world_size, backend, scheduling, timeout_s)
     _check(plan, worker)
     points = list(points)
-    payload = _serialize((plan, worker, points))
-    show = on_output or partial(print, file=sys.stderr)
-    items = _run_points(RankGroup(plan, payload, show), len(points))
+    group = RankGroup(plan, _serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr))
+    items = _run_points(group, len(points))
     return _run_in_job(items) if torchrun.is_job_rank() else items
 
 

@@ -88,7 +88,7 @@ class GradientHooks:
 
     def rebind(self, indices: Sequence[int]) -> list[int]:
         """Hook the parameters whose node is new, as after a change of dtype. Return their indices."""
-        rebound = []
+        new = []
         for index in indices:
             with torch.inference_mode(False):
                 node = get_gradient_edge(self._parameters[index]).node
@@ -101,8 +101,8 @@ class GradientHooks:
                         del hooks[number]
                         other.is_superseded = True
                 _by_handle[handle.id] = self
-                rebound.append(index)
-        return rebound
+                new.append(index)
+        return new
 
     def move_to_end(self) -> None:
         """Move behind hooks that were registered later. Autograd calls them in the order of insertion."""
@@ -143,7 +143,7 @@ class Channel:
         """Start an action; return what waits for its end."""
         task: _Task = Future(), [action]
         if not self._in_thread:
-            _run(task)
+            _run_task(task)
             return task[0].result
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
@@ -230,11 +230,11 @@ class CheckedChannel(Channel):
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:
     torch.set_num_threads(threads)  # OpenMP counts per thread
     while (task := tasks.get()) is not None:
-        _run(task)
+        _run_task(task)
         del task  # an idle thread keeps no tensor and no transport alive
 
 
-def _run(task: _Task) -> None:
+def _run_task(task: _Task) -> None:
     """Run the task's last action; its future gets the end."""
     future, actions = task
     error = None

@@ -59,7 +59,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: if False, `affine` means a weight only.
 
     A call raises ValueError for an input that is not floating-point or not (batch, C, *), for fewer than two values per
-    channel in training (torch's lets these pass), and on a rank outside the group.
+    channel in training (torch's lets these pass), and on a rank outside the group; backward RuntimeError with
+    `create_graph`.
     """
 
     def __init__(

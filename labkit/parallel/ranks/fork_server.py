@@ -78,15 +78,15 @@ def open_group(directory: Path, ranks: Sequence[int], environment: Mapping[str, 
     with contextlib.ExitStack() as closing, theirs, tempfile.TemporaryFile() as content:
         content.write(json.dumps(state).encode() + b"\n" + payload)
         content.seek(0)
-        passed = [theirs.fileno(), content.fileno()]
+        descriptors = [theirs.fileno(), content.fileno()]
         with contextlib.suppress(OSError, AttributeError):  # the system has no pidfd_open
-            passed.append(os.pidfd_open(os.getpid()))
-            closing.callback(os.close, passed[-1])
+            descriptors.append(os.pidfd_open(os.getpid()))
+            closing.callback(os.close, descriptors[-1])
         closing.enter_context(_lock)
         while True:
             start_server()
             try:
-                socket.send_fds(_server[0][0], [request], passed)  # one system call, which no interrupt cuts
+                socket.send_fds(_server[0][0], [request], descriptors)  # one system call, which no interrupt cuts
                 return ours
             except OSError:  # it was killed
                 _server.clear()
@@ -154,8 +154,8 @@ def _fork_leaders(control: socket.socket) -> None:
 def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: int, *callers: int) -> None:
     """Fork the ranks and report their starts and ends, until the caller ends or closes the group.
 
-    Whatever the caller sends makes the ranks write their stacks. `callers`: a descriptor that becomes ready when the
-    caller ends, even if its children hold the group's connection; none if the system has no such thing.
+    Whatever the caller sends makes the ranks write their stacks. `callers`: a descriptor, if the system has it, that
+    becomes ready when the caller ends, even if its children hold the group's connection.
     """
     os.setsid()
     reports, (ended, waking) = socket.socket(fileno=group), _watch_children()

@@ -55,8 +55,9 @@ class _Rank:
 
     def read(self, kind: str) -> str:
         """Return what one of its files has so far, "stacks" or "turn"."""
-        path = self.directory / f"rank-{self.number}.{kind}"
-        return path.read_text(errors="replace").rstrip("\0") if path.exists() else ""
+        with contextlib.suppress(FileNotFoundError):  # not yet, or the directory was removed
+            return (self.directory / f"rank-{self.number}.{kind}").read_text(errors="replace").rstrip("\0")
+        return ""
 
     def turn(self) -> tuple[int, str]:
         """Return number and alternative of the current turn; 0 if none has begun, "" between two turns."""
@@ -165,7 +166,7 @@ class RankGroup:
             fork_server.end_session(self._leader, self._directory)
         for rank in self._ranks.values():
             rank.pipe.close()
-        self._connection, self._ranks = None, {}
+        self._connection, self._ranks, self._leader = None, {}, -1
 
     def _agree(self) -> RankFailure | None:
         """Close the group after a failure; return the one to show, the same in every process of a job."""

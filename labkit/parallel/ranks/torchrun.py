@@ -1,7 +1,6 @@
 """The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree on.
 
-The job's ranks share torchrun's store before any process group exists. Without a job, a process is alone: it agrees
-with itself.
+The store is there before any process group exists. Without a job, a process agrees with itself.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GROUP_NUMBER = "LABKIT_GROUP"
-"""Variable by which the ranks of a job have keys of their own, apart from those of the processes that forked them."""
+GROUP_NUMBER = "LABKIT_GROUP"  # variable: forked ranks have other keys in the store than the processes of the job
 # Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends the job.
 PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)

@@ -35,8 +35,7 @@ from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 
-# A tenth of the memory there is: the caller may hold that much more than a rank before the kernel kills it instead.
-OOM_SCORE = 100
+OOM_SCORE = 100  # a tenth of all memory: the caller may hold that much more than a rank before it is killed instead
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what it has compiled
 # Ranks of one host need no other interface, whatever a cluster has set.
 LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
@@ -135,8 +134,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torc
 def save_checkpoint(path: Path | None, state: Any) -> None:
     """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
 
-    The file is there whole or not at all: it is written under another name, synced to disk, and renamed. Nothing is
-    written without a path.
+    The file is there whole or not at all. Without a path, nothing is written.
     """
     if path is not None and dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,8 +165,7 @@ def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
     scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
     torch.set_num_threads(max(1, available_cores() // torchrun.ranks_here(plan.world_size)))
-    # glibc gives freed memory back to the system, and new pages cost more than the work on them, until a process has
-    # freed a block as large as this one: in a training that happens early
+    # until a block as large as this one was freed, glibc gives freed memory back, and new pages cost more than the work
     torch.empty(31 << 20, dtype=torch.uint8)
     if plan.backend is not None:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
