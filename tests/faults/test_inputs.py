@@ -118,8 +118,8 @@ def test_a_run_with_any_value_of_any_record_damaged_is_read_or_refused_by_name(t
     damaged = tmp_path / "damaged.jsonl"
     read = refused = 0
     for number, line in list(enumerate(lines))[:3]:
-        for place in _places(json.loads(line)):
-            for value in (None, HTML, -1, [], {}, {"a": {}}, math.nan, ["x"]):
+        for turn, place in enumerate(_places(json.loads(line))):
+            for value in (None, HTML, -1, [], {}, {"a": {}}, math.nan, ["x"])[turn % 2 :: 2]:
                 record = json.loads(line)
                 _damaged(record, place, value)
                 damaged.write_bytes(

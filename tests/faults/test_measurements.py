@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from labkit.lab.runs.records import RunFileError, RunWriter
+from labkit.lab.runs.store import Run
+from labkit.parallel.launch import RankError, run_ranks
 from tests.commands import mounted
 from tests.faults.check import settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
@@ -38,14 +40,8 @@ PARENTS = {BEFORE: 0, INSIDE: 1, BETWEEN: 1, WRITING: 0}
 NO_MOUNT = "a separate file system needs the right to mount one"
 
 
-def cell(case, moment):
-    marks = [] if (case, moment) == (signal.SIGKILL, BETWEEN) else [pytest.mark.faults]
-    return pytest.param(case, moment, marks=marks, id=f"{getattr(case, 'name', case)}, {moment}")
-
-
-@pytest.mark.parametrize(
-    ("action", "moment"), [cell(action, moment) for action, row in RANKS.items() for moment in row[2]]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize(("action", "moment"), [(action, moment) for action, row in RANKS.items() for moment in row[2]])
 def test_a_rank_costs_its_point(victim, action, moment):
     """The second of three points goes wrong; the others are measured."""
     ends, words, _ = RANKS[action]
@@ -76,10 +72,9 @@ def test_a_rank_costs_its_point(victim, action, moment):
     hit.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("number", "moment"),
-    [cell(number, moment) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for moment in PARENTS],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", PARENTS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_parent_keeps_what_was_measured(victim, number, moment):
     hit = victim(LABKIT_FAULT_PAUSE=moment)
     if moment == INSIDE:
@@ -148,16 +143,36 @@ def test_a_disk_that_takes_nothing_more(victim, option, words):
     assert "faulty" in refused(hit, words)  # the place
 
 
-def test_a_run_that_cannot_be_written_is_an_error_that_names_it(tmp_path, monkeypatch):
-    point = FakePoint(action="fine", size=1)
+POINTS = [FakePoint(action="fine", size=size) for size in (1, 2)]
 
+
+def _write_and_die(folder):
+    writer = RunWriter.create(folder, header(POINTS))
+    writer.add_row(POINTS[0], 0, {"value": 1.0})
+    writer.end_point(POINTS[0], "ok", elapsed_s=1.0, facts={"world_size": 1})
+    writer.add_row(POINTS[1], 0, {"value": 2.0})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_keeps_the_points_that_have_ended_and_another_goes_on(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(_write_and_die, tmp_path, world_size=1)
+    (path,) = tmp_path.rglob("*.jsonl")
+    assert Run.load(path).coverage()["status"].tolist() == ["ok", "pending"]
+    with RunWriter.reopen(path) as writer:
+        writer.start_resumption("labkit measure", None)
+        writer.end_point(POINTS[1], "ok", elapsed_s=1.0, facts={"world_size": 1})
+    assert Run.load(path).coverage()["status"].tolist() == ["ok", "ok"]
+
+
+def test_a_run_that_cannot_be_written_is_an_error_that_names_it(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with RunWriter.create(tmp_path, header([point])) as writer:
+    with RunWriter.create(tmp_path, header(POINTS)) as writer:
         monkeypatch.setattr(os, "write", refuse)
         with pytest.raises(RunFileError, match=f"{writer.path}: .*No space left"):
-            writer.add_row(point, 0, {"value": 1.0})
+            writer.add_row(POINTS[0], 0, {"value": 1.0})
         monkeypatch.undo()
 
 

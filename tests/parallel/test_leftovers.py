@@ -150,7 +150,8 @@ def test_nothing_is_left(script: Script, end: str, activity: str) -> None:
     script.assert_nothing_left()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, *(pytest.param(n / 50, marks=pytest.mark.faults) for n in range(1, 140))])
+@pytest.mark.faults
+@pytest.mark.parametrize("delay_s", [n / 50 for n in range(140)])
 def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Script, delay_s: float) -> None:
     script.start("blocked")
     assert script.process.stdout is not None

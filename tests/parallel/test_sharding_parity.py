@@ -299,7 +299,7 @@ SITUATIONS = {
 
 
 VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded")
-"""On three ranks each takes a third of the cases, since most of the code is that of ZeRO-3."""
+"""Most of their code is that of ZeRO-3: on three ranks each takes a third of the cases, and none of the optimizers."""
 
 
 ALREADY = {"plain", "plain float32", "AdamW", "tied weights", "a frozen parameter", "mixed dtypes", "channels last"}
@@ -317,8 +317,9 @@ under FSDP, and second derivatives, which it refuses."""
 def _cases_of(strategy: str, world_size: int) -> dict[str, Case]:
     every = CASES | SITUATIONS | ({} if strategy == "ZeRO-1" else OF_WRAPPERS)  # ZeRO-1 has these wrappers
     if strategy in VARIANTS and world_size == 3:
-        common = [name for name, case in every.items() if "ZeRO-3" not in case.without]
-        skipped = {*common} - {*common[VARIANTS.index(strategy) :: len(VARIANTS)]}
+        kinds = {name for name, case in CASES.items() if case.build is data_parallel_cases.plain}  # of optimizers
+        common = [name for name, case in every.items() if "ZeRO-3" not in case.without and name not in kinds]
+        skipped = kinds | {*common} - {*common[VARIANTS.index(strategy) :: len(VARIANTS)]}
         every = {name: case for name, case in every.items() if name not in skipped}
     return {name: case for name, case in every.items() if strategy not in case.without}
 
