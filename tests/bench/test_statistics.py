@@ -90,7 +90,8 @@ def test_many_comparisons_are_corrected_together():
     assert set(with_verdicts(table)["verdict"]) == {NONE}
     assert with_verdicts(table.iloc[:1])["verdict"].tolist() == ["faster"]
     verdicts = ["faster", "faster", "slower", NONE, "faster"]
-    assert with_verdicts(table.assign(p=0.02))["verdict"].tolist() == verdicts
+    for labels in (range(5), [0] * 5):
+        assert with_verdicts(table.assign(p=0.02).set_axis(labels))["verdict"].tolist() == verdicts
     # Benjamini & Hochberg 1995, section 3: four of fifteen at 5%, three at 2.5%
     p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262, 0.5719, 0.6528]
     discoveries = with_verdicts(pd.DataFrame({"ratio": 0.5, "p": [*p, 0.7590, 1.0, np.nan]}))["verdict"]
