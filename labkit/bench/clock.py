@@ -153,9 +153,9 @@ class Stopwatch:
     @contextmanager
     def lap(self) -> Iterator[None]:
         """Time the block."""
-        start = _read(self._is_cuda)
+        start = _read(_make_event(self._is_cuda))
         yield
-        self._laps.append((start, _read(self._is_cuda)))
+        self._laps.append((start, _read(_make_event(self._is_cuda))))
 
     @property
     def seconds(self) -> list[float]:
@@ -164,25 +164,29 @@ class Stopwatch:
 
 
 def _time_calls(action: Action, calls: int, is_cuda: bool) -> float:
+    first, last = _make_event(is_cuda), _make_event(is_cuda)
     if is_cuda:
         torch.cuda.synchronize()
         if calls > 1:
             action()
-    start = _read(is_cuda)
+    start = _read(first)
     for _ in range(calls):
         action()
-    return _seconds_between(start, _read(is_cuda)) / calls
+    return _seconds_between(start, _read(last)) / calls
 
 
 def _is_cuda(device: Device) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _read(is_cuda: bool) -> Any:
-    """The time on a CPU, or an event that CUDA's current stream records."""
-    if not is_cuda:
+def _make_event(is_cuda: bool) -> Any:
+    return torch.cuda.Event(enable_timing=True) if is_cuda else None
+
+
+def _read(event: Any) -> Any:
+    """The time on a CPU, or an event that CUDA's current stream now records."""
+    if event is None:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -50,7 +50,6 @@ class AllocationRecord:
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
         """Measure the peak of the block."""
-        self.peaks[name] = 0
         if not self.is_cuda:
             with record_function(WINDOW + name):
                 yield
@@ -79,9 +78,9 @@ def record_allocations(device: str) -> Iterator[AllocationRecord]:
     times, totals = [event.start_ns() for event in changes], [0, *accumulate(event.nbytes() for event in changes)]
     record.left_bytes = max(0, totals[-1])
     for event in events:
-        if (name := event.name().removeprefix(WINDOW)) in record.peaks:
+        if event.name().startswith(WINDOW):
             first, last = bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns())
-            record.peaks[name] = max(totals[first : last + 1])
+            record.peaks[event.name().removeprefix(WINDOW)] = max(totals[first : last + 1])
 
 
 def _cuda_bytes(moment: str) -> int:
