@@ -16,7 +16,7 @@ from labkit.machine import description, gpus
 from labkit.machine.load import Load, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
 
-WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 H100, V100 = ("NVIDIA H100 80GB HBM3", 9, 0), ("Tesla V100-SXM2-16GB", 7, 0)
 MIG = ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0)
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
@@ -35,6 +35,26 @@ class Large(Point):
         return self.n_bytes
 
 
+@pytest.mark.parametrize(
+    ("capability", "architectures", "has_code"),
+    [
+        ((8, 9), WHEEL, True),  # RTX 4090, by the code of 8.6
+        ((10, 3), WHEEL, True),
+        ((13, 0), WHEEL, True),  # compiled from the PTX at hand
+        ((7, 0), WHEEL, False),  # V100: code of 7.5 is newer
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["sm_90a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((9, 4), ["gfx942"], True),
+    ],
+)
+def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_newer_ones(capability, architectures, has_code):
+    assert gpus.has_code_for(capability, architectures) == has_code
+
+
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
     """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error replaces one."""
@@ -46,7 +66,6 @@ def cuda(monkeypatch, tmp_path):
             if error:
                 raise RuntimeError(error)
             state.is_initialized = True
-            torch.cuda._check_capability()
 
         def properties(index):
             name, major, minor = devices[index]
@@ -98,7 +117,7 @@ GPU-u1, 1980, 1980, 60, 650.00, 0x0000000000000004
         ({"nvml": 2, "error": TOO_OLD}, "driver 580.65.06"),
         ({"nvml": 8, "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
         ({"nvml": 8, "devices": [H100, ("off the bus",)]}, "CUDA does not start: not enough values"),
-        ({"nvml": 2, "devices": [H100, V100]}, "no code for a GPU"),
+        ({"nvml": 2, "devices": [H100, V100]}, "Tesla V100-SXM2-16GB has compute capability 7.0"),
         ({"nvml": 0}, "an NVIDIA driver is loaded, but CUDA sees no GPU (a container without GPUs?)"),
     ],
 )

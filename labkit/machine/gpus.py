@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -29,20 +29,47 @@ def no_gpu_reason() -> str | None:
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
         return "an NVIDIA driver is loaded, but this torch is built without CUDA" if has_driver else None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # every call warns of a driver that is too old
         try:
             if torch.cuda.device_count() > 0:
-                torch.cuda.init()  # warns of GPUs for which this torch has no code
+                torch.cuda.init()
             count = torch.cuda.device_count()
+            reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
         except Exception as error:  # of several types, by what fails
             message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
             return f"CUDA does not start: {message or type(error).__name__} (driver {driver_version() or 'unknown'})"
     if count == 0 and has_driver:
         hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}" if HIDDEN_BY in os.environ else "a container without GPUs?"
         return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
-    unsupported = [line for one in caught if (line := str(one.message).partition("\n")[0]).startswith("Found GPU")]
-    return f"this torch has no code for a GPU ({HIDDEN_BY} hides one): {unsupported[0]}" if unsupported else None
+    return reason
+
+
+def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
+    """Return whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU of this capability.
+
+    Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90") on every newer GPU
+    (CUDA C++ programming guide, "Application compatibility"). With suffix "a" code runs on that version alone, with "f"
+    on its major version. A list that names none of these, as AMD's, is trusted.
+    """
+    matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
+    for kind, major, minor, suffix in matches:
+        built = int(major), int(minor)
+        is_newer_in_reach = kind + suffix == "compute" or (suffix != "a" and built[0] == capability[0])
+        if capability == built or (capability > built and is_newer_in_reach):
+            return True
+    return not matches
+
+
+def _no_kernels_reason(index: int) -> str | None:
+    properties = torch.cuda.get_device_properties(index)
+    architectures = torch.cuda.get_arch_list()
+    if has_code_for((properties.major, properties.minor), architectures):
+        return None
+    return (
+        f"{properties.name} has compute capability {properties.major}.{properties.minor}, and this torch is built for "
+        f"{', '.join(architectures)} ({HIDDEN_BY} hides a GPU)"
+    )
 
 
 def driver_version() -> str | None:
@@ -83,8 +110,10 @@ class GpuLoad(NamedTuple):
 def gpu_load(own: Collection[int]) -> GpuLoad | None:
     """The load of the GPUs that CUDA sees, without the processes `own`; None without `nvidia-smi`."""
     visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())}
-    fields = "uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,clocks_event_reasons.active"  # from driver 535
-    states = [row[1:] for row in _query("gpu", fields) if row[0] in visible]
+    states: list[list[str]] = []
+    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # before driver 535 the second
+        fields = f"uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,{reasons}"
+        states = states or [row[1:] for row in _query("gpu", fields) if row[0] in visible]
     with suppress(ValueError):  # a value that this GPU does not have
         clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
         slowed = [name for name, mask in SLOWED_BY.items() if any(int(row[4], 16) & mask for row in states)]

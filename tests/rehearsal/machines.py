@@ -20,6 +20,8 @@ MACHINES = {
     "laptop": _machine(1, "NVIDIA GeForce RTX 4060 Laptop GPU", 7.8, "8.9"),
     "B200": _machine(1, "NVIDIA B200", 178.4, "10.0"),
     "driver too old": _machine(0, "", 0, "", "CUDA does not start: The NVIDIA driver on your system is too old"),
-    "V100": _machine(0, "", 0, "", "this torch has no code for a GPU: Found GPU0 Tesla V100-SXM2-16GB"),
+    "V100": _machine(
+        0, "", 0, "", "Tesla V100-SXM2-16GB has compute capability 7.0, and this torch is built for sm_75"
+    ),
     "container": _machine(0, "", 0, "", "an NVIDIA driver is loaded, but CUDA sees no GPU (a container without GPUs?)"),
 }
