@@ -36,6 +36,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(home.cleanup)
     os.environ["LABKIT_HOME"] = home.name
 
+gc.disable()  # until all tests are collected: it would look through all modules a hundred times
 preload(*OF_TESTS)
 SERVER = Path(os.environ["LABKIT_HOME"]) / "fork-server"
 if SERVER.exists() and "PYTEST_XDIST_WORKER" in os.environ:
@@ -66,6 +67,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # modules and tests stay: no collection need look at them
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
