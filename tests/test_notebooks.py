@@ -1,7 +1,7 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke`; in `make test` those that would take long draw their recorded runs. The
-tests look at what that left.
+Every lab is executed once, at profile `smoke`; in `make test` some are, and two draw their recorded runs. The tests
+look at what that left. `tests/rehearsal/test_tries.py` runs the cells of all labs, and tests/studies their workers.
 """
 
 import base64
@@ -33,8 +33,8 @@ from tests.fork_server import share_with_kernels
 from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
-# Labs that `make test` measures, for a second or two each. The workers of the others are tested in tests/studies.
-MEASURED = ("limits", "training_step", "precision", "all_reduce", "sync_batchnorm", "tuned_step")
+# Labs that `make test` measures, or draws.
+MEASURED, DRAWN = ("limits", "precision", "all_reduce", "sync_batchnorm"), ("memory", "data_parallel")
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]
 VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280), ("dark", 380))]
@@ -61,9 +61,8 @@ def _report_in_one_kernel(pages, patch):
     patch.chdir(pages)
     patch.setenv("LABKIT_HOME", str(pages / "home"))
     share_with_kernels(SERVER, patch)
-    studies = [load_lab(lab) for lab in LABS]
+    studies = [load_lab(lab) for lab in (*MEASURED, *DRAWN)]
     kernel = Kernel(studies)
-    kernel.start_line += "; __import__('tests.small_steps')"
     for study in studies:
         (recorded,) = (recorded_directory() / study.name).glob("*.jsonl")
         fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
@@ -73,7 +72,7 @@ def _report_in_one_kernel(pages, patch):
     options = {"kernel": kernel, "on_progress": lambda _: None, "target": tour, "progress_bar": False}
     papermill.execute_notebook(TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options)
     kernel.close()
-    write_index(studies, pages)
+    write_index(map(load_lab, LABS), pages)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
         assert any(f'lab.answer("{question.id}"' in cell.source for cell in section if cell.cell_type == "code")
 
 
-@pytest.mark.parametrize("lab", LABS)
+@pytest.mark.parametrize("lab", thinned(LABS, lambda lab: lab in MEASURED + DRAWN))
 def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(lab, report):
     executed = report / "notebooks" / f"{lab}.ipynb"
     record, html = read_notebook_record(executed), (report / f"{lab}.html").read_text()
@@ -137,12 +136,13 @@ def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(l
 
 
 def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path):
-    for lab in LABS:
-        shutil.copy(report / f"{lab}.json", tmp_path)
+    records = list(report.glob("*.json"))
+    for record in records:
+        shutil.copy(record, tmp_path)
     index = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
     end = "<summary>This machine</summary>"  # below it the source, which may have changed since
     assert index.split(end)[0] == (report / "index.html").read_text().split(end)[0]
-    assert all(f'href="{lab}.html"' in index for lab in LABS)
+    assert all(f'href="{record.stem}.html"' in index for record in records)
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +207,9 @@ def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_redu
 
 
 def test_a_drawn_run_has_its_answers(report):
-    record = read_notebook_record(report / "notebooks" / "attention.ipynb")
+    record = read_notebook_record(report / "notebooks" / "memory.ipynb")
     run = Run.load(next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file()))
-    answers = load_lab("attention").answers(run.results())
+    answers = load_lab("memory").answers(run.results())
     assert [answer.headline for answer in record.answers] == [answer.headline for answer in answers.values()]
 
 

@@ -147,7 +147,7 @@ def _how(case):
     return "abort" if case.when == CLOCK else "raise"
 
 
-QUICK = ("sharding", "cifar100", "limits")  # of each way to fail, one
+QUICK = ("sharding", "tuned_step", "cifar100", "limits")
 
 
 @pytest.mark.parametrize("name", thinned(CASES, lambda name: name in QUICK))

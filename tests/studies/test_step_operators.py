@@ -1,6 +1,6 @@
 """The operators of a step are the same wherever they are counted, and the optimizer is that of the device."""
 
-from labkit.studies.training_step.worker import OPTIMIZER, predict_seconds
+from labkit.studies.training_step.worker import FIRST, LATER, OPTIMIZER, TrainingStepPoint, measure, predict_seconds
 from tests.calibrated import made_up
 from tests.small_steps import SMALL, list_operators
 
@@ -12,3 +12,15 @@ def test_a_step_on_a_gpu_is_predicted_without_one():
     (rates, *_) = made_up().rates
     operators = list_operators(SMALL, 2, 16, "float32", "cuda")
     assert predict_seconds(rates, operators, ["forward"]) > 0
+
+
+def test_phases_first_steps_and_operators_of_a_step_are_timed():
+    about = {"size": "nano", "batch": 1, "context_length": 8, "warmup": 0, "repeats": 1}
+    phases, first, profile = (
+        list(measure(TrainingStepPoint(sweep=sweep, **about))) for sweep in ("phases", "first", "profile")
+    )
+    assert {"inference", "forward", "backward", "optimizer", "step"} <= {row["phase"] for row in phases}
+    assert [row["which"] for row in first] == [FIRST, LATER]
+    assert all(row["check"] == "ok" and min(row["seconds"]) > 0 for row in phases + first)
+    assert {row["profiled"] for row in profile} == {"inference", "step"}
+    assert {"forward", "backward", "optimizer"} <= {row["phase"] for row in profile}
