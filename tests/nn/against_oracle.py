@@ -158,17 +158,3 @@ def assert_output_may_change(attend: Attend, device: str) -> None:
             results.append(torch.autograd.grad(change(one(q, k, v, True, None)).square().sum(), (q, k, v)))
         for ours, exact in zip(*results, strict=True):
             torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
-
-
-REFUSED = {
-    "one dimension": ([8], [8], [8], {}, "expected q"),
-    "k and v differ": ([2, 8, 16], [2, 9, 16], [2, 8, 16], {}, "k and v of one shape"),
-    "leading dimensions differ": ([2, 8, 16], [3, 8, 16], [3, 8, 16], {}, "equal leading dimensions"),
-    "batches differ": ([2, 4, 8, 16], [1, 4, 8, 16], [1, 4, 8, 16], {}, "equal leading dimensions"),
-    "heads are no multiple": ([1, 6, 8, 16], [1, 4, 8, 16], [1, 4, 8, 16], {}, "heads of q a multiple of k's"),
-    "number of dimensions differs": ([8, 16], [1, 8, 16], [1, 8, 16], {}, "equal leading dimensions"),
-    "head dims differ": ([2, 8, 16], [2, 8, 32], [2, 8, 32], {}, "one head_dim"),
-    "no queries": ([2, 0, 16], [2, 8, 16], [2, 8, 16], {}, "no dimension empty"),
-    "scale": ([2, 8, 16], [2, 8, 16], [2, 8, 16], {"scale": -1.0}, "positive, finite scale, got -1.0"),
-}
-"""Shapes of q, k and v and options that do not fit, and the message."""

@@ -3,6 +3,7 @@
 import math
 import sysconfig
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from labkit.nn import attention_implementations
 from labkit.nn.attention import check_attention_inputs, masked_scores, naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, no_compiler_reason, unavailable_reason
 from labkit.nn.tiled_attention import TiledAttention
-from tests.nn.against_oracle import REFUSED
 
 CPU = torch.device("cpu")
 RUNS_ON_CPU = ["explicit", "tiled", "sdpa_math", "sdpa_flash", "sdpa"]
+SHAPES = [(20, 32), (3, 20, 32), (2, 4, 20, 32), (2, 1, 4, 20, 32)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -34,35 +35,34 @@ def test_oracle_is_the_definition_row_by_row(queries: int, keys: int, causal: bo
             torch.testing.assert_close(logsumexp[head, i], weights.sum().log())
 
 
-@pytest.mark.parametrize("scale", [None, 0.4])
-@pytest.mark.parametrize(("queries", "keys", "heads"), [(6, 6, 1), (4, 9, 2), (9, 4, 4)])
-def test_oracle_equals_scaled_dot_product_attention(queries: int, keys: int, heads: int, scale: float | None) -> None:
-    q = torch.randn(2, 4, queries, 16, dtype=torch.float64)
-    k, v = (torch.randn(2, heads, keys, 16, dtype=torch.float64) for _ in range(2))
-    options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-    torch.testing.assert_close(naive_attention(q, k, v, True, scale=scale), expected)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("name", ["naive", "tiled", "flash", "compiled", "sdpa"])
-def test_shapes_and_options_that_do_not_fit_are_refused(name: str, case: str) -> None:
-    *shapes, options, message = REFUSED[case]
-    if options and name in ("compiled", "sdpa"):
-        pytest.skip("has no options")
-    if name == "flash":
-        attend: Any = pytest.importorskip("labkit.nn.flash_attention").flash_attention
-    else:
-        attend = {"naive": naive_attention, "tiled": _tiled}.get(name) or partial(IMPLEMENTATIONS[name])
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        ([8], [8], [8], "expected q"),
+        ([2, 8, 16], [2, 9, 16], [2, 8, 16], "k and v of one shape"),
+        ([2, 8, 16], [3, 8, 16], [3, 8, 16], "equal leading dimensions"),
+        ([2, 4, 8, 16], [1, 4, 8, 16], [1, 4, 8, 16], "equal leading dimensions"),
+        ([1, 6, 8, 16], [1, 4, 8, 16], [1, 4, 8, 16], "heads of q a multiple of k's"),
+        ([8, 16], [1, 8, 16], [1, 8, 16], "equal leading dimensions"),
+        ([2, 8, 16], [2, 8, 32], [2, 8, 32], "one head_dim"),
+        ([2, 0, 16], [2, 8, 16], [2, 8, 16], "no dimension empty"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(q: list[int], k: list[int], v: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        attend(*map(torch.zeros, shapes), False, **options)
+        check_attention_inputs(*map(torch.zeros, (q, k, v)))
 
 
-def _tiled(*arguments: Any, scale: float | None = None) -> torch.Tensor:
-    return TiledAttention.apply(*arguments, scale)
+@pytest.mark.parametrize("name", ["explicit", "tiled", "flash", "compiled", "sdpa"])
+def test_every_implementation_checks_its_inputs(name: str) -> None:
+    if name == "flash":
+        pytest.importorskip("triton")
+    q, k = torch.zeros(2, 8, 16), torch.zeros(3, 8, 16)
+    with pytest.raises(ValueError, match="equal leading dimensions"):
+        IMPLEMENTATIONS[name](q, k, k, False)
 
 
-def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
+def test_scales_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
     x = torch.zeros(2, 8, 16)
     with pytest.raises(ValueError, match=r"one dtype among float32.*got float32, float16, float32"):
         check_attention_inputs(x, x.half(), x)
@@ -70,18 +70,24 @@ def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
         check_attention_inputs(x.long(), x.long(), x.long())
     with pytest.raises(ValueError, match="on one device; got cpu, meta, cpu"):
         check_attention_inputs(x, x.to("meta"), x)
+    for attend in (naive_attention, lambda *inputs, scale: TiledAttention.apply(*inputs, False, scale)):
+        with pytest.raises(ValueError, match=r"positive, finite scale, got -1.0"):
+            attend(x, x, x, scale=-1.0)
 
 
-@pytest.mark.parametrize("name", RUNS_ON_CPU)
-@pytest.mark.parametrize("shape", [(20, 32), (3, 20, 32), (2, 4, 20, 32), (2, 1, 4, 20, 32)], ids=str)
-def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(name: str, shape: Any) -> None:
-    assert unavailable_reason(name, CPU, torch.float32, 32) is None
+@pytest.mark.parametrize(("name", "shape"), [*product(RUNS_ON_CPU, SHAPES), ("compiled", SHAPES[2])])
+def test_every_row_of_the_table_takes_any_leading_dimensions_and_grouped_heads(
+    name: str, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the graphs of `torch.compile`, without its C++ compiler, which takes half a minute
+    captured = partial(torch.compile, naive_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(attention_implementations, "_compiled_naive", captured)
+    assert name == "compiled" or unavailable_reason(name, CPU, torch.float32, 32) is None
     fewer = (*shape[:-3], shape[-3] // 2, *shape[-2:]) if len(shape) > 3 else shape
-    q, k, v = (torch.randn(size, requires_grad=True) for size in (shape, fewer, fewer))
-    output = IMPLEMENTATIONS[name](q, k, v, True)
-    torch.testing.assert_close(output, naive_attention(q, k, v, True))
-    output.sum().backward()
-    assert k.grad is not None
+    inputs = [torch.randn(size, requires_grad=True) for size in (shape, fewer, fewer)]
+    outputs = [attend(*inputs, True) for attend in (naive_attention, IMPLEMENTATIONS[name])]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), inputs) for output in outputs))
 
 
 @pytest.mark.slow  # the C++ compiler is a few seconds

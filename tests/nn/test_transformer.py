@@ -8,9 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.costs.transformer import SIZES, TransformerShape, backward_flops, forward_flops, n_parameters
-from labkit.nn import attention_implementations
-from labkit.nn.attention import naive_attention
-from labkit.nn.attention_implementations import IMPLEMENTATIONS, unavailable_reason
 from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
 from labkit.nn.transformer import RMSNorm, Transformer, language_model_loss
 
@@ -121,31 +118,6 @@ def test_rms_norm_of_float16_does_not_overflow_and_keeps_its_dtype():
     y = RMSNorm(64).half()(x)
     assert y.dtype == torch.float16
     torch.testing.assert_close(y, torch.ones_like(x))
-
-
-@pytest.mark.parametrize("name", ["tiled", pytest.param("compiled", marks=pytest.mark.slow), "sdpa", "sdpa_math"])
-def test_a_step_with_any_attention_equals_a_step_with_naive_attention(name, float64_default):
-    if reason := unavailable_reason(name, torch.device("cpu"), torch.float64, TINY.head_dim):
-        pytest.skip(reason)
-    _check_against_naive(IMPLEMENTATIONS[name])
-
-
-def test_a_step_with_captured_attention_equals_a_step_with_naive_attention(float64_default, monkeypatch):
-    """The graphs of `torch.compile`, without its C++ compiler, which takes half a minute."""
-    captured = torch.compile(naive_attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    monkeypatch.setattr(attention_implementations, "_compiled_naive", lambda: captured)
-    _check_against_naive(IMPLEMENTATIONS["compiled"])
-
-
-def _check_against_naive(attention):
-    (tokens, targets), results = _batch(), []
-    for attend in (naive_attention, attention):
-        model = _model(attention=attend)
-        loss = language_model_loss(model(tokens), targets)
-        loss.backward()
-        results.append([loss.detach(), *gradients(model).values()])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
 def _of_tokens(*size, dtype=torch.int64):
