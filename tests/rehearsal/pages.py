@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -55,31 +55,27 @@ def tries_in(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def carry_out(lab: Lab, run: Run) -> None:
-    """Every code cell of the lab's notebook on `run`; raises what a cell raises."""
-    for _ in _carried_out(lab, run):
-        pass
+def kind_of_point(point: Record) -> str:
+    """What tells the kinds of points of a lab apart."""
+    return next((point[name] for name in ("sweep", "part", "kind") if name in point), "point")
 
 
-def carry_out_tries(lab: Lab, run: Run) -> None:
-    """The same, and every Try where it stands; what a Try leaves is not there for the cells below it."""
-    for place, text, namespace in _carried_out(lab, run):
-        for source in tries_in(text):
-            own = namespace | {"In": [*namespace["In"], source], "open_lab": partial(_opened_on, run)}
-            exec(compile(source, f"{place}, a Try", "exec"), own)
+def carry_out(lab: Lab, run: Run, *, has_tries: bool = False) -> None:
+    """Run every code cell of the lab's notebook on `run`, and the Tries where they stand; raise what a cell raises.
 
+    What a Try leaves is not there for the cells below it.
+    """
 
-def _opened_on(run: Run, lab: Lab, namespace: Mapping[str, Any]) -> LabOnRun:
-    return LabOnRun(lab, notebook.open_lab(lab, namespace).parameters, run)
+    def open_lab(lab: Lab, namespace: Mapping[str, Any]) -> LabOnRun:
+        return LabOnRun(lab, notebook.open_lab(lab, namespace).parameters, run)
 
-
-def _carried_out(lab: Lab, run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Place and text of each Markdown cell, and the notebook's namespace once all cells above it ran."""
     namespace: dict[str, Any] = {"display": lambda *_: None, "In": []}
     for number, (kind, source) in enumerate(cells_of(lab.name)):
         place = f"{lab.name}, cell {number}"
         if kind != "code":
-            yield place, source, namespace
+            for text in tries_in(source) if has_tries else ():
+                own = namespace | {"In": [*namespace["In"], text], "open_lab": open_lab}
+                exec(compile(text, f"{place}, a Try", "exec"), own)
             continue
         namespace["In"].append(source)
         exec(compile(source, place, "exec"), namespace)

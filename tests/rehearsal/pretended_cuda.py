@@ -6,7 +6,6 @@ allocator counters, numerics, launches of Triton kernels, what Inductor makes; n
 """
 
 import time
-import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -30,8 +29,6 @@ CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "eq
 CROSSING |= {"_has_compatible_shallow_copy_type", "is_same_size"}
 OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
 
-_on_gpu: dict[int, weakref.ref] = {}  # by address of the storage's implementation
-
 
 class MixedDevices(RuntimeError):
     pass
@@ -39,16 +36,14 @@ class MixedDevices(RuntimeError):
 
 def is_on_gpu(tensor):
     with torch._C.DisableTorchFunction():
-        return not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in _on_gpu
+        return not isinstance(tensor, FakeTensor) and hasattr(tensor.untyped_storage(), "is_on_gpu")
 
 
 def _put_on_gpu(result):
     with torch._C.DisableTorchFunction():
         for tensor in tree_leaves(result):
-            if isinstance(tensor, FakeTensor) or not isinstance(tensor, torch.Tensor):
-                continue  # what is only counted knows its own device
-            if (key := tensor.untyped_storage()._cdata) not in _on_gpu:
-                _on_gpu[key] = weakref.ref(tensor.untyped_storage(), lambda _, key=key: _on_gpu.pop(key, None))
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):  # which knows its own device
+                tensor.untyped_storage().is_on_gpu = True
     return result
 
 

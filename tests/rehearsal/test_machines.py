@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from labkit.lab import notebook, project
 from labkit.lab.config import PROFILES
 from labkit.lab.point import planned_s
 from labkit.lab.recommended import TOPICS, recommend
@@ -15,8 +14,7 @@ from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
 from tests.rehearsal.machines import MACHINES
-from tests.rehearsal.pages import carry_out, recorded
-from tests.rehearsal.test_missing_rows import kind_of_point
+from tests.rehearsal.pages import carry_out, kind_of_point, recorded
 
 # Labs whose points are about the ranks of a CPU wherever they run.
 ON_THE_CPU = {"all_reduce"}
@@ -49,18 +47,21 @@ def _recommendations(model, context_length):
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_a_lab_uses_the_gpus_that_are_there(lab):
+def test_a_lab_uses_the_gpus_that_are_there_or_the_cpu(lab):
     study = load_lab(lab)
-    for name, machine in MACHINES.items():
-        for profile in PROFILES if machine.gpus else ():
-            planned, reasons = _plan(study, machine, profile)
-            json.dumps([point.describe() for point in planned])
-            on_gpu = [point for point in planned if point.backend == "nccl" or getattr(point, "device", "") == "cuda"]
-            is_too_large = profile == "paper" and not planned and all("needs" in reason for reason in reasons)
+    for (name, machine), profile in product(MACHINES.items(), PROFILES):
+        planned, reasons = _plan(study, machine, profile)
+        json.dumps([point.describe() for point in planned])
+        on_gpu = [point for point in planned if point.backend == "nccl" or getattr(point, "device", "") == "cuda"]
+        is_too_large = profile == "paper" and not planned and all("needs" in reason for reason in reasons)
+        if machine.gpus:
             assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
-            for point in on_gpu:
-                assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
-            assert lab != "tuned_step" or all(point.world_size <= len(machine.gpus) for point in on_gpu), name
+        else:
+            assert planned, (name, profile)
+            assert not on_gpu, (name, profile)
+        for point in on_gpu:
+            assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
+        assert lab != "tuned_step" or all(point.world_size <= len(machine.gpus) for point in on_gpu), name
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -105,21 +106,13 @@ def test_nccl_comes_first_and_no_cpu_size_stays_on_gpus():
         assert load_lab(lab).profiles_on(machine, "cpu") == load_lab(lab).profiles
 
 
-@pytest.mark.parametrize("lab", LABS)
-def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
+@pytest.mark.parametrize("lab", sorted(set(LABS) - ON_THE_CPU))
+def test_a_lab_says_why_there_are_no_usable_gpus(lab):
     study = load_lab(lab)
-    for name, machine in MACHINES.items():
-        if machine.gpus:
-            continue
-        for profile in PROFILES:
-            planned, _ = _plan(study, machine, profile)
-            assert planned, (name, profile)
-            assert all(getattr(point, "device", "cpu") == "cpu" and point.backend != "nccl" for point in planned)
-        if lab in ON_THE_CPU:
-            continue
-        wanted = study.profiles["smoke"].model_copy(update={"device": "cuda"})
-        reasons = [point.skip_reason(machine) for point in study.plan(wanted, machine)]
-        assert any(machine.no_gpu_reason in reason for reason in reasons if reason), name
+    wanted = study.profiles["smoke"].model_copy(update={"device": "cuda"})
+    for name in ("driver too old", "V100", "container"):
+        reasons = [point.skip_reason(MACHINES[name]) for point in study.plan(wanted, MACHINES[name])]
+        assert any(MACHINES[name].no_gpu_reason in reason for reason in reasons if reason), name
 
 
 @pytest.mark.parametrize(
@@ -129,21 +122,15 @@ def test_without_usable_gpus_a_lab_measures_on_the_cpu_or_gives_the_reason(lab):
         lambda lab, *where: where == ("eight", "quick") and lab in LABS[::2],
     ),
 )
-def test_the_page_of_a_run_from_gpus(lab, count, profile, monkeypatch, tmp_path):
+def test_the_page_of_a_run_from_gpus(lab, count, profile):
     """Every point that is planned there, with recorded rows of its kind."""
-    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
-    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
     study, run, machine = load_lab(lab), recorded(lab), MACHINES[f"{count} H100"]
     points, _ = _plan(study, machine, profile)
     planned = {point.id: point.describe() for point in points}
     kinds = {kind_of_point(point): id for id, point in run.header.planned.items()}
     sources = {id: kinds[kind] for id, point in planned.items() if (kind := kind_of_point(point)) in kinds}
-    rows = [
-        row.model_copy(update={"point": id})
-        for id, source in sources.items()
-        for row in run._rows
-        if row.point == source
-    ]
+    pairs = product(sources.items(), run._rows)
+    rows = [row.model_copy(update={"point": id}) for (id, source), row in pairs if row.point == source]
     ends = {id: run._ends[source] for id, source in sources.items()}
     header = run.header.model_copy(update={"machine": machine, "planned": planned, "profile": profile})
     carry_out(study, Run(run.path, header, rows, ends))

@@ -6,13 +6,10 @@ of the rest must come without an exception.
 
 import pytest
 
-from labkit.lab import notebook, project
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
-from tests.rehearsal.pages import carry_out, recorded, run_of
+from tests.rehearsal.pages import carry_out, kind_of_point, recorded, run_of
 
-# What tells the kinds of points of a lab apart.
-KIND_OF_POINT = ("sweep", "part", "kind")
 # Rows that may be missing by themselves, by a value that tells them: (lab, column, value).
 KINDS_OF_ROWS = [
     ("data_parallel", "lane", "all-reduce"),  # a profiler that does not see the collectives
@@ -23,22 +20,12 @@ KINDS_OF_ROWS = [
 FAILED = {"check": "failed: RuntimeError: rehearsed"}
 
 
-def kind_of_point(point):
-    return next((point[name] for name in KIND_OF_POINT if name in point), "point")
-
-
 def _kinds_of_points():
     for lab in LABS:
         yield from dict.fromkeys((lab, kind_of_point(point)) for point in recorded(lab).header.planned.values())
 
 
 MAIN_KINDS = dict(reversed(list(_kinds_of_points())))  # the first of each lab
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_shown_or_written(monkeypatch, tmp_path):
-    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
-    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
 
 
 @pytest.mark.parametrize(

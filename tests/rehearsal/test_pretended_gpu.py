@@ -11,8 +11,8 @@ import torch
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.studies import LABS, load_lab
 from tests.rehearsal.machines import MACHINES
+from tests.rehearsal.pages import kind_of_point
 from tests.rehearsal.pretended_cuda import pretended_gpu
-from tests.rehearsal.test_missing_rows import KIND_OF_POINT
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def _points(lab):
     study, machine = load_lab(lab), MACHINES["one H100"]
     kinds = {}
     for point in study.plan(study.profiles["smoke"], machine):
-        kind = next((getattr(point, name) for name in KIND_OF_POINT if hasattr(point, name)), "point")
+        kind = kind_of_point(vars(point))
         is_there = getattr(point, "device", "cpu") == "cuda" and point.backend != "nccl"
         if is_there and kind not in OF_A_REAL_GPU and point.skip_reason(machine) is None:
             kinds.setdefault(kind, _without_torchs(lab, point))

@@ -3,15 +3,13 @@
 import re
 from functools import cache
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from labkit.lab import notebook, project
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 from tests import calibrated
-from tests.rehearsal.pages import carry_out_tries, cells_of, recorded, tries_in
+from tests.rehearsal.pages import carry_out, cells_of, recorded, tries_in
 
 OWN = re.compile(r"lab\.measure\((models=)?\{")  # a reader's own alternative, or model
 # Settings that make a lab's measurement of it short.
@@ -31,37 +29,21 @@ def _tries(lab):
     return [source for kind, text in cells_of(lab) if kind == "markdown" for source in tries_in(text)]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_shown_or_written(monkeypatch, tmp_path):
-    monkeypatch.setattr(notebook, "display", lambda *_, **__: None)
-    monkeypatch.setattr(project, "figures_directory", lambda: tmp_path)
-    yield
-    plt.close("all")
-
-
 @pytest.mark.parametrize("lab", LABS)
 def test_every_try_works_as_written_below_the_cells_above_it(lab):
     run = recorded(lab)
     if run.header.calibration is None:  # predictions need one
         run = Run(run.path, run.header.model_copy(update={"calibration": calibrated.made_up()}), run._rows, run._ends)
-    carry_out_tries(load_lab(lab), run)
+    carry_out(load_lab(lab), run, has_tries=True)
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_a_lab_has_some_tries_and_shows_what_it_studies(lab):
-    code = [source for kind, source in cells_of(lab) if kind == "code"]
+def test_a_lab_has_tries_and_its_source_and_ends_in_three_questions_with_folded_answers(lab):
+    cells = cells_of(lab)
     assert 1 <= len(_tries(lab)) <= 5
-    assert any("lab.source(" in source for source in code)
-
-
-def test_every_lab_with_a_place_for_it_offers_to_measure_the_users_own():
-    everything = {lab: "".join(_tries(lab)) for lab in LABS}
-    assert {lab for lab, tries in everything.items() if OWN.search(tries)} == set(SMALL)
-
-
-@pytest.mark.parametrize("lab", LABS)
-def test_three_questions_at_the_end_have_their_answers_folded(lab):
-    (text,) = [source for kind, source in cells_of(lab)[-2:] if kind == "markdown"]
+    assert (lab in SMALL) == any(OWN.search(source) for source in _tries(lab))
+    assert any("lab.source(" in source for kind, source in cells if kind == "code")
+    (text,) = [source for kind, source in cells[-2:] if kind == "markdown"]
     folded = re.findall(r"<details><summary>[^<>$`]+\?</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
     assert len(folded) == 3
     assert text.count("<details>") == 3
