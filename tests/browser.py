@@ -58,20 +58,20 @@ TOO_WIDE = """() => {
 
 @contextmanager
 def opened_browser():
-    """Gives a function that opens a file, in light or dark, so many pixels wide: the page, its requests, its errors."""
+    """Give a function that opens a file or address, in light or dark, so many pixels wide: page, requests, errors."""
     if CHROMIUM is None:
         pytest.skip("no chromium to open pages with")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
 
-        def visit(path, scheme="light", width=1280):
+        def visit(place, scheme="light", width=1280):
             page = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800}).new_page()
             requests, errors = [], []
             page.on("request", lambda request: requests.append(request.url))
             page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.goto(path.as_uri())
+            page.goto(place if isinstance(place, str) else place.as_uri())
             return page, requests, errors
 
         yield visit

@@ -4,31 +4,19 @@ The server is the test's own, on loopback, with a token, its own settings and a 
 """
 
 import base64
-import importlib.util
 import json
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
 import psutil
-import pytest
 
 from labkit.lab.project import checkout
-from tests.browser import CHROMIUM
-
-NEEDED = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open JupyterLab with"),
-    pytest.mark.skipif(not importlib.util.find_spec("jupyterlab"), reason="no jupyterlab"),
-    pytest.mark.skipif(not importlib.util.find_spec("playwright"), reason="no playwright to drive chromium with"),
-]
 
 
 def until(condition, waited_for, deadline_s=240.0):
@@ -40,35 +28,6 @@ def until(condition, waited_for, deadline_s=240.0):
     return value
 
 
-@contextmanager
-def started_server(folder):
-    """A server on a copy of the notebooks in `folder`; nothing of it is left afterwards."""
-    server = Server(folder)
-    try:
-        yield server
-    finally:
-        server.end()
-
-
-@contextmanager
-def opened_browser():
-    """Gives a function that opens a notebook of a server in a tab of its own."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-
-        def visit(server, name):
-            page = browser.new_page(viewport={"width": 1280, "height": 1000})
-            page.goto(server.url(name))
-            return Notebook(page, server.notebooks / name)
-
-        try:
-            yield visit
-        finally:
-            browser.close()
-
-
 class Server:
     """JupyterLab, all it writes in a folder of its own, and every process that descends from it."""
 
@@ -77,17 +36,12 @@ class Server:
         self.notebooks = shutil.copytree(checkout() / "notebooks", folder / "notebooks")
         self.log = folder / "server.log"
         self._runtime = folder / "runtime"
-        own = {"JUPYTER_RUNTIME_DIR": self._runtime, "JUPYTER_CONFIG_DIR": folder / "config"}
-        own |= {"JUPYTER_DATA_DIR": folder / "data", "IPYTHONDIR": folder / "ipython"}
-        own |= {"JUPYTERLAB_SETTINGS_DIR": folder / "settings", "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces"}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
-        command += [f"--port={port}", f"--IdentityProvider.token={secrets.token_hex(16)}"]
         command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
+        own = {"HOME": folder, "LABKIT_HOME": folder, "JUPYTER_RUNTIME_DIR": self._runtime}
         # as `make lab` has them
         own |= {"JUPYTER_CONFIG_PATH": checkout() / ".jupyter"}
-        own |= {"LABKIT_HOME": folder, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        own |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         environment = os.environ | {name: str(value) for name, value in own.items()}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -97,9 +51,8 @@ class Server:
         about = self._runtime / f"jpserver-{self.process.pid}.json"
         until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
         assert self.process.poll() is None, self.log.read_text()
-        told = json.loads(about.read_text())
-        until(lambda: _listens(told["port"]), "the server to listen")
-        return f"{told['url']}lab/tree/notebooks/{notebook}?token={told['token']}&reset"  # no tabs of before
+        server = json.loads(about.read_text())
+        return f"{server['url']}lab/tree/notebooks/{notebook}?token={server['token']}&reset"  # no tabs of before
 
     def family(self):
         with suppress(psutil.NoSuchProcess):
@@ -116,7 +69,8 @@ class Server:
                     found.append(process)
         return found
 
-    def end(self):
+    def close(self):
+        """Leave nothing of it."""
         family = self.family()
         self.process.terminate()
         try:
@@ -128,11 +82,6 @@ class Server:
             self.process.kill()
             self.process.wait()
         assert not left
-
-
-def _listens(port):
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
 
 
 def _options_of_make_lab():

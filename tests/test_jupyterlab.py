@@ -1,7 +1,9 @@
 """A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, played with, in a real browser."""
 
+import importlib.util
 import json
 import re
+from contextlib import closing
 
 import nbformat
 import pytest
@@ -9,10 +11,13 @@ import pytest
 from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine.description import describe_machine
-from tests.jupyterlab import NEEDED, opened_browser, started_server, until
-from tests.rehearsal.pages import cells_of, tries_in
+from tests.browser import opened_browser
+from tests.jupyterlab import Notebook, Server, until
 
-pytestmark = NEEDED
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("jupyterlab"), reason="no jupyterlab"),
+]
 LAB = "all_reduce"
 FEW = '{"transports": [], "scheduling_bytes": []}'
 SMALL = """
@@ -73,30 +78,24 @@ def _page_record(notebook, server):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with started_server(tmp_path_factory.mktemp("jupyterlab")) as running:
-        _calibrate(running.root)
-        yield running
-
-
-@pytest.fixture(scope="module")
 def visit():
     with opened_browser() as opened:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def server(visit, tmp_path_factory):
+    with closing(Server(tmp_path_factory.mktemp("jupyterlab"))) as running:
+        _calibrate(running.root)
+        yield running
+
+
 @pytest.fixture
-def opened(server, visit):
-    """Opens a lab's notebook; afterwards its kernel is gone."""
-    notebooks = []
-
-    def open_lab(lab):
-        notebooks.append(visit(server, notebook_path(lab).name))
-        return notebooks[-1]
-
-    yield open_lab
-    for notebook in notebooks:
-        notebook.close()
+def notebook(server, visit):
+    """The opened notebook of the lab; afterwards its kernel is gone."""
+    path = server.notebooks / notebook_path(LAB).name
+    with closing(Notebook(visit(server.url(path.name))[0], path)) as opened:
+        yield opened
 
 
 def _calibrate(folder):
@@ -109,8 +108,7 @@ def _calibrate(folder):
     own.write_text("\n".join([header, *rows, ""]))
 
 
-def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, opened):
-    notebook = opened(LAB)
+def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, notebook):
     notebook.write_parameters(SMALL)
     notebook.run_all()
     record = _page_record(notebook, server)
@@ -142,8 +140,7 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, op
     assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()
 
 
-def test_a_sweep_that_was_interrupted_goes_on_from_there(server, opened):
-    notebook = opened(LAB)
+def test_a_sweep_that_was_interrupted_goes_on_from_there(server, notebook):
     few = 'sizes_bytes = [1024, 2048, 4096]\nalgorithms = ["torch", "ring"]'
     notebook.begin(f'profile = "smoke"\n{few}\nrepeats = 1000\nconfig = {FEW}')
     notebook.start("lab.measure(")
@@ -156,8 +153,7 @@ def test_a_sweep_that_was_interrupted_goes_on_from_there(server, opened):
     assert server.ranks() == []
 
 
-def test_a_ring_of_ones_own_first_with_a_bug(server, opened):
-    notebook = opened(LAB)
+def test_a_ring_of_ones_own_first_with_a_bug(server, notebook):
     few = 'world_sizes = [3]\nalgorithms = ["torch", "ring", "recursive_doubling"]'
     notebook.begin(f'profile = "smoke"\n{few}\nconfig = {FEW}')
     notebook.run_new(RING.replace("LAST", "2"), below="frame = lab.measure(")
@@ -169,17 +165,4 @@ def test_a_ring_of_ones_own_first_with_a_bug(server, opened):
     notebook.run('lab.measure({"mine"')
     assert "wrong" not in notebook.run(IN_THE_FIGURE)
     assert "mine" in notebook.points_drawn_below(IN_THE_FIGURE)
-    assert server.ranks() == []
-
-
-def test_a_module_of_ones_own_is_measured_and_drawn(server, opened):
-    notebook, figure = opened("memory"), 'lab.answer("where_it_goes"'
-    notebook.begin('profile = "smoke"\nconfig = {"precisions": ["float32"]}')
-    (source,) = [source for _, text in cells_of("memory") for source in tries_in(text) if "models=" in source]
-    assert "nn.Linear" in source
-    said = notebook.run_new(source, below="lab.measure(")
-    assert re.search(r"(\d+) points planned, \1 measured", said)
-    notebook.run(figure)
-    assert "mine" in notebook.points_drawn_below(figure)
-    assert _outputs(notebook.saved(), "error") == []
     assert server.ranks() == []

@@ -16,7 +16,6 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "labkit").rglob("*.py"))
-PACKAGES = sorted({path.parent for path in MODULES})
 WORKERS = sorted((ROOT / "labkit" / "studies").glob("*/worker.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's own is what it shows
@@ -35,9 +34,6 @@ ALLOWED = {
     "machine": {"machine", "__version__"},
     "__init__": set(),
 }
-
-
-of_every_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @cache
@@ -63,9 +59,8 @@ def _part(path):
     return path.relative_to(ROOT / "labkit").with_suffix("").parts[0]
 
 
-@of_every_package
-def test_imports_run_one_way(package):
-    for path in package.glob("*.py"):
+def test_imports_run_one_way():
+    for path in MODULES:
         for name in _imports(path):
             target = name.split(".")[1] if "." in name else "__init__"
             assert target in ALLOWED[_part(path)], f"{path} must not import {name}"
@@ -94,18 +89,14 @@ def _known(name, names):
     return name if name in names else next((part for part in (name.rpartition(".")[0],) if part in names), None)
 
 
-@pytest.mark.parametrize(
-    "package", [path for path in PACKAGES if path.parent == ROOT / "labkit/studies"], ids=lambda path: path.name
-)
-def test_studies_never_import_one_another(package):
-    for path in package.glob("*.py"):
+def test_studies_never_import_one_another():
+    for path in (ROOT / "labkit" / "studies").glob("*/*.py"):
         others = {name.split(".")[2] for name in _imports(path) if name.startswith("labkit.studies.")}
-        assert others <= {package.name, "shared"}, path
+        assert others <= {path.parent.name, "shared"}, path
 
 
-@of_every_package
-def test_files_are_short_and_say_what_they_are_for(package):
-    for path in package.glob("*.py"):
+def test_files_are_short_and_say_what_they_are_for():
+    for path in MODULES:
         text = path.read_text()
         assert len(text.splitlines()) <= 320, path
         assert not text.strip() or ast.get_docstring(_tree(path)), f"the first lines of {path} say what it is for"
@@ -117,9 +108,8 @@ UNPICKLES |= {"read_pickle", "unsafe_load"}
 LAUNCH = ROOT / "labkit" / "parallel" / "ranks" / "worker.py"  # what a rank's own parent sends
 
 
-@of_every_package
-def test_nothing_from_a_peer_or_a_file_is_unpickled(package):
-    for path in package.glob("*.py"):
+def test_nothing_from_a_peer_or_a_file_is_unpickled():
+    for path in MODULES:
         every_call = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
         assert not [word for call in every_call for word in call.keywords if word.arg == "allow_pickle"], path
         assert not {"eval", "exec"} & {call.func.id for call in every_call if isinstance(call.func, ast.Name)}, path
@@ -141,26 +131,20 @@ def test_importing_labkit_is_cheap():
 # A rank is forked from a process that has imported torch, and imports its worker there. The table of attention comes
 # first: it imports neither Triton nor the compiler.
 IMPORT = """
-import json, sys, torch, labkit.nn.attention_implementations
-print(json.dumps(["..", sorted({"triton", "torch._dynamo"} & set(sys.modules))]))
+import sys, torch, labkit.nn.attention_implementations
+heavy = {"triton", "torch._dynamo", "pandas", "pydantic", "matplotlib", "IPython"}
+print("attention", *sorted(heavy & set(sys.modules)))
 for module in sys.argv[1:]:
     before = set(sys.modules)
     __import__(module)
-    print(json.dumps([module, sorted({"pandas", "pydantic", "matplotlib", "IPython"} & (set(sys.modules) - before))]))
+    print(module, *sorted((heavy - {"triton", "torch._dynamo"}) & (set(sys.modules) - before)))
 """
 
 
-@pytest.fixture(scope="module")
-def imported_by_ranks():
-    """What is heavy of what the worker of each lab imports, and none before it, by the lab's name."""
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in WORKERS]
-    told = subprocess.check_output([sys.executable, "-c", IMPORT, *modules], text=True)
-    return {module.split(".")[-2]: heavy for module, heavy in map(json.loads, told.splitlines())}
-
-
-@pytest.mark.parametrize("lab", ["", *(path.parent.name for path in WORKERS)])
-def test_what_a_rank_imports_is_light(lab, imported_by_ranks):
-    assert imported_by_ranks[lab] == []
+def test_what_a_rank_imports_is_light():
+    modules = [_module(path) for path in WORKERS]
+    imported = subprocess.check_output([sys.executable, "-c", IMPORT, *modules], text=True)
+    assert imported.splitlines() == ["attention", *modules]
 
 
 def test_environment_yml_is_in_step_with_pyproject():
