@@ -78,7 +78,7 @@ class PretendedDevice(TorchFunctionMode):
         if torch._C._current_autograd_node() is None:
             self._check(name, tensors, there)
         result = function(*args, **kwargs)
-        is_there = there[:1] == [True] if name == "__getitem__" else any(there)
+        is_there = any(there[:1] if name in CROSSING - {"type_as"} else there)
         return _put_on_gpu(result) if is_there else result
 
     def _attribute(self, function, attribute, args):

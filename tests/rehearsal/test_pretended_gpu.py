@@ -70,7 +70,7 @@ def test_a_labs_worker_on_a_gpu(lab):
             for event in events:
                 if not isinstance(event, PointEnd):
                     rows = rows + 1 if isinstance(event, Row) else 0
-                    assert "MixedDevices" not in str(event)
+                    assert "MixedDevices" not in str(event), event
                     continue
                 assert event.status == "ok", (points[event.index], event.reason, event.failure)
                 assert rows
