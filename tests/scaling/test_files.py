@@ -24,7 +24,6 @@ WRONG = [
     ({"heads": "33"}, "multiple of heads"),
     ({"heads": ""}, "expected heads to be stated"),
     ({"layers": "nan"}, "expected layers"),
-    ({"hidden": "1e30"}, "expected hidden"),
     ({"hidden": "4.096"}, "expected hidden"),
     ({"dp": "1", "gpus": "1", "global_batch": ""}, "expected global_batch to be stated"),
     ({"tp": ""}, "expected tp to be stated"),
@@ -33,7 +32,6 @@ WRONG = [
     ({"shard": "zero9"}, "shard among"),
     ({"tied": "maybe"}, "expected tied"),
     ({"precision": "nvfp4"}, "nearest known precision is fp8"),
-    ({"precision": "fp32"}, "nearest known precision is bf16"),
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
     ({"gpus": "8%"}, "expected gpus"),
     ({"precision": "bf16", "gpu": "V100"}, "no bf16 matmuls"),
@@ -109,20 +107,22 @@ REFUSED = {
     "nothing": (b"", "lacks the columns"),
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
     "predictions": (_text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(), "output of labkit predict"),
-    "points that may be thousands": (_text([GOOD | {"vocab": "50.000"}]).encode(), None),
-    "seconds that may be thousands": (_text([GOOD | {"step_s": "2.345"}], ";").encode(), None),
-    "thousands that may be decimals": (_text([GOOD | {"hidden": "4,096"}], ";").encode(), None),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_files_are_refused_in_a_line(case, tmp_path):
     content, reason = REFUSED[case]
-    if reason is None:
-        assert " to be a " in read_rows(_table(tmp_path, content))[0].refusal
-        return
     with pytest.raises(ValueError, match=reason):
         read_rows(_table(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("change", "separator"), [({"vocab": "50.000"}, ","), ({"step_s": "2.345"}, ";"), ({"hidden": "4,096"}, ";")]
+)
+def test_thousands_that_may_be_decimals_are_refused(change, separator, tmp_path):
+    (row,) = read_rows(_table(tmp_path, _text([GOOD | change], separator)))
+    assert " to be a " in row.refusal
 
 
 def test_the_command_writes_predictions_and_names_refused_rows(tmp_path, command):
