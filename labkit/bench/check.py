@@ -1,8 +1,8 @@
 """Correctness checks before anything is timed: errors, their limits, agreement of ranks, matmuls."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.backends import cudnn
+
+cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
 
 
 def verdict(error: float, limit: float) -> str:
@@ -55,12 +56,25 @@ def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | Non
     return next(((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0), None)
 
 
-def deterministic_math() -> AbstractContextManager[None]:
-    """Give the same inputs the same gradients on CUDA: deterministic convolutions, in float32 instead of TF32.
+@contextmanager
+def deterministic_math() -> Iterator[None]:
+    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic convolutions.
 
     A check computes everything twice, and rounding alone can grow large, as in batch norm over two values.
     """
-    return cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    units = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [unit.fp32_precision for unit in units]
+    cudnn.allow_tf32 = False  # the older name: reading it raises if it contradicts the others
+    cudnn.deterministic, cudnn.benchmark = True, False
+    for unit in units:
+        unit.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = "tf32" in precisions[1:]
+        cudnn.deterministic, cudnn.benchmark = flags
+        for unit, precision in zip(units, precisions, strict=True):
+            unit.fp32_precision = precision
 
 
 @dataclass(frozen=True)
