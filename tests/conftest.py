@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 FIRST = (
     *("test_notebooks.py", "rehearsal/test_tries.py", "parallel/test_sharding_parity.py", "test_cli.py"),
     *("parallel/test_leftovers.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
-    *("nn/test_flash_attention.py", "parallel/test_collectives.py", "faults/test_measurements.py"),
+    *("nn/test_flash_attention.py", "parallel/test_collectives.py"),
     *("check/test_class.py", "studies/test_cifar100_training.py", "parallel/test_torchrun.py"),
     *("studies/test_one_rank_fails.py", "studies/test_own_alternatives.py", "parallel/test_launch.py"),
     *("nn/test_tiled_attention.py", "costs/test_memory.py", "nn/test_transformer.py", "parallel/test_tensor.py"),
