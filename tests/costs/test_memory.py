@@ -1,6 +1,7 @@
 """The formulas of memory against what autograd saves and what the ledger counts."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -83,9 +84,13 @@ def test_predicted_peaks_are_near_the_counted_ones(precision, context):
         assert predicted == pytest.approx(counted.peak(phase).n_bytes, rel=0.05), phase
 
 
-@pytest.mark.parametrize("segment", thinned([1, 2, 4], lambda segment: segment == 2))
-def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(segment):
-    shape = SIZES["nano"]
+@pytest.mark.parametrize(
+    ("vocabulary", "segment"),
+    thinned([(10_000, 1), (10_000, 2), (10_000, 4), (300, 4)], lambda vocabulary, _: vocabulary == 300),
+)
+def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(vocabulary, segment):
+    """With few words the segment that is computed again decides."""
+    shape = replace(SIZES["nano"], vocabulary=vocabulary)
     counted = count_phases(("full_step",), source=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
         "full_step"
     )
