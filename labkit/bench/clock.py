@@ -67,10 +67,10 @@ def time_parts_interleaved(
     ran before: in a fixed order identical functions differ by a factor of two.
 
     `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
-    alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or after `rounds_s` seconds. With either limit
-    this is a collective: all ranks must call it. `prepare` makes inputs before a turn, and `before` (a barrier)
-    precedes each part; both are untimed. A sample is the mean of `calls` in a row. With several on CUDA, an untimed
-    call goes first, during which the host queues the others. `seed` must be equal on all ranks. ValueError for
+    alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or at the first check after `rounds_s` seconds.
+    With either limit this is a collective: all ranks must call it. `prepare` makes inputs before a turn, and `before`
+    (a barrier) precedes each part; both are untimed. A sample is the mean of `calls` in a row. With several on CUDA, an
+    untimed call goes first, during which the host queues the others. `seed` must be equal on all ranks. ValueError for
     impossible counts.
     """
     if warmup < 0 or repeats < 1 or calls < 1:

@@ -80,8 +80,10 @@ class AllocationLedger(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Name the phase of the block."""
         self._phase = name
-        yield
-        self._phase = ""
+        try:
+            yield
+        finally:
+            self._phase = ""
 
     def label(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Assign the storages of `tensors` to a category, for their whole lives."""

@@ -15,7 +15,7 @@ import gc
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -90,7 +90,8 @@ def _cuda_bytes(moment: str) -> int:
 def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> dict[str, Any]:
     """Measure the peak of the second `run` of the subject that `make` returns, which is included. A collective.
 
-    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. Repeated if other threads freed tensors.
+    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. A record in which another thread freed
+    tensors, which the profiler misses, is repeated until every rank has one without that.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
@@ -128,16 +129,15 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
         peak.growth_bytes, peak.end_bytes = record.peaks["block"], _cuda_bytes("current") - record.base_bytes
         return
     _call_glibc("malloc_trim", 0)  # the C library's free memory would not count when it is used again
-    try:
+    before = 0
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    except OSError:
-        yield peak
-        return
-    before = _resident_bytes("VmRSS")
+        before = _resident_bytes("VmRSS")
     yield peak
-    peak.growth_bytes = max(0, _resident_bytes("VmHWM") - before)
-    _call_glibc("malloc_trim", 0)
-    peak.end_bytes = _resident_bytes("VmRSS") - before
+    if before:
+        peak.growth_bytes = max(0, _resident_bytes("VmHWM") - before)
+        _call_glibc("malloc_trim", 0)
+        peak.end_bytes = _resident_bytes("VmRSS") - before
 
 
 def return_memory_when_freed() -> None:

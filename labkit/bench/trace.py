@@ -99,8 +99,9 @@ def read_events(trace: Trace) -> list[TraceEvent]:
     """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are any, or operators."""
     host, device = _complete(trace, HOST), _complete(trace, DEVICE)
     events = device or host
-    launches = {_correlation(event): event["ts"] for event in _complete(trace, LAUNCH)}
-    starts = [event["ts"] if _correlation(event) is None else launches[_correlation(event)] for event in events]
+    numbered = [(_correlation(event), event["ts"]) for event in _complete(trace, LAUNCH)]
+    launches = {number: start for number, start in numbered if number is not None}
+    starts: list[Any] = [launches.get(_correlation(event), event["ts"]) for event in events]  # or its own
     ranges = [event for event in host if event["cat"] == RANGE]
     return [
         TraceEvent(

@@ -72,7 +72,10 @@ class LoadMeter:
 
 
 def _read_times() -> np.ndarray:
-    """Since boot: seconds; those that this process's cores were busy, stolen, and spent on it; a quota's periods."""
+    """Return seconds of the clock, busy, stolen and own seconds of cores, throttled and all periods of a quota.
+
+    Only differences mean something.
+    """
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
     cores = [times for core, times in enumerate(every) if core in usable]

@@ -10,10 +10,10 @@ vector into pieces, and lists steps for `transport.run(steps, depth)`, which doe
     for step in steps:
         send step.outgoing to step.target
         message = receive from step.source
-        step.incoming = (step.incoming + message if step.add else message) / step.divisor
+        step.incoming = (step.incoming + message) / step.divisor if step.add else message
 
 Messages travel through memory that the ranks of a host share, or point to point: with the same results, to the bit. The
-first call in a group is a collective.
+first call also connects the ranks of the group.
 
 Letters: p ranks, r this rank, n bytes per rank; a seconds per message, b seconds per byte; q the largest power of two
 up to p. In brackets: added if p is not a power of two.
@@ -131,8 +131,7 @@ def ring_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
             adds.append(Step(sent, right, received, left, add=True, divisor=round_divisor))
         for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
             copies.append(Step(sent, right, received, left))
-    depth = min(2, len(pieces[r]))
-    transport.run(adds + copies, depth)
+    transport.run(adds + copies, depth=min(2, len(pieces[r])))  # a step sends what one piece per shard before it wrote
 
 
 @all_reduce_algorithm

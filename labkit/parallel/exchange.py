@@ -14,8 +14,6 @@ from labkit.parallel.prepare import as_vector, disable_compile
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
-Part = torch.Tensor | None
-Rank = int | None
 Group = dist.ProcessGroup | None
 Via = str | Transport
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -23,7 +21,13 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 @disable_compile
 def exchange(
-    send: Part, to: Rank, receive: Part, source: Rank = None, group: Group = None, *, transport: Via = AUTO
+    send: torch.Tensor | None,
+    to: int | None,
+    receive: torch.Tensor | None,
+    source: int | None = None,
+    group: Group = None,
+    *,
+    transport: Via = AUTO,
 ) -> None:
     """Send a tensor to group rank `to`, and receive one, in place, from group rank `source`; None: no message.
 
@@ -36,7 +40,13 @@ def exchange(
 
 @disable_compile
 def start_exchange(
-    send: Part, to: Rank, receive: Part, source: Rank = None, group: Group = None, *, transport: Via = AUTO
+    send: torch.Tensor | None,
+    to: int | None,
+    receive: torch.Tensor | None,
+    source: int | None = None,
+    group: Group = None,
+    *,
+    transport: Via = AUTO,
 ) -> Callable[[], None]:
     """Start an `exchange`, and return a function that completes it: in between the caller computes.
 

@@ -20,6 +20,7 @@ import contextlib
 import io
 import math
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from types import CodeType
@@ -61,7 +62,7 @@ def launch(
         worker: called on every rank with each point; yields mappings from names to JSON-able values.
             Imported, or defined in a notebook cell.
         points: anything that cloudpickle can carry.
-        world_size: ranks: those of a torchrun job, or as many as this machine can start, by cores and memory.
+        world_size: ranks: as many as a torchrun job has, else at most what this machine can start (cores, memory).
         backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
         scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
         timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
@@ -186,4 +187,4 @@ def _reduce_code(code: CodeType) -> tuple[type[CodeType], tuple[Any, ...]]:
 class _Pickler(cloudpickle.Pickler):
     """Keeps the name of the file that a function is from, which cloudpickle leaves out since 3.1.3: for tracebacks."""
 
-    dispatch_table = {**cloudpickle.Pickler.dispatch_table, CodeType: _reduce_code}
+    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)

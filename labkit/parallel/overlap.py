@@ -1,6 +1,6 @@
 """Parts of communication that overlaps with backward, for data-parallel wrappers and FSDP.
 
-`BackwardPass` and `GradientHooks` notice the begin and end of autograd's pass, and gradients that are ready.
+`BackwardPass` calls back at the end of autograd's pass; `GradientHooks`, for wrappers, when a gradient is ready.
 
 A `Channel` runs collectives in the background, one after the other, over a transport of its own: on a CPU in
 a thread, while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm) needs another transport. Kernels
@@ -198,7 +198,7 @@ class CheckedChannel(Channel):
         self._error: RuntimeError | None = None
         if device.type != "cpu":
             group, preference = _group_on_cpu(member_group(group)), AUTO
-        self.notes = find_transport(group, torch.device("cpu"), preference)
+        self.between_cpus = find_transport(group, torch.device("cpu"), preference)
         """For integers, between CPUs, in the caller's thread."""
 
     def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
@@ -211,8 +211,8 @@ class CheckedChannel(Channel):
         return self.start(run_checked if self._in_thread else action)
 
     def exchange(self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None) -> list[int]:
-        """Return the numbers of all ranks, which must be at the same collective. A collective over `notes`."""
-        transport = transport or self.notes
+        """Return the numbers of all ranks, which must be at the same collective. A collective between CPUs."""
+        transport = transport or self.between_cpus
         rows = torch.zeros(transport.world_size, 2, dtype=torch.int64)
         rows[transport.rank] = torch.tensor([self._names.index(name) + len(self._names) * n_trained, number])
         if self._error is None:

@@ -136,8 +136,11 @@ def _fork_leaders(control: socket.socket) -> None:
         ready = connection.wait([ended, control] if has_callers else [ended])
         if ended in ready:
             ended.recv(4096)
-            for leader in [leader for leader in leaders if os.waitpid(leader, os.WNOHANG)[0]]:
-                end_session(leader, leaders.pop(leader))  # if it was killed; else there is nothing left
+            for leader, (pid, status) in [(each, os.waitpid(each, os.WNOHANG)) for each in leaders]:
+                if pid:
+                    directory = leaders.pop(leader)
+                    if status:  # it was killed; else there is nothing left
+                        end_session(leader, directory)
         if control in ready:
             content, descriptors, *_ = socket.recv_fds(control, REQUEST_BYTES, 3)
             has_callers = bool(content)

@@ -28,7 +28,7 @@ from labkit.parallel.ranks.results import PointEnd, RankFailure, Row
 from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import shared_memory
 
-# After a first failure, others that may be its cause have this time; more if all failures so far are consequences.
+# Time after a failure to wait for an earlier one that caused it; longer while all look like consequences.
 GRACE_S, GRACE_FOR_CAUSE_S = 0.1, 1.0
 CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
@@ -62,7 +62,7 @@ class _Rank:
     def turn(self) -> tuple[int, str]:
         """Return number and alternative of the current turn; 0 if none has begun, "" between two turns."""
         number, _, name = self.read("turn").partition(" ")
-        return int(number or 0), name
+        return int(number) if number.isdecimal() else 0, name  # it may be read while the rank writes it
 
     def output(self, start: int = 0) -> tuple[list[str], int]:
         """Return the last lines of output after byte `start`, with a note if lines are left out, and the size of all.
@@ -89,8 +89,7 @@ class RankGroup:
     def __init__(self, plan: GroupPlan, payload: bytes, on_output: Callable[[str], None]) -> None:
         """`payload`: pickled, the plan, the worker and its points."""
         is_in_job = torchrun.is_job_rank()
-        self.facts: dict[str, Any] = {"world_size": plan.world_size, "backend": plan.backend}
-        self.facts["start_method"] = "torchrun" if is_in_job else "forkserver"
+        self.facts: dict[str, Any] = {}
         self._plan, self._payload, self._on_output = plan, payload, on_output
         self._numbers = [torchrun.job_rank()] if is_in_job else range(plan.world_size)
         self._connection: socket.socket | None = None
@@ -115,6 +114,8 @@ class RankGroup:
 
     def _start_once(self) -> RankFailure | None:
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
+        method = "torchrun" if torchrun.is_job_rank() else "forkserver"
+        self.facts = {"world_size": self._plan.world_size, "backend": self._plan.backend, "start_method": method}
         is_on_one_host = torchrun.ranks_here(self._plan.world_size) == self._plan.world_size
         environment = os.environ | {torchrun.GROUP_NUMBER: str(torchrun.begin_step())}
         environment |= LOOPBACK if is_on_one_host else {}
@@ -140,16 +141,17 @@ class RankGroup:
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):  # it has died, which the leader reports
                 rank.pipe.send_bytes(json.dumps([index, excluded]).encode())
-        rows = self._listen("done", self._plan.timeout_s, index)
-        if not torchrun.is_job_rank():
+        rows, job_rows = self._listen("done", self._plan.timeout_s, index), []
+        if torchrun.is_job_rank():
+            job_rows = [asdict(row) for row in rows]
+        else:
             yield from rows
-        local_rows = [asdict(row) for row in rows]
         ended = time.monotonic() if self._failure else max(message["at"] for message in self._messages)
         self._forward_output()
         failure = self._agree()
         end = PointEnd(index, failure, max(torchrun.gather_from_ranks(ended - begun)), dict(self.facts))
-        for job_rows in torchrun.gather_from_ranks(local_rows, only_first=True):  # before a yield: it may be the last
-            yield from (Row(**row) for row in job_rows)
+        for of_rank in torchrun.gather_from_ranks(job_rows, only_first=True):  # before a yield: it may be the last
+            yield from (Row(**row) for row in of_rank)
         return end
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class RankGroup:
         failures: list[RankFailure] = []
         self._messages = []
         while missing:
-            is_late = time.monotonic() >= deadline
+            is_late = time.monotonic() >= deadline  # one more look after it
             for number, message in self._receive(max(0.0, deadline - time.monotonic())):
                 if message["kind"] == "row":
                     handed_over = time.monotonic()

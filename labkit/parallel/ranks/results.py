@@ -158,7 +158,7 @@ def slowest_alternative(turns: Sequence[tuple[int, str]]) -> str:
     return max((name for number, name in turns if number == first), default="")
 
 
-def plain_row(row: Any, name: str = "") -> Any:
+def plain_row(row: Any, name: str | None = None) -> Any:
     """Convert a row for JSON: scalars of numpy and torch become numbers, tuples lists.
 
     TypeError for a value that JSON cannot carry or would change: a tensor with dimensions, a key that is no string.
@@ -167,7 +167,7 @@ def plain_row(row: Any, name: str = "") -> Any:
         if not all(isinstance(key, str) for key in row):
             raise TypeError(f"expected names to be strings, got {list(row)}")
         return {key: plain_row(value, key) for key, value in row.items()}
-    if not name:
+    if name is None:
         raise TypeError(f"expected a row to be a mapping from names to values, the worker yielded {row!r:.80}")
     if isinstance(row, list | tuple):
         return [plain_row(value, name) for value in row]

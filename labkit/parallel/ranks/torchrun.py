@@ -101,7 +101,10 @@ def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
     key = f"step {next(_steps)} of rank"
     job_store().set(f"{key} {job_rank()}", json.dumps(value))
     ranks = range(0 if only_first and job_rank() else read_variable("WORLD_SIZE"))
-    return [_wait_and_read(f"{key} {rank}") for rank in ranks]
+    values = [_wait_and_read(f"{key} {rank}") for rank in ranks]
+    for rank in ranks if only_first else ():  # rows of all points would stay in the job's store
+        job_store().delete_key(f"{key} {rank}")
+    return values
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:

@@ -1,4 +1,4 @@
-"""A rank's side of a launch: set up the process, join the group, run points. And what workers call in ranks.
+"""A rank's side of a launch: set up the process, join the group, run points; helpers that workers call.
 
 A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
 ``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
@@ -127,7 +127,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torc
     store, rank = members.get_group_store(), members.rank()
     key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
     store.set(f"{key} {rank}", json.dumps(value))
-    dist.all_reduce(torch.zeros(1, device=device or _device(group)), group=group)  # a store notices no lost rank
+    here = torch.zeros(1, device=device or _device(group))
+    dist.all_reduce(here, group=group)
+    here.item()  # waits for a GPU, too: a store does not notice that a rank is lost
     return [json.loads(store.get(f"{key} {other}")) for other in range(members.size())]
 
 

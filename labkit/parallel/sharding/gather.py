@@ -54,7 +54,7 @@ class UnitScheduler:
         self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
         hook = weak_hook(self, UnitScheduler._note_gradient)  # refers to no unit: torch hides it from the collector
         for unit in units:
-            run_around(unit.module, partial(self._run_unit, unit))  # from now on a call of the module
+            run_around(unit.module, partial(self._run_unit, unit))  # each later call of the module
         for whole in self._by_whole:
             if whole.requires_grad:
                 whole.register_post_accumulate_grad_hook(hook)
@@ -218,10 +218,10 @@ class UnitScheduler:
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
         flags += [unit.has_gradients for unit in self._units]
         self._channel.exchange(END_OF_PASS, 0)
-        notes = self._channel.notes
-        by_rank = torch.zeros(notes.world_size, len(flags), dtype=torch.uint8)
-        by_rank[notes.rank] = torch.tensor(flags)
-        all_gather(by_rank, transport=notes)
+        via = self._channel.between_cpus
+        by_rank = torch.zeros(via.world_size, len(flags), dtype=torch.uint8)
+        by_rank[via.rank] = torch.tensor(flags)
+        all_gather(by_rank, transport=via)
         on_any = iter(by_rank.any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)

@@ -128,10 +128,12 @@ class Unit:
         self.parameters = [
             UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory) for slot in part.slots
         ]
-        self.is_whole = self.is_attached = True
-        """Gathered, or being gathered; modules have whole parameters."""
+        self.is_whole = True
+        """Gathered, or being gathered."""
+        self.is_attached = True
+        """The modules have the whole parameters."""
         self._wait: Wait | None = None
-        self._complete_rows = self._plan_gather()
+        self._receive_rows = self._plan_gather()
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
         self.depth = 0
@@ -176,7 +178,7 @@ class Unit:
         self.is_whole, self.gathered_versions = True, self.current_versions()
         moved = [parameter.leave_old_rows() for parameter in self.parameters]
         if any(moved):
-            self._complete_rows = self._plan_gather()
+            self._receive_rows = self._plan_gather()
         if whole := tuple(parameter.whole for parameter in self.parameters):
             for parameter in self.parameters if not self._keeps_memory else ():
                 _resize(parameter.place, parameter.place.nbytes)
@@ -192,7 +194,7 @@ class Unit:
         pairs = [(parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters]
         if elsewhere := [(place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()]:
             torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
-        self._complete_rows()
+        self._receive_rows()
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight. What a failed one leaves in memory is not the parameters, and is released."""

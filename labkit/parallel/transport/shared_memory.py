@@ -42,7 +42,7 @@ FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "
 COMPILE_TIMEOUT_S = 120.0
 FAILURE = "LABKIT_SHARED_MEMORY_FAILURE"  # variable of ranks: why their launcher has no library
 _ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # `COMBINE` in C++
-SLOTS_AHEAD = 6  # sent before any is received: with all slots taken, a ring of ranks would deadlock
+SLOTS_AHEAD = 6  # sent before any is received: with all SLOTS of the C++ taken, a ring of ranks would deadlock
 _libraries: list[Any] = []  # of this process
 
 
@@ -243,7 +243,7 @@ def _header_folders() -> list[Path]:
 
 
 def _build_key() -> str:
-    """Digest of everything a build depends on: source, flags, Python, torch, processor."""
+    """Digest of what a build depends on, but for the compiler: source, flags, Python, torch, processor."""
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -11,7 +11,6 @@ import torch
 
 from labkit.bench.check import largest_difference, verdict
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
-from labkit.bench.operators import OperatorCall, record_operators
 from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
 from labkit.costs.transformer import TransformerShape
@@ -23,11 +22,12 @@ from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES
 
 if TYPE_CHECKING:
+    from labkit.bench.operators import OperatorCall
     from labkit.costs.calibration import Rates
 
 INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
 STEP, FORWARD_BACKWARD = "step", "forward and backward"
-Phases = Mapping[str, tuple[OperatorCall, ...]]  # operators by phase
+Phases = Mapping[str, tuple["OperatorCall", ...]]  # operators by phase
 EAGER, COMPILED = "eager", "compiled"
 FIRST, LATER = "the first step", "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
@@ -165,7 +165,9 @@ def list_operators(
     Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA tensors. The
     optimizer is the device's.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # not needed by ranks, which import this package
+    from torch._subclasses.fake_tensor import FakeTensorMode  # ranks import this module, and need neither
+
+    from labkit.bench.operators import record_operators
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         step = TrainingStep(shape, batch=batch, context_length=context_length, precision=precision)
