@@ -27,8 +27,8 @@ TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 # Style and types are checked while the tests run; what is wrong with them is said below, so it does not scroll away.
-BESIDE_LINT = ($(LINT)) > $(VENV)/lint.txt 2>&1 & $(1); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.txt; \
-	exit $$((tests + lint))
+BESIDE_LINT = ($(LINT)) > $(VENV)/lint.txt 2>&1 & trap "kill $$!" INT TERM; $(1); tests=$$?; wait $$!; lint=$$?; \
+	cat $(VENV)/lint.txt; exit $$((tests + lint))
 
 .DEFAULT_GOAL := help
 # `make -j report test` would install into one environment twice at once, and measure beside the tests.

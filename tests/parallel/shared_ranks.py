@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from traceback import format_exc
 
 import pytest
 import torch.distributed as dist
 
-from labkit.parallel.launch import run_ranks
+from labkit.parallel.launch import RankError, run_ranks
 
 Check = Callable[[], list[str] | None]
 """Runs on every rank, and returns what is wrong, in words, or raises."""
@@ -18,7 +19,7 @@ _checks = defaultdict[str, list[tuple[Check, Sequence[int]]]](list)
 def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callable[..., None]]:
     """Make a check a test on each of these numbers of ranks; `make test-all` has the `slow` ones, too.
 
-    Checks of a module that run on as many ranks follow each other there. If one raises, all of these fail.
+    Checks of a module that run on as many ranks follow each other there. If ranks die or hang, all of these fail.
     """
 
     def decorate(check: Check) -> Callable[..., None]:
@@ -30,8 +31,10 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
 
         @pytest.mark.parametrize(("world_size", "checks"), cases)
         def test(world_size: int, checks: str) -> None:
-            by_rank = enumerate(_run(checks, world_size))
-            assert [f"rank {rank}: {text}" for rank, wrong in by_rank for text in wrong[check.__name__]] == []
+            by_rank = _run(checks, world_size)
+            if isinstance(by_rank, RankError):
+                raise by_rank
+            assert [f"rank {rank}: {text}" for rank, all_ in enumerate(by_rank) for text in all_[check.__name__]] == []
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         return test
@@ -40,16 +43,22 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
 
 
 @cache
-def _run(checks: str, world_size: int) -> list[dict[str, list[str]]]:
-    """Return what is wrong by rank and check."""
+def _run(checks: str, world_size: int) -> list[dict[str, list[str]]] | RankError:
+    """Return what is wrong by rank and check, or why the ranks ended."""
     chosen = [check for check, sizes in _checks[checks] if world_size in sizes]
-    return run_ranks(_run_each, chosen, world_size=world_size, timeout_s=600)
+    try:
+        return run_ranks(_run_each, chosen, world_size=world_size, timeout_s=600)
+    except RankError as error:
+        return error
 
 
 def _run_each(checks: Sequence[Check]) -> dict[str, list[str]]:
     wrong = {}
     for check in checks:
-        wrong[check.__name__] = check() or []
+        try:
+            wrong[check.__name__] = check() or []
+        except Exception:
+            wrong[check.__name__] = [format_exc()]
         dist.barrier()
     return wrong
 

@@ -577,23 +577,22 @@ def _compressed(model, hook):
     return close and not all(torch.equal(g, p.grad) for g, p in pairs)
 
 
-def _situations_of(wrapper):
-    """By name: a situation, and what it is refused with, or None. Each is met by three of the five wrappers."""
-    rest = [name for name in IN_SITUATIONS if name not in ("naive", "bucketed, shared memory")]
+def _situations_of(wrapper, *, is_whole):
+    """By name: a situation, and what it is refused with, or None. Of three wrappers a third, unless it `is_whole`."""
     every = {name: (None, situation) for name, situation in RIGHT.items()} | REFUSED
     if wrapper not in IN_SITUATIONS:
         every = {"freed": every["freed"]}
-    elif wrapper in rest:
-        every = {name: every[name] for name in [*every][rest.index(wrapper) :: len(rest)]}
+    elif wrapper in THINNED and not is_whole:
+        every = {name: every[name] for name in [*every][THINNED.index(wrapper) :: len(THINNED)]}
     elif "shared" in wrapper:
         del every["complex"]  # labkit's all-reduce adds real numbers
     return every | {name: (message, call) for name, (message, of, call) in OF_ONE.items() if of == wrapper}
 
 
-def _in_situations(wrapper):
+def _in_situations(point):
     """On a rank: each situation of a wrapper, by name: True, or the error in one line."""
-    results = {}
-    for name, (_, situation) in _situations_of(wrapper).items():
+    results, (wrapper, is_whole) = {}, point
+    for name, (_, situation) in _situations_of(wrapper, is_whole=is_whole).items():
         dist.barrier()
         try:
             results[name] = situation(WRAPPERS[wrapper])
@@ -602,19 +601,21 @@ def _in_situations(wrapper):
     yield results
 
 
-IN_ANY_SITUATION = (*IN_SITUATIONS, "one bucket", "naive, shared memory")
+THINNED = ("flat", "overlapped", "bucketed")
+SITUATIONS = [(wrapper, False) for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")]
+SITUATIONS += [(wrapper, True) for wrapper in THINNED]
 
 
 @cache
-def _results():
-    return _by_point(_in_situations, IN_ANY_SITUATION, 2)
+def _results(is_whole):
+    return _by_point(_in_situations, [point for point in SITUATIONS if point[1] == is_whole], 2)
 
 
-@pytest.mark.parametrize("wrapper", IN_ANY_SITUATION)
-def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper):
-    ranks, wrong = _results()[wrapper], []
+@pytest.mark.parametrize(("wrapper", "is_whole"), thinned(SITUATIONS, lambda wrapper, is_whole: not is_whole))
+def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, is_whole):
+    ranks, wrong = _results(is_whole)[wrapper, is_whole], []
     assert isinstance(ranks, list), ranks
-    for name, (message, _) in _situations_of(wrapper).items():
+    for name, (message, _) in _situations_of(wrapper, is_whole=is_whole).items():
         for result in (rank[name] for rank in ranks):
             is_refused = any(part in str(result) for part in (message or "").split("|")) and "\n" not in str(result)
             wrong += [] if (is_refused if message else result is True) else [f"{name}: {result}"]
