@@ -80,7 +80,7 @@ class Resources(NamedTuple):
         """Reasons against shipping this tile."""
         spills = [f"{self.spills_in_loops} spills in loops"] if self.spills_in_loops else []
         shared = ["too much shared memory"] if self.shared_bytes > CHIPS[capability].block_kib * 1024 else []
-        return spills + shared + ["too much tensor memory"] * (self.tensor_columns > TENSOR_COLUMNS)
+        return spills + shared + (["too much tensor memory"] if self.tensor_columns > TENSOR_COLUMNS else [])
 
 
 def compile_tile(

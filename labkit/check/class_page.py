@@ -77,7 +77,7 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
     students: dict[str, HandIn] = {}
     for one in read_hand_ins(folder):
         number = sum(other.name == one.name for other in students.values())
-        students[one.name + f" ({number + 1})" * bool(number)] = one
+        students[f"{one.name} ({number + 1})" if number else one.name] = one
     labs = list(dict.fromkeys(lab for one in students.values() for lab in one.runs))
     sections = [_section(load_lab(lab), students) for lab in labs]
     flags = {name: "; ".join(one.flags) for name, one in students.items()}

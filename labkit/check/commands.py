@@ -127,11 +127,12 @@ def _print(result: "CheckResult") -> None:
             out.print(f"{place}: all take {times}, which the baseline's runs explain: ratios leave it out")
     table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)
     for one in result.changes:
-        cells = [one.quantity, one.place, one.speed + describe_peak_share(one, result.run.header.machine), "", ""]
+        ratio = smallest = ""
         if not math.isnan(one.ratio):
+            ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
             smallest = f"{100 * (one.smallest_change - 1):.0f}%"
-            cells[3:] = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]", smallest
-        table.add_row(*cells, "" if common else one.verdict)
+        speed = one.speed + describe_peak_share(one, result.run.header.machine)
+        table.add_row(one.quantity, one.place, speed, ratio, smallest, "" if common else one.verdict)
     out.print(table, soft_wrap=False)
     if any(one.smallest_change > 1.1 for one in result.changes):
         out.print("more baseline runs (`labkit check --save`), at different hours, show smaller changes")

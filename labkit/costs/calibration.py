@@ -54,11 +54,15 @@ class Rates:
         return max(_interpolate(self.products[dtype], flops), moving_s) if dtype in self.products else float("nan")
 
     def autograd_s(self, operators: float, *, begin: bool = True) -> float:
-        """Seconds that autograd adds to `operator_s` of so many operators, and to `begin` both passes; 0 if unknown."""
+        """Seconds that autograd adds to `operator_s` of so many operators; 0 if unknown.
+
+        `begin`: include the start of both passes.
+        """
         if self.autograd is None:
             return 0.0
         call_s = min(seconds for _, seconds in self.additions)  # next to nothing to do
-        return operators * max(0.0, self.autograd.operator_s - call_s) + begin * self.autograd.begin_s
+        extra_s = operators * max(0.0, self.autograd.operator_s - call_s)
+        return extra_s + self.autograd.begin_s if begin else extra_s
 
 
 @dataclass(frozen=True, kw_only=True)

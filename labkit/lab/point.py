@@ -141,7 +141,7 @@ class Point:
         """Return names and values of the fields that a lab adds, device and batch last."""
         common = {field.name for field in fields(SessionPoint)}
         own = [field.name for field in fields(self) if field.name not in common]
-        return ((name, getattr(self, name)) for name in sorted(own, key=("device", *BATCH).__contains__))
+        return ((name, getattr(self, name)) for name in sorted(own, key=lambda name: name in ("device", *BATCH)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,8 @@ INTERPRETER_TILES = {"forward": Tile(64, 32, 4, 1), "grad_kv": Tile(32, 64, 4, 1
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
 
-    float32, bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in float32). Deterministic. Inputs that are not contiguous
-    are copied. ValueError for inputs that do not fit together.
+    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in
+    float32). Deterministic. Inputs that are not contiguous are copied. ValueError for inputs that do not fit together.
     """
 
     @staticmethod

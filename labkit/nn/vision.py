@@ -63,7 +63,11 @@ class ResNet50(nn.Module):
 
 
 class SmallConvNet(nn.Module):
-    """Images (N, 3, 32, 32) to logits (N, classes), as in the published CIFAR-100 run; 825,988 parameters for 100."""
+    """The network of the published CIFAR-100 run: images (N, 3, 32, 32) to logits (N, classes).
+
+    Two 3x3 convolutions of 32 channels, 2x2 max-pooling, dropout, 6272 -> 128, batch norm without affine parameters,
+    dropout, 128 -> classes; ReLU after each layer but the last. 825,988 parameters for 100 classes.
+    """
 
     def __init__(self, classes: int = 100, *, dropout: tuple[float, float] = (0.25, 0.5)):
         super().__init__()

@@ -76,7 +76,10 @@ def is_timed(published: Runs) -> Flags:
 
 @dataclass(frozen=True)
 class Ground:
-    """Measured runs, and limits by framework and of all: largest values, "smallest" model, `layout_kinds` in use."""
+    """Measured runs, and their limits by framework; those of `GENERIC` are of all runs.
+
+    Limits are the largest value of some columns, the "smallest" model, and 1 for each of `layout_kinds` in use.
+    """
 
     runs: Runs
     limits: Mapping[str, Mapping[str, float]]

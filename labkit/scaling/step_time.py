@@ -198,7 +198,10 @@ def _head_s(runs: Runs) -> Numbers:
 
 
 class Group:
-    """Groups of ranks `stride` apart, one per run: size, domains of fast links, bytes/s; they share the network."""
+    """One group of ranks per run, `stride` apart: members, the domains of fast links they span, bytes/s in their ring.
+
+    All groups share a node's network; each has its members' links.
+    """
 
     def __init__(self, runs: Runs, size: Numbers, stride: Numbers | float) -> None:
         domain = np.maximum(runs.link_gpus, runs.gpus_per_node)

@@ -191,7 +191,10 @@ def execute_notebook(
 
 
 def join_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a report's parameters into values for the notebook's cell. ParameterError for a wrong name or value."""
+    """Join a report's parameters into values for the notebook's cell of parameters: they win over what it sets.
+
+    ParameterError for a wrong name or value.
+    """
     in_cell = notebook_parameters(notebook, study.name)
     check_parameters(study, parameters)
     values = {name: value for name, value in parameters.items() if name in in_cell}

@@ -96,9 +96,10 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
     Version counters stay, as in torch's wrapper: an earlier graph may have saved a buffer.
     """
     if detached := tuple(tensor.detach() for tensor in tensors):
-        arguments = member_group(group), list(detached), COALESCED_BYTES, source
         with _unsafe_preserve_version_counter(detached):
-            dist._broadcast_coalesced(*arguments)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                member_group(group), list(detached), COALESCED_BYTES, source
+            )
 
 
 def strides_like(parameter: Tensor) -> tuple[int, ...]:

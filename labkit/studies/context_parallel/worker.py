@@ -91,7 +91,8 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
 
     rows = {way: {"way": way} for way in point.ways}
     for row in check_and_time(rows, examine, device=device, before=dist.barrier, **point.rounds):
-        right += [row["way"]] * ("seconds" in row)
+        if "seconds" in row:
+            right.append(row["way"])
         yield row
     for way in right:
         dist.barrier()

@@ -77,12 +77,16 @@ class CountedStep:
         self.ledger.label_alive("activations", "forward")
 
 
+def _name_source(path: str) -> str:
+    """Return the name of a file of the model; "" for one that is not under study."""
+    return path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)
+
+
 def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
     """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors if it has a shape."""
     is_named = isinstance(arguments["source"], TransformerShape)
     mode: AbstractContextManager[Any] = FakeTensorMode() if is_named else nullcontext()
-    source = lambda path: path.rpartition("/")[2] if "labkit/nn/" in path else user_file(path)  # noqa: E731
-    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=source) as ledger:
+    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_name_source) as ledger:
         counted = CountedStep(ledger, TrainingStep(**arguments))
         run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
         for phase in run:  # in this order: AdamW's states stay after a full step
