@@ -41,7 +41,10 @@ GROWTH = 1.25
 def time_interleaved(
     alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Any
 ) -> dict[str, list[float]]:
-    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`."""
+    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`.
+
+    Sample i of all alternatives is from the same round. An empty mapping takes no time.
+    """
     parts = {name: {"": action} for name, action in alternatives.items()}
     samples = time_parts_interleaved(parts, warmup=warmup, repeats=repeats, **options)
     return {name: by_part[""] for name, by_part in samples.items()}
@@ -96,7 +99,10 @@ def time_parts_interleaved(
 
 
 def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) -> list[str]:
-    """Shuffle the turns of a round, on all ranks alike; every order is equally likely."""
+    """Shuffle the turns of a round; every order is equally likely.
+
+    The order depends on the names, the number and the seed: neither on the rank nor on the order of `names`.
+    """
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
     return turns

@@ -17,7 +17,11 @@ def forward_flops(b: int, s: int, d: int, *, causal: bool) -> float:
 
 
 def explicit_saved(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Bytes that naive attention holds between forward and backward, by tensor; sequences share a mask of bytes."""
+    """Bytes that naive attention holds between forward and backward, by tensor.
+
+    Softmax saves its result, which the product with v needs as well. A causal mask takes a byte per score, once for all
+    sequences.
+    """
     vector = b * s * d * e
     saved = {"q": vector, "k": vector, "v": vector, "probabilities": b * s * s * e}
     return saved | ({"mask": s * s} if causal else {})
@@ -30,7 +34,10 @@ def tiled_saved(b: int, s: int, d: int, e: int) -> dict[str, int]:
 
 
 def explicit_peak(b: int, s: int, d: int, e: int, *, causal: bool) -> dict[str, int]:
-    """Bytes of naive attention at its peak, the backward pass of softmax, by tensor, inputs included."""
+    """Bytes of naive attention at its peak, by tensor, inputs included.
+
+    The peak is in the backward pass of softmax, which has the probabilities, their gradient and the scores' gradient.
+    """
     vector, matrix = b * s * d * e, b * s * s * e
     alive = explicit_saved(b, s, d, e, causal=causal)
     alive |= {"output": vector, "gradient of output": vector, "gradient of v": vector}

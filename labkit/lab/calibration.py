@@ -88,7 +88,10 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
 
 
 def autograd(frame: pd.DataFrame) -> costs.Autograd | None:
-    """Fit autograd's cost from medians of chains of few and many operators on one device; None without both."""
+    """Fit the cost of autograd from chains of few and many operators, on one device; None without both.
+
+    Medians count, not minima: passes in training run after others, too.
+    """
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None

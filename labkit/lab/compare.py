@@ -72,7 +72,11 @@ class Pair:
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
-    """Load runs by path, name or folder, and list damaged files and copies. ParameterError for fewer than two."""
+    """Load runs by path or name, or all below a folder; also return files left out, with the reason.
+
+    Damaged files and copies are left out. ParameterError for a name without a run, a folder without runs, and fewer
+    than two runs.
+    """
     paths: dict[Path, None] = {}
     excluded: dict[str, str] = {}
     for name in names:
@@ -101,7 +105,10 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and by path the copies: of equal start, machine and plan the most complete stays."""
+    """Return the different runs, and the copies by path: a run with the start, machine and plan of another.
+
+    Of a run and a copy made before it was resumed, the one with more ended points stays.
+    """
     by_content: dict[Any, Run] = {}
     copies: dict[str, str] = {}
     for run in sorted(runs, key=lambda run: len(run.pending)):

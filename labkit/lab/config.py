@@ -52,7 +52,10 @@ class ParameterError(ValueError):
 
 
 class LabConfig(BaseModel):
-    """Parameters of a lab, one instance per profile. Strict: "[2, 4]" is a string and no list."""
+    """Parameters of a lab: one subclass per lab, one instance per profile.
+
+    Strict: "[2, 4]" is a string, not a list, and is refused instead of being read letter by letter.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -108,7 +111,10 @@ def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 def resolve_config(
     lab: str, profiles: Mapping[str, LabConfig], profile: str, overrides: Mapping[str, Any]
 ) -> LabConfig:
-    """Replace a profile's parameters by `overrides` that are not None. ParameterError for a wrong name or value."""
+    """Replace a profile's parameters by `overrides`; None leaves the profile's value.
+
+    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
+    """
     if not isinstance(profile, str) or profile not in profiles:
         raise ParameterError(
             f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"

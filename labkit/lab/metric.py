@@ -40,7 +40,11 @@ Table = Callable[[Results], pd.DataFrame]
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured column, smaller is better; the column of alternatives; the columns of a configuration."""
+    """A measured column in which smaller is better, the column of alternatives, and the columns of a configuration.
+
+    The slowest rank of each repeat counts. Sessions, which measure the same configuration in other processes at another
+    time, are combined into one ratio.
+    """
 
     value: str
     compare: str

@@ -107,7 +107,10 @@ def notebook_path(lab: str) -> Path:
 
 
 def committed_notebook(lab: str) -> tuple[str, bool]:
-    """Return a lab's notebook as git's last commit has it, else the file, and whether the file was edited."""
+    """Return the text of a lab's notebook for a report, and whether the file was edited.
+
+    The text is that of git's last commit if the file was edited; without git it is the file's.
+    """
     path = notebook_path(lab)
     text = path.read_text(encoding="utf-8")
     command = ["git", "-c", "safe.directory=*", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]

@@ -94,7 +94,11 @@ class AlternativeCheck:
 
 
 def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:
-    """Check an alternative at the smallest sizes, on 2, 3 and 4 ranks. ParameterError if the lab has no place."""
+    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first failure; keep nothing.
+
+    ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a value that is no
+    function.
+    """
     names = lab.config.model_fields
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}

@@ -67,7 +67,10 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
 
 
 def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False) -> LabConfig:
-    """Add these names to the config's lists, or replace labkit's with `only`. ParameterError if there are none then."""
+    """Add these names to the config's lists of alternatives and of models; empty lists of models stay empty.
+
+    `only`: they replace labkit's. ParameterError if there are none then.
+    """
     if only and not plugins.alternatives and not plugins.models:
         raise ParameterError(f"{study.name}: only=True measures alternatives or models of yours: pass some")
     places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}

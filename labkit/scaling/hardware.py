@@ -14,7 +14,10 @@ from labkit.scaling import read_table, validate
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A kind of GPU, how many share a node, and the network between nodes."""
+    """A kind of GPU, how many share a node, and the network between nodes.
+
+    `network_gbps`: all links of a node together, gigabits per second in one direction.
+    """
 
     name: str
     architecture: str

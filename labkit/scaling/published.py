@@ -127,7 +127,10 @@ def layout_kinds(runs: Runs) -> dict[str, Flags]:
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Seconds of all published runs by `cross_validated.csv`, (n,); nan if the fold does not judge a run."""
+    """Seconds of every published run as a fold predicts it, (n,); nan if the fold does not judge it.
+
+    `benchmarks/fit_scaling.py --write` writes the predictions.
+    """
     predicted = {row["key"]: float(row["predicted_s"]) for row in read_table("cross_validated") if row["fold"] == fold}
     return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 

@@ -73,7 +73,10 @@ class Bars(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Areas(Figure):
-    """Parts of a whole, stacked in `order` over a numeric axis: steps, since memory jumps; a missing part is 0."""
+    """Parts of a whole over a numeric axis, stacked from the bottom up in `order`.
+
+    A value holds until the next `x` (steps, not slopes: memory jumps); a part without a row at some `x` is 0 there.
+    """
 
     order: tuple[str, ...] = ()
 
@@ -96,7 +99,10 @@ class Areas(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Figure):
-    """Boxes from `start_s` for `duration_s`, a lane per name from the top down; one box in a lane shows its value."""
+    """Boxes that start at `start_s` and last `duration_s`: one lane per name, from the top down; the first starts at 0.
+
+    If each lane has one box, its duration is written next to it.
+    """
 
     x: str = "start_s"
     y: str = "duration_s"

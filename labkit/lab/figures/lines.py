@@ -25,7 +25,10 @@ AT = "at"  # column of places on the x axis
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Figure):
-    """One line per `hue`, or dots if `x` has names or repeats; a panel of more than six becomes several."""
+    """One line per `hue`, one panel per `panel`; a panel with more than six lines becomes several.
+
+    An `x` of names gets dots instead of lines, and so do several points at one `x`.
+    """
 
     log: str = "xy"
     """Logarithmic axes: "x", "y", "xy" or ""."""

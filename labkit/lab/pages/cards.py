@@ -141,7 +141,10 @@ def table(frame: pd.DataFrame, caption: str = "") -> Piece:
 
 
 def render_source(studied: Any) -> Piece:
-    """Return source and docstring of an object, without wrappers. ParameterError if it has no Python source."""
+    """Return the source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
+
+    ParameterError for an object without Python source.
+    """
     inside = inspect.unwrap(getattr(studied, "func", studied))
     try:
         lines, first = inspect.getsourcelines(inside)
@@ -158,7 +161,10 @@ def render_source(studied: Any) -> Piece:
 
 
 def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
-    """Return a figure, with values on hover on a page; `alt` describes it, `file` names the file of its numbers."""
+    """Return a figure: a picture in a notebook, a drawing with values on hover on a page.
+
+    `alt` describes it to readers who do not see it, `file` names the file of its numbers.
+    """
     points, inches = plot.csv().encode(), plot.figure.get_figwidth()
     csv = base64.b64encode(points).decode() if len(points) <= MAX_CSV_BYTES else None
     image = base64.b64encode(plot.svg.encode()).decode()

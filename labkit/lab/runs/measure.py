@@ -103,7 +103,10 @@ def resume(
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Return whether a lab predicts and lacks a calibration of today; never at `smoke`, nor under torchrun."""
+    """Return whether a lab predicts and this machine lacks a calibration by this labkit of the last 24 hours.
+
+    False at `smoke`, which must be short, and under torchrun, where all other ranks would have to wait.
+    """
     predicts = any(question.needs_calibration for lab in studies for question in lab.questions)
     if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
         return False

@@ -212,7 +212,10 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its text."""
+    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its text.
+
+    Not every RuntimeError that speaks of memory does: "an illegal memory access was encountered" is a bug.
+    """
     if isinstance(error, RuntimeError) and "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):
         from labkit.machine.gpus import is_nearly_full
 

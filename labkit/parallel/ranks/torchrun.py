@@ -108,7 +108,10 @@ def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
-    """Return the job's ranks by name of their host, on every rank of the job; None without a job. All ranks call it."""
+    """Return the job's ranks by name of their host, on every rank of the job; None without a job.
+
+    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All ranks call this.
+    """
     if not is_job_rank():
         return None
     return label_hosts([tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])])

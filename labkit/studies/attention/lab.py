@@ -76,7 +76,10 @@ def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes, growth per doubling, useful FLOP/s; naive attention last. Empty without naive growth."""
+    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in float32 last.
+
+    Empty if naive attention was not measured at a length and at half of it.
+    """
     table = TIME.medians(results.frame)
     if table.empty:
         return table

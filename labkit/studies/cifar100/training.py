@@ -122,7 +122,10 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add losses, correct images and all images to `sums` (3,), one by one: their devices may differ."""
+    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of all.
+
+    Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
+    """
     sums[0] += cross_entropy(logits, target, reduction="sum")
     sums[1] += (logits.argmax(1) == target).sum()
     sums[2] += len(target)

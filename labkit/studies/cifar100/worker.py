@@ -91,7 +91,10 @@ class RankData:
 
 
 def read_data(dataset: str, archive: str | None, max_images: int | None, *, md5: str | None = None) -> RankData:
-    """Read the digits or CIFAR-100, `max_images` for training. DatasetError for a bad archive or another `md5`."""
+    """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched; the first `max_images` are trained.
+
+    DatasetError for a bad archive, or one with another checksum than `md5`.
+    """
     images = digits() if dataset == DIGITS else _read_archive(archive, md5)
     validated = len(images.validation[1])
     rows = -(-validated // dist.get_world_size())

@@ -174,7 +174,11 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
 
 
 def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
-    """Return a row per box of the second step: lane, start, duration; of collectives, the part during backward."""
+    """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
+
+    The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part of a collective
+    before that.
+    """
     step()
     boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:

@@ -31,7 +31,10 @@ class OutOfMemoryEverywhere(Exception):
 
 
 def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
-    """Return the columns of `check`, or why the alternative failed. Raises on a dead device, and on several ranks."""
+    """Run `check` and return its columns; a `check` with the reason if this alternative fails now or failed before.
+
+    Raises if the device is dead, and on several ranks for every failure.
+    """
     if (reason := current_alternative.excluded_reason(alternative)) is not None:
         return {"check": reason}
     try:

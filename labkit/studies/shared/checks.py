@@ -83,7 +83,10 @@ def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
-    """ "ok", or the first wrong mean of whole numbers in the place of local gradients (float32 or float64)."""
+    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients, on all ranks.
+
+    Gradients are float32 or float64; parameters lose them.
+    """
     with _whole_numbers(list(parameters.values())) as starts:
         run()
     pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
@@ -97,7 +100,10 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first one, or None. A collective."""
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and tensor, or None.
+
+    A collective: every rank has a deviation for each name, and gets the same text.
+    """
     local = ((index, *one) for index, one in enumerate(deviations) if one[0] != RIGHT)
     place = first_failing_rank(next(local, (RIGHT, 0, 0, 0)))
     if place is None:

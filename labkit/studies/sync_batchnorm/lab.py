@@ -51,7 +51,10 @@ def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchN
 
 
 def split(results: Results) -> pd.DataFrame:
-    """Time that synchronizing adds to plain BatchNorm, median: collectives, and the rest, arithmetic and waiting."""
+    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives alone, and the rest.
+
+    The rest is the layer's arithmetic, and waiting for a slower rank.
+    """
     samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(results.frame)
     wide = samples.pivot_table(index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds")
     if not {LABKIT, PLAIN, COLLECTIVES} <= set(wide.columns):
