@@ -32,9 +32,9 @@ FIRST = (
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Runs and calibrations of whoever tests say nothing about labkit, and those of tests nothing about the machine.
-    home = TemporaryDirectory(prefix="labkit-tests-")
-    atexit.register(home.cleanup)
-    os.environ["LABKIT_HOME"] = home.name
+    folder = TemporaryDirectory(prefix="labkit-tests-")
+    atexit.register(folder.cleanup)
+    os.environ["LABKIT_HOME"] = folder.name
 
 gc.disable()  # until all tests are collected: it would look through all modules a hundred times
 preload(*OF_TESTS)
@@ -73,6 +73,14 @@ def pytest_collection_finish():
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure():
     gc.freeze()  # what else there is by now ends with the process, and IPython would look through it then
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A folder of its own for runs, reports and calibrations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABKIT_HOME", str(tmp_path))
+        yield tmp_path
 
 
 @pytest.fixture

@@ -62,15 +62,14 @@ def _set(many, *one_by_one):
     return [part for text in (*many, *one_by_one) for part in ("--set", text)]
 
 
-def test_a_run_holds_the_command_and_no_path_of_the_machine(command, tmp_path, monkeypatch):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_run_holds_the_command_and_no_path_of_the_machine(command, home, monkeypatch):
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # with it, it were a notebook
     arguments = ["measure", "all_reduce", "--profile", "smoke", *_set(TWO_RANKS, "sizes_bytes=[64]", "seed=7")]
     status, *_ = command(*arguments)
     assert status == 0
     (path,) = all_runs()
     assert Run.load(path).header.command == shlex.join(["labkit", *arguments])
-    assert str(tmp_path) not in path.read_text()
+    assert str(home) not in path.read_text()
 
 
 def _begun(folder):
@@ -82,14 +81,13 @@ def _begun(folder):
     return None
 
 
-def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, tmp_path, monkeypatch):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, home, monkeypatch):
     share_with_kernels(SERVER, monkeypatch)
     begun, has_ended = [], Event()
 
     def interrupt():
         while not (begun or has_ended.wait(0.02)):
-            if (run := _begun(tmp_path)) is not None:
+            if (run := _begun(home)) is not None:
                 begun.append(run)
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -105,7 +103,7 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
 
     drawn = []
     monkeypatch.setattr(
-        report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], tmp_path, 0, None)
+        report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], home, 0, None)
     )
     assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
     assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows
@@ -133,11 +131,9 @@ def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(comman
 MISTAKES = [
     (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
     (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "multiple of 8", "-1"]),
-    (["report", "all_reduce", "--set", "sizes_bytes=[4098]"], ["'sizes_bytes'", "multiple of 8"]),
     (["measure", "all_reduce", "--set", "world_sizes=[1000]"], ["'world_sizes'", "1000"]),
     (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
     (["measure", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
-    (["report", "all_reduce", "--profile", "quik"], ["'quik'", "did you mean 'quick'"]),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (
         ["report", "all_reduce", "--run", "no-such-run"],
@@ -145,9 +141,7 @@ MISTAKES = [
     ),
     (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "in data/runs/all_reduce"]),
     (["measure", "all_reduce", "--resume", "docs"], ["'docs' is neither a run file nor"]),
-    (["compare", "no-such-run", "no-other"], ["no-such-run", "in data/recorded"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
-    (["predict", "nothing.csv"], ["error: nothing.csv: No such file or directory"]),
 ]
 
 
@@ -199,10 +193,8 @@ def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_f
 
 
 def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):
-    def fill(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("labkit.lab.project.Path.write_bytes", fill)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("labkit.lab.project.Path.write_bytes", Mock(side_effect=full))
     header, rest = RECORDED.read_text().split("\n", 1)
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(json.loads(header) | {"started": "2030-01-01T00:00:00Z"}) + "\n" + rest)
@@ -211,15 +203,14 @@ def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_
     assert said == f"error: {tmp_path / 'page.html'}: No space left on device\n"
 
 
-def test_a_disk_that_fills_up_keeps_the_index_of_the_labs_before(command, monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_disk_that_fills_up_keeps_the_index_of_the_labs_before(command, monkeypatch, home):
     full = OSError(errno.ENOSPC, "No space left on device", "page.html")
-    first = LabResult(load_lab("limits"), tmp_path / "limits.html", 1.0, None)
+    first = LabResult(load_lab("limits"), home / "limits.html", 1.0, None)
     monkeypatch.setattr(report, "report_lab", Mock(side_effect=[first, full]))
     status, _, complaints = command("report", "limits", "memory", "--profile", "smoke")
     assert (status, "Traceback" in complaints) == (1, False)
     assert complaints.splitlines()[-1] == "error: page.html: No space left on device"
-    assert "Still being measured" in (tmp_path / "reports" / "index.html").read_text()
+    assert "Still being measured" in (home / "reports" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])

@@ -1,15 +1,15 @@
 """Runs of the fixed set made up from numbers: sessions of known speed and noise."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from labkit.check.checking import CHECK
-from labkit.lab.runs.store import Run, RunHeader
+from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
+from tests.lab.fake_lab import header
 
 QUANTITIES = ("matmul float32", "matmul bfloat16", "copy", "call", "attention", "training step")
 
@@ -40,17 +40,8 @@ def made_run(
         for point in CHECK.points(CHECK.configure("quick", {"sessions": sessions}), machine)
         if point.world_size == 1 and point.device == "cpu"
     ]
-    header = RunHeader(
-        lab="check",
-        profile="quick",
-        config={},
-        machine=machine,
-        command="labkit check",
-        started=datetime(2026, 1, 1, tzinfo=UTC),
-        planned={point.id: point.describe() for point in points},
-    )
     shift = dict(zip(QUANTITIES, np.exp(generator.normal(0, drift, size=len(QUANTITIES))), strict=True))
-    lines = [header.model_dump(mode="json")]
+    lines = [header(points, lab="check", profile="quick", machine=machine).model_dump(mode="json")]
     run_shift = generator.normal(0, shared)
     for point in points:
         common = np.exp(run_shift + generator.normal(0, shared, size=16))

@@ -76,12 +76,6 @@ def test_a_students_notebook_has_no_answers_and_no_implementations(lab):
     assert ("lab.check(mine)" in text) == takes_mine
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    return tmp_path
-
-
 def _record(home, **changes):
     """Put a recorded run of all_reduce among this machine's, with other rows, ends or header."""
     source = max((recorded_directory() / "all_reduce").glob("*.jsonl"))

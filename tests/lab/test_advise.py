@@ -13,15 +13,12 @@ from labkit.scaling.advice import SUMS, advise, round_batch, sums_s
 from labkit.scaling.published import nearest
 from labkit.scaling.runs import PRECISIONS, RECOMPUTE, SHARDS, Layout
 from labkit.scaling.slowdown_causes import explain
+from tests.scaling.test_files import LLAMA
 
 USUAL = {"model": "llama-3-8b", "gpus": "16", "gpu": "h100", "tokens_per_step": "1M", "sequence": "4096"}
 ROW = "gpu,gpus,layers,hidden,heads,vocab,seq_len,tp,pp,dp,micro_batch,global_batch,shard,step_s"
 OWN_RUNS = [f"h100,8,16,2048,32,128256,4096,1,1,8,{batch},256,zero3,{step_s}" for batch, step_s in ((1, 4), (2, 3.7))]
 OWN_RUNS += ["h100,16,16,2048,32,128256,4096,1,1,16,2,256,zero3,2.0"]
-LLAMA = {
-    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
-}
 
 
 def ask(**changes):
@@ -57,12 +54,8 @@ WRONG = {
     "fewer tokens than a sequence": _options(tokens_per_step="1000"),
     "commas that are no thousands": _options(tokens_per_step="4,00,000"),
     "fp8 without units": _options(gpu="a100", precision="fp8"),
-    "bf16 without units": _options(gpu="v100-sxm-32gb"),
     "all memory reserved": _options(memory_reserve="80GiB"),
     "unknown framework": _options(framework="tensorflow"),
-    "tp does not divide heads": _options(tp="3", gpus="12"),
-    "batch smaller than dp": _options(tokens_per_step="8192", dp="16"),
-    "sharded over one rank": _options(shard="zero3", dp="1"),
     "explained without a measurement": [*_options(), "--explain"],
     "a measurement without explaining": _options(mfu="40"),
     "mfu above all": [*_options(mfu="140"), "--explain"],

@@ -80,6 +80,8 @@ def test_the_command_that_measures_again_has_the_changed_parameters(tmp_path):
     [
         ("n_bytes", 65536, "64 KiB"),
         ("seconds", 0.00123, "1.23 ms"),
+        ("step_s", 2.0, "2 s"),
+        ("copy_bytes_per_s", 2.0, "2 B/s"),
         ("error", float("nan"), "–"),
         ("busbw_gb_per_s", 1.5, "1.5"),
         ("name", "aten::_softmax", "aten::_softmax"),

@@ -97,12 +97,8 @@ def test_an_interrupt_keeps_what_was_measured_and_resume_measures_the_rest(tmp_p
 
 def _begun(tmp_path, *actions):
     """A run that was stopped before its first point."""
-
-    def stop(path):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        _measure(tmp_path, *actions, on_start=stop)
+        _measure(tmp_path, *actions, on_start=Mock(side_effect=KeyboardInterrupt))
     (path,) = tmp_path.glob("*.jsonl")
     return path
 
@@ -189,10 +185,7 @@ def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp
 
 
 def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monkeypatch):
-    def refuse(config, say):
-        raise ParameterError("fake: the file is damaged")
-
-    monkeypatch.setitem(vars(FAKE), "prepare", refuse)
+    monkeypatch.setitem(vars(FAKE), "prepare", Mock(side_effect=ParameterError("fake: the file is damaged")))
     with pytest.raises(ParameterError, match="damaged"):
         _measure(tmp_path, "fine")
     assert list(tmp_path.iterdir()) == []
@@ -210,12 +203,8 @@ def _count_attempts(point, checkpoints):
 def test_a_worker_that_keeps_checkpoints_finds_them_when_the_run_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setitem(vars(FAKE), "worker", _count_attempts)
     monkeypatch.setitem(vars(FAKE), "keeps_checkpoints", True)
-
-    def interrupt(self, point, rank, values):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(RunWriter, "add_row", interrupt)
+        patched.setattr(RunWriter, "add_row", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             _measure(tmp_path, "fine")
     (path,) = tmp_path.glob("*.jsonl")
@@ -239,8 +228,7 @@ def interrupt_after_a_point(monkeypatch):
     monkeypatch.setattr(notebook, "NotebookLine", _InterruptedLine)
 
 
-def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, home):
     lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})))
     with pytest.raises(ValueError, match="nothing was interrupted"):
         lab.resume()
@@ -248,33 +236,26 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, tmp_pat
     with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on, or in a terminal `labkit measure"):
         lab.measure()
     monkeypatch.undo()
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     frame = lab.resume()
     assert set(frame["size"]) == {1, 2, 3}
     assert not lab.run.pending
-    assert len(list(tmp_path.glob("data/runs/fake/*.jsonl"))) == 1
+    assert len(list(home.glob("data/runs/fake/*.jsonl"))) == 1
     assert len(lab.resume()) == len(frame)  # a cell that was left over does not stop "Run All"
 
 
-def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, home):
     lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
     interrupt_after_a_point(monkeypatch)
     with pytest.raises(KeyboardInterrupt, match=r"lab\.resume"):
         lab.measure()
-
-    def interrupt(config, say):
-        raise KeyboardInterrupt
-
-    lab.study = replace(FAKE, prepare=interrupt)
+    lab.study = replace(FAKE, prepare=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted$"):
         lab.measure()
     with pytest.raises(ValueError, match="nothing was interrupted"):
         lab.resume()
 
 
-def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monkeypatch, home):
     study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
     lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
     with pytest.raises(ParameterError, match="only=True"):
@@ -284,12 +265,10 @@ def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monke
     with pytest.raises(KeyboardInterrupt):
         lab.measure({"mine": print, "other": print}, only=True)
     monkeypatch.undo()
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     assert set(lab.resume()["action"]) == {"mine", "other"}
 
 
-def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, home):
     check = Check(id="c", text="", table=lambda results: pd.DataFrame(), measured="a", predicted="b")
     study = replace(FAKE, questions=[replace(check, needs_calibration=True)])
     assert not needs_calibration([study], "smoke")
@@ -314,8 +293,7 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
     assert capsys.readouterr().out.count("mine (wrong: here)") == 1
 
 
-def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, home):
     study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
     monkeypatch.setattr(
         notebook, "check_alternative", lambda *_: AlternativeCheck("hangs", "rank 1 still running after 20 s, in mine")
@@ -323,11 +301,10 @@ def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monk
     lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"]))
     with pytest.raises(ParameterError, match="mine hangs: rank 1 still"):
         lab.measure({"mine": print})
-    assert list(tmp_path.glob("data/runs/*/*")) == []
+    assert list(home.glob("data/runs/*/*")) == []
 
 
-def test_a_lab_in_a_console_is_text(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
+def test_a_lab_in_a_console_is_text(monkeypatch, home, capsys):
     lab = open_lab(FAKE, {"profile": "smoke", "actions": ["fine", "skip"], "mine": 1})
     lab.table(lab.measure()[["size", "rank"]], "Rows.")
     lab.answer("how_many")

@@ -34,10 +34,8 @@ def shell():
 
 BESIDE = {
     "print": 'print("measuring")',
-    "import": "import math",
     "docstring": '"""What to measure."""',
     "magic": "%pwd",
-    "shell": "!true",
     "condition": "if True:\n    warmup = 1",
     "function": "def helper():\n    inside = 1",
     "loop in a value": "sizes_bytes = [8 * n for n in (1, 2)]",

@@ -3,7 +3,6 @@
 import pytest
 
 from labkit.lab.units import (
-    column,
     format_bytes,
     format_flops,
     format_number,
@@ -29,22 +28,6 @@ def test_numbers_have_units_and_three_digits(form):
 
 def test_a_missing_value_has_no_number():
     assert {show(float("nan")) for show in (format_seconds, format_bytes, format_rate)} == {"not measured"}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("seconds", "2 s"),
-        ("step_s", "2 s"),
-        ("peak_bytes", "2 B"),
-        ("gb_per_s", "2"),
-        ("copy_bytes_per_s", "2 B/s"),
-        ("flops", "2 FLOP"),
-        ("matmul_flops_per_s", "2 FLOP/s"),
-    ],
-)
-def test_the_name_of_a_column_decides_the_unit(name, text):
-    assert column(name).form(2.0) == text
 
 
 def test_words_are_joined_as_in_a_sentence():

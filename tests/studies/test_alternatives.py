@@ -1,6 +1,7 @@
 """What an alternative that raised gets instead of a time, and what the others get."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,10 +27,8 @@ def test_the_reason_is_one_line():
 
 
 def test_on_a_device_that_is_dead_nothing_is_told_of_any_alternative(monkeypatch):
-    def dead():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    dead = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=dead))
     with pytest.raises(ValueError, match="the first to notice"):
         describe_failure(ValueError("the first to notice"), "cuda:1")
 

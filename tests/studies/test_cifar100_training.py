@@ -142,7 +142,7 @@ def validated(sizes):
 TRAINED = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
 # Images that one process passes through the net at a time: a micro-batch of both ranks, or that of one.
 WHOLE, EACH = 2 * RECIPE.batch, RECIPE.batch
-DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH), (OWN_LOCAL, WHOLE)]
+DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH)]
 POINTS = [
     *((deviation_from_one_process, case) for case in DEVIATIONS),
     (collectives_by_micro_batches, TRAINED),
@@ -181,12 +181,6 @@ def test_two_ranks_train_to_the_weights_of_one_process_on_the_whole_batch():
 def test_local_batch_norm_trains_as_one_process_that_takes_micro_batches_one_by_one(name):
     for deviation, change, _ in _result(deviation_from_one_process, (name, EACH)):
         assert deviation < 1e-9 * change
-
-
-def test_the_comparison_can_fail():
-    """Local batch norm is far from one process on the whole batch."""
-    for deviation, change, _ in _result(deviation_from_one_process, (OWN_LOCAL, WHOLE)):
-        assert deviation > 1e-3 * change
 
 
 def test_ranks_synchronize_once_an_update_however_many_micro_batches():
