@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from labkit.__main__ import main
+from tests.browser import opened_browser
 from tests.fork_server import OF_TESTS, borrow, lend, preload
 
 TESTS = Path(__file__).parent
@@ -73,6 +74,13 @@ def pytest_collection_finish():
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure():
     gc.freeze()  # what else there is by now ends with the process, and IPython would look through it then
+
+
+@pytest.fixture(scope="module")
+def visit():
+    """Opens a page in a browser."""
+    with opened_browser() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 
@@ -107,7 +106,5 @@ def test_the_new_lab_passes_the_tests_that_every_lab_must(outcome):
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_the_new_code_is_in_the_style_of_the_rest(command, project):
     written = [name for name, code in _steps().items() if code]
-    result = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, *written], capture_output=True, text=True, cwd=project, timeout=60
-    )
+    result = carry_out([sys.executable, "-m", "ruff", *command, *written], project)
     assert result.returncode == 0, result.stdout

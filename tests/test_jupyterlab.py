@@ -11,7 +11,6 @@ import pytest
 from labkit.lab.pages.record import PAGE_MIME
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.machine.description import describe_machine
-from tests.browser import opened_browser
 from tests.jupyterlab import Notebook, Server, until
 
 pytestmark = [
@@ -75,12 +74,6 @@ def _page_record(notebook, server):
     assert "points planned" in line.data["text/html"]
     (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
     return record
-
-
-@pytest.fixture(scope="module")
-def visit():
-    with opened_browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from labkit.lab.parameters import COMMON_PARAMETERS
 from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory, shipped
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
-from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe, opened_browser
+from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe
 from tests.cases import thinned
 from tests.commands import carry_out
 from tests.conftest import SERVER
@@ -81,12 +81,6 @@ def tour(report):
     executed = report / "notebooks" / TOUR.name
     cells = nbformat.read(executed, as_version=4).cells
     return {cell.source.splitlines()[0]: cell.outputs for cell in cells if cell.cell_type == "code"}
-
-
-@pytest.fixture(scope="module")
-def visit():
-    with opened_browser() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("lab", LABS)

@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from labkit.lab.compare import compare_runs, write_comparison
 from labkit.lab.pages import cards
 from labkit.lab.pages.cards import stepper
 from labkit.lab.pages.html import render, script, style_sheet
 from labkit.parallel.collectives import ALGORITHMS
-from tests.browser import CONTRASTS, opened_browser
+from tests.browser import CONTRASTS
 from tests.lab.test_comparison import SIZES, load_lab, run_file
 from tests.lab.test_index import write_page
 
@@ -25,12 +24,6 @@ def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_r
     assert {*schedules["ring"]} == {"2", "3"}
     assert schedules["my_own"] == schedules["ring"]
     assert len(schedules["ring"]["3"]["messages"]) == 12
-
-
-@pytest.fixture(scope="module")
-def visit():
-    with opened_browser() as opened:
-        yield opened
 
 
 def test_the_stepper_is_used_by_keyboard_alone(tmp_path, visit):

@@ -82,18 +82,15 @@ def test_a_torn_line_is_passed_over_and_dropped_on_resuming(writer):
 
 
 def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
-    first, later = sources = describe_machine().source, Source(commit="fff9999aaa", dirty=True)
+    sources = {"first": describe_machine().source, "later": Source(commit="fff9999aaa", dirty=True)}
     writer.close()
-    for number, source in enumerate((first, later)):
+    for command, source in sources.items():
         with RunWriter.reopen(writer.path) as again:
-            again.start_resumption(f"labkit measure --resume {number}", source)
+            again.start_resumption(command, source)
     run = Run.load(writer.path)
-    assert [(again.command, again.source) for again in run.resumptions] == [
-        ("labkit measure --resume 0", first),
-        ("labkit measure --resume 1", later),
-    ]
+    assert {again.command: again.source for again in run.resumptions} == sources
     assert all(abs(datetime.now(UTC) - again.at) < timedelta(minutes=5) for again in run.resumptions)
-    assert run.sources == [*sources]
+    assert run.sources == [*sources.values()]
 
 
 END = {"kind": "end", "point": POINTS[0].id, "status": "ok", "elapsed_s": 1.0}
