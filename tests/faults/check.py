@@ -28,6 +28,13 @@ class Victim(Program):
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out + err
 
+    def resume(self):
+        """Resume its only run, which then is whole."""
+        (path,) = self.paths()
+        status, output = self.start("--resume", str(path)).finish()
+        assert status == 0, output
+        assert set(self.runs()[0].coverage()["status"]) == {"ok"}
+
     def wait_for(self, file):
         until(lambda: (self.folder / file).exists() or self.process.poll() is not None)
         assert (self.folder / file).exists(), self.finish()

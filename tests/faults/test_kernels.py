@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -60,7 +59,6 @@ class _InNotebook(Victim):
     def assert_kernel_alone(self, kernel_pid):
         """The fork server of a kernel that goes on may stay; no rank does, and no directory."""
         until(lambda: not self._left_with(kernel_pid), 60)
-        assert self._left_with(kernel_pid) == []
 
     def _left_with(self, kernel_pid):
         with suppress(psutil.Error):
@@ -87,7 +85,6 @@ def measuring(folder, moment):
         client.wait_for_ready(timeout=PATIENCE_S)
         client.execute(cell(moment), store_history=True)
         until(hit.is_at_its_moment)
-        assert hit.is_at_its_moment()
         yield hit, manager, client
 
 
@@ -136,7 +133,6 @@ def test_a_restarted_kernel_leaves_nothing(tmp_path, now, moment):
         before = {process.pid for process in hit.processes()}
         manager.restart_kernel(now=now, env=hit.environment)
         until(lambda: not before & {process.pid for process in hit.processes()}, 60)
-        assert not before & {process.pid for process in hit.processes()}
         client.wait_for_ready(timeout=PATIENCE_S)
         assert evaluate(client, IMPORTS + AFTER) == "['ok', 'ok', 'ok']"
         hit.assert_kernel_alone(manager.provisioner.process.pid)
@@ -157,18 +153,14 @@ def test_papermill_that_is_ended(tmp_path, how, moment):
     nbformat.write(notebook, source)
     limit = "--execution-timeout 60" if how == "timeout" else ""
     command = f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     try:
-        hit.process = subprocess.Popen(shlex.split(command), env=hit.environment, cwd=checkout(), **pipes)
+        hit.run(shlex.split(command), checkout())
         until(hit.is_at_its_moment)
         if how != "timeout":
-            assert hit.is_at_its_moment()
             os.kill(hit.process.pid, getattr(signal, how))
         status, output = hit.finish()
         assert status != 0, output
         hit.assert_kept()
         until(lambda: not list(hit.processes()) and not list(hit.temporary.glob("labkit-*")), 60)
-        assert list(hit.processes()) == []
-        assert list(hit.temporary.glob("labkit-*")) == []
     finally:
         hit.kill()

@@ -13,8 +13,6 @@ import psutil
 import pytest
 
 from labkit.lab.runs.records import RunFileError, RunWriter
-from labkit.lab.runs.store import Run
-from labkit.parallel.launch import RankError, run_ranks
 from tests.commands import mounted
 from tests.faults.check import settings, until
 from tests.faults.worker import BEFORE, BETWEEN, INSIDE, SHARED, WRITING
@@ -92,19 +90,13 @@ def test_a_parent_keeps_what_was_measured(victim, number, moment):
     kept = ended_lines(run.path)
     assert (len(kept), len(run.pending)) == (PARENTS[moment], 3 - PARENTS[moment])
     if moment != INSIDE:  # there the point itself would stop again
-        resume(hit, run)
+        hit.resume()
         assert ended_lines(hit.runs()[0].path)[: len(kept)] == kept
         hit.assert_nothing_left()
 
 
 def ended_lines(path):
     return [line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"]
-
-
-def resume(hit, run):
-    status, output = hit.start("--resume", str(run.path)).finish()
-    assert status == 0, output
-    assert set(hit.runs()[0].coverage()["status"]) == {"ok"}
 
 
 def refused(hit, words, status=2):
@@ -129,7 +121,7 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
     hit.start("--resume", str(run.path), prefix=mounted(read_only) or pytest.skip(NO_MOUNT))
     assert f"{run.path}: " in refused(hit, "Read-only file system")
     assert run.path.read_bytes() == before
-    resume(hit, run)
+    hit.resume()
 
 
 @pytest.mark.faults
@@ -143,36 +135,15 @@ def test_a_disk_that_takes_nothing_more(victim, option, words):
     assert "faulty" in refused(hit, words)  # the place
 
 
-POINTS = [FakePoint(action="fine", size=size) for size in (1, 2)]
-
-
-def _write_and_die(folder):
-    writer = RunWriter.create(folder, header(POINTS))
-    writer.add_row(POINTS[0], 0, {"value": 1.0})
-    writer.end_point(POINTS[0], "ok", elapsed_s=1.0, facts={"world_size": 1})
-    writer.add_row(POINTS[1], 0, {"value": 2.0})
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_process_that_is_killed_keeps_the_points_that_have_ended_and_another_goes_on(tmp_path):
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(_write_and_die, tmp_path, world_size=1)
-    (path,) = tmp_path.rglob("*.jsonl")
-    assert Run.load(path).coverage()["status"].tolist() == ["ok", "pending"]
-    with RunWriter.reopen(path) as writer:
-        writer.start_resumption("labkit measure", None)
-        writer.end_point(POINTS[1], "ok", elapsed_s=1.0, facts={"world_size": 1})
-    assert Run.load(path).coverage()["status"].tolist() == ["ok", "ok"]
-
-
 def test_a_run_that_cannot_be_written_is_an_error_that_names_it(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with RunWriter.create(tmp_path, header(POINTS)) as writer:
+    point = FakePoint(action="fine", size=1)
+    with RunWriter.create(tmp_path, header([point])) as writer:
         monkeypatch.setattr(os, "write", refuse)
         with pytest.raises(RunFileError, match=f"{writer.path}: .*No space left"):
-            writer.add_row(POINTS[0], 0, {"value": 1.0})
+            writer.add_row(point, 0, {"value": 1.0})
         monkeypatch.undo()
 
 
@@ -185,7 +156,7 @@ def test_a_file_that_may_not_grow_keeps_what_was_measured(victim):
     refused(hit, "File too large")
     (run,) = hit.runs()  # whole, but for the torn line
     assert run.coverage()["status"].tolist()[1:] == ["pending", "pending"]
-    resume(hit, run)
+    hit.resume()
 
 
 @pytest.mark.slow

@@ -47,7 +47,6 @@ def cgroup():
         pytest.skip("a memory limit needs a cgroup of its own, and none can be made here")
     yield ["sh", "-c", f'echo $$ > {shlex.quote(str(folder))}/cgroup.procs && exec "$@"', "sh"]
     until(lambda: _removed(folder))
-    assert not folder.exists()
 
 
 def _removed(folder):
@@ -78,8 +77,5 @@ def test_a_parent_that_the_kernel_kills_keeps_what_was_measured(victim, cgroup):
     hit.assert_nothing_left()
     (run,) = hit.runs()
     assert run.coverage()["status"].tolist() == ["ok", "pending", "pending"]
-    status, said = hit.start("--resume", str(run.path)).finish()
-    (run,) = hit.runs()
-    assert status == 0, said
-    assert run.coverage()["status"].tolist() == ["ok", "ok", "ok"], said
+    hit.resume()
     hit.assert_nothing_left()

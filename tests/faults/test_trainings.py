@@ -79,10 +79,7 @@ def test_an_archive_that_changes_costs_the_points_that_need_it_and_a_run_goes_on
     assert words in output
     assert run.path.read_bytes() == before
     archive.write_bytes(good)
-    status, output = hit.start("--resume", str(run.path)).finish()
-    assert status == 0, output
-    (run,) = hit.runs()
-    assert run.coverage()["status"].tolist() == ["ok", "ok"]
+    hit.resume()
     assert run.path.read_bytes().startswith(before)
 
 
@@ -106,8 +103,7 @@ def test_kill_9_costs_no_epoch_and_the_end_is_the_same(victim):
     before = _epochs(path)
     assert len(before) < EPOCHS * len(NAMES), "the training was over before it was killed"
     assert hit.runs()[0].pending
-    status, output = hit.start("--resume", str(path)).finish()
-    assert status == 0, output
+    hit.resume()
     assert not path.with_suffix(".checkpoints").exists()
     frame = hit.runs()[0].frame()
     epochs = frame.dropna(subset="accuracy_percent")

@@ -90,11 +90,8 @@ class Network:
             namespace = self.namespaces[name]
             _run("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-            self._up(name)
-
-    def _up(self, name):
-        self._in(name, "ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
-        self._in(name, "ip", "link", "set", "eth0", "up")
+            self._in(name, "ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+            self._in(name, "ip", "link", "set", "eth0", "up")
 
     def _in(self, name, *command):
         _run("ip", "netns", "exec", self.namespaces[name], *command)

@@ -1,12 +1,14 @@
 """Optimizers and training runs that every strategy of sharding must get right."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from labkit.parallel.sharding import whole_parameters
+from labkit.parallel.sharding import ShardedOptimizer, whole_parameters
 from tests.parallel.data_parallel_cases import (
     ADAMW,
     FLOAT32,
@@ -21,6 +23,12 @@ from tests.parallel.data_parallel_cases import (
     on_tokens,
     transformer,
 )
+
+
+def sharded(optimizer: Any, **options: Any) -> Callable[..., ShardedOptimizer]:
+    """The sharded one with the settings of an optimizer."""
+    cls, settings = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
+    return lambda groups: ShardedOptimizer(groups, cls, **options, **settings)
 
 
 class Lion(optim.Optimizer):
@@ -47,6 +55,11 @@ class Lars(Lion):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad * (p.norm() / (1 + p.grad.norm())), alpha=group["lr"])
+
+
+@dataclass
+class Data:
+    x: Tensor
 
 
 class Small(nn.Module):
@@ -108,6 +121,10 @@ CASES = {
 
 def values(model: nn.Module) -> list[Tensor]:
     return [value.detach().clone() for value in whole_parameters(model).values()]
+
+
+def local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def furthest(some: list[Tensor], others: list[Tensor]) -> float:

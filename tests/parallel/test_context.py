@@ -5,7 +5,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,8 +29,6 @@ from tests.parallel.model_parallel_cases import (
     gradients,
 )
 from tests.parallel.shared_ranks import on_ranks
-
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 METHODS = {"ring": ring_attention, "gather": gather_attention}
 SHAPE = TransformerShape(d_model=16, d_ff=24, n_layers=2, n_heads=4, vocabulary=11)

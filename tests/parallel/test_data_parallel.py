@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.wrappers import assign_buckets
-from labkit.parallel.launch import Row, launch, run_ranks
+from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.cases import thinned
 from tests.parallel.data_parallel_cases import (
@@ -47,15 +47,9 @@ IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared me
 
 
 def _by_point(worker, points, world_size):
-    """Run the worker on one group of ranks; the only row of every rank, by point, or why there is none."""
-    points = list(points)
-    rows = {point: [None] * world_size for point in points}
-    for item in launch(worker, points, world_size=world_size, timeout_s=120):
-        if isinstance(item, Row):
-            rows[points[item.index]][item.rank] = item.values
-        elif item.status != "ok":
-            rows[points[item.index]] = item.reason
-    return rows
+    """Run the worker for each point on one group of ranks; what the ranks return, by point."""
+    by_rank = run_ranks(lambda: [worker(point) for point in points], world_size=world_size, timeout_s=600)
+    return dict(zip(points, zip(*by_rank, strict=True), strict=True))
 
 
 @cache
@@ -67,7 +61,6 @@ def _trained(world_size):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_equals_one_process_on_the_full_batch(wrapper, world_size):
     trained, wrong = _trained(world_size)[wrapper], []
-    assert isinstance(trained, list), trained
     for name, case in cases_of(wrapper, world_size).items():
         ranks = [result[name] for result in trained]
         if any(rank["digests"] != ranks[0]["digests"] for rank in ranks):
@@ -598,7 +591,7 @@ def _in_situations(point):
             results[name] = situation(WRAPPERS[wrapper])
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
-    yield results
+    return results
 
 
 THINNED = ("flat", "overlapped", "bucketed")
@@ -614,7 +607,6 @@ def _results(is_whole):
 @pytest.mark.parametrize(("wrapper", "is_whole"), thinned(SITUATIONS, lambda wrapper, is_whole: not is_whole))
 def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, is_whole):
     ranks, wrong = _results(is_whole)[wrapper, is_whole], []
-    assert isinstance(ranks, list), ranks
     for name, (message, _) in _situations_of(wrapper, is_whole=is_whole).items():
         for result in (rank[name] for rank in ranks):
             is_refused = any(part in str(result) for part in (message or "").split("|")) and "\n" not in str(result)
@@ -639,7 +631,7 @@ def _collectives(wrapper):
         step(model)
     finally:
         dist.all_reduce = all_reduce
-    yield {"calls": calls}
+    return calls
 
 
 COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucket": 1, "bucketed, no overlap": 3}
@@ -648,7 +640,7 @@ COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucke
 def test_collectives_are_counted_and_begin_when_they_should():
     elements = sum(p.numel() for p in plain().parameters())
     for wrapper, ranks in _by_point(_collectives, COLLECTIVES, 2).items():
-        calls = ranks[0]["calls"]
+        calls = ranks[0]
         assert len(calls) == COLLECTIVES[wrapper]
         assert sum(n for n, _ in calls) == elements
         begin_early = any(heard < 6 for _, heard in calls)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -34,10 +33,8 @@ from labkit.parallel.sharding.partition import find_units, partition
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.data_parallel_cases import WIDTH, TwoHeads, plain
-from tests.parallel.sharding_cases import furthest, values
+from tests.parallel.sharding_cases import Data, furthest, local, values
 from tests.parallel.shared_ranks import find_accepted, on_ranks
-
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 SHAPE = TransformerShape(d_model=16, d_ff=32, n_layers=3, n_heads=2, vocabulary=12)
 TOKENS = torch.arange(24).view(2, 12) % SHAPE.vocabulary
@@ -54,10 +51,6 @@ def loss_of(model: nn.Module, shift: int = 0) -> Tensor:
 
 def inputs(seed: int = 0) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 _zero2 = partial(FSDP, reshard_after_backward=False)
@@ -112,9 +105,9 @@ def test_memory() -> list[str]:
         limit = sum(whole.values()) / p + 4 * SHAPE.d_ff * len(whole)
         states = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
         held = {
-            "shards": sum(_local(shard).nbytes for shard in model.parameters()),
-            "gradients": sum(_local(shard.grad).nbytes for shard in model.parameters()),
-            "state": sum(_local(value).nbytes for value in states) / 2,
+            "shards": sum(local(shard).nbytes for shard in model.parameters()),
+            "gradients": sum(local(shard.grad).nbytes for shard in model.parameters()),
+            "state": sum(local(value).nbytes for value in states) / 2,
         }
         wrong += [f"{n} bytes of {what}, {limit} expected at most" for what, n in held.items() if not 0 < n <= limit]
     return wrong
@@ -274,10 +267,7 @@ def test_saving() -> list[str]:
     dist.all_gather_object(others, getattr(shard[0], "_metadata", None))
     state = copy.copy(shard[0])
     state._metadata = others[dist.get_rank() - 1]
-    with contextlib.suppress(ValueError):
-        model.load_state_dict(state)
-        wrong.append("took another rank's shard")
-    return wrong
+    return wrong + find_accepted([("the shard", partial(model.load_state_dict, state))])
 
 
 def _state(model: FSDP, optimizer: optim.Optimizer) -> dict[str, Any]:
@@ -294,11 +284,11 @@ def test_any_moment() -> list[str]:
     wrong = []
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
         model = FSDP(plain(), **options)
-        expected = {name: _local(value).shape for name, value in model.state_dict().items()}
+        expected = {name: local(value).shape for name, value in model.state_dict().items()}
 
         def look(what: str, model: FSDP = model, expected: Any = expected) -> None:
             state = copy.deepcopy(model.state_dict())
-            shapes = {name: _local(value).shape for name, value in state.items()}
+            shapes = {name: local(value).shape for name, value in state.items()}
             if shapes != expected or any(type(p) is nn.Parameter for p in model.parameters()):
                 wrong.append(f"{what}: {shapes}")
 
@@ -307,7 +297,7 @@ def test_any_moment() -> list[str]:
         inside.remove()
         look("after forward")
         out.sum().backward()
-        expected_gradients = [_local(p.grad).clone() for p in model.parameters()]
+        expected_gradients = [local(p.grad).clone() for p in model.parameters()]
         for moment in ("forward", "backward"):
             if moment == "forward":
                 hook = model.module[2].register_forward_hook(_fail)
@@ -324,14 +314,14 @@ def test_any_moment() -> list[str]:
                 wrong.append(f"the model stays whole in evaluation after an exception in {moment}")
             model.zero_grad()
             model(inputs()).sum().backward()
-            if furthest([_local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
+            if furthest([local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
                 wrong.append(f"gradients after an exception in {moment}")
         model.zero_grad()
         with model.no_sync():
             model(inputs()).sum().backward()
         optim.SGD(model.parameters()).zero_grad()
         model(inputs()).sum().backward()
-        if furthest([_local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
+        if furthest([local(p.grad) for p in model.parameters()], expected_gradients) > 1e-6:
             wrong.append("zero_grad leaves gradients of no_sync")
     return wrong
 
@@ -370,7 +360,7 @@ def _return_from_hook() -> None:
 def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
     model = FSDP(plain())
     model(inputs()).sum().backward()
-    _local(next(model.parameters()).grad).fill_(float("nan") if dist.get_rank() else 1.0)
+    local(next(model.parameters()).grad).fill_(float("nan") if dist.get_rank() else 1.0)
     return [read(p.grad) for p in model.parameters()]
 
 
@@ -412,10 +402,8 @@ def test_gathers() -> list[str]:
         whole, unit = model(x).detach(), model._units[0]
         complete, unit._gather_rows = unit._gather_rows, _lose_connection
         unit.gathered_versions = []  # as if its shards had changed
-        for _ in range(2):  # the second call must not take what the first left
-            with contextlib.suppress(OSError):
-                model(x)
-                wrong.append(f"{strategy}: a failed gather was used")
+        # the second call must not take what the first left
+        wrong += find_accepted([("no connection", partial(model, x))] * 2, OSError)
         unit._gather_rows = complete
         if not torch.equal(model(x), whole):
             wrong.append(f"{strategy}: wrong after a failed gather")
@@ -581,18 +569,13 @@ def test_scaler() -> list[str]:
         before, scaler = values(model), torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(model(inputs()).sum()).backward()
         if dist.get_rank():
-            _local(next(model.parameters()).grad).fill_(float("inf"))
+            local(next(model.parameters()).grad).fill_(float("inf"))
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() != 2.0 or furthest(values(model), before) > 0:
             wrong.append(f"{name}: scale {scaler.get_scale()}")
     return wrong
-
-
-@dataclasses.dataclass
-class Data:
-    x: Tensor
 
 
 class Boxed(nn.Linear):
@@ -629,7 +612,7 @@ def test_hooks() -> list[str]:
     shards, seen = list(model.parameters()), list[str]()
     for shard in shards:
         shard.register_hook(lambda gradient: gradient * 0)
-        shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(_local(p.grad).abs().max()))))
+        shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(local(p.grad).abs().max()))))
     model(inputs()).sum().backward()
     wrong = [] if seen == ["0.0"] * len(shards) else [f"hooks saw {seen}"]
     alive = weakref.ref(model._units[0])  # and with it threads and transports

@@ -28,8 +28,6 @@ from labkit.parallel.ranks import group, results
 from labkit.parallel.ranks.results import current_alternative
 from tests.parallel.waiting import is_gone
 
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
-
 
 def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], list[PointEnd]]:
     """All rows and all ends."""

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.ranks.worker import gather_json, load_checkpoint, save_checkpoint
 
-PAGE = Path(__file__).parents[2] / "docs" / "pieces.md"
+CHECKOUT = Path(__file__).parents[2]
+BLOCKS = [block.split("```")[0] for block in (CHECKOUT / "docs" / "pieces.md").read_text().split("```python\n")[1:]]
 
 
 def _save_and_load(path):
@@ -63,22 +65,16 @@ class _Executed:
 
 
 def _load_each(paths):
-    return [_refusal(path) for path in paths]
-
-
-def _refusal(path):
-    try:
-        return str(load_checkpoint(path))
-    except Exception as error:
-        return str(error)
+    for path in paths:
+        with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
+            load_checkpoint(path)
 
 
 def test_a_checkpoint_cannot_execute_anything(tmp_path):
     paths, proof = [tmp_path / "pickled.pt", tmp_path / "saved.pt"], tmp_path / "executed"
     paths[0].write_bytes(pickle.dumps(_Executed(proof)))
     torch.save({"it": _Executed(proof)}, paths[1])
-    (refusals,) = run_ranks(_load_each, paths, world_size=1)
-    assert all("weights_only" in text or "Weights only" in text for text in refusals)
+    run_ranks(_load_each, paths, world_size=1)
     assert not proof.exists()
 
 
@@ -88,12 +84,9 @@ def _run_blocks(texts):
 
 
 def test_model_parallel_examples_of_the_docs_run():
-    blocks = [block.split("```")[0] for block in PAGE.read_text().split("```python\n")[1:]]
-    examples = [
-        block for block in blocks if re.search(r"from labkit\.parallel\.(tensor|pipeline|context) import", block)
-    ]
+    imports = re.compile(r"from labkit\.parallel\.(tensor|pipeline|context) import")
+    examples = [block for block in BLOCKS if imports.search(block)]
     assert len(examples) == 3
-    assert all(len(example.splitlines()) <= 14 for example in examples)
     run_ranks(_run_blocks, examples, world_size=2)
 
 
@@ -106,10 +99,9 @@ mp.spawn = lambda *args, **options: mp.start_processes(*args, **options, start_m
 
 def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
     """The example of the docs, as it stands."""
-    blocks = PAGE.read_text().split("```python\n")[1:]
-    (example,) = (block.split("```")[0] for block in blocks if "multiprocessing.spawn(" in block)
+    (example,) = (block for block in BLOCKS if "multiprocessing.spawn(" in block)
     (tmp_path / "spawned.py").write_text(FORKED + example)
-    environment = {"PYTHONPATH": str(PAGE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )

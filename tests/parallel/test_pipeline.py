@@ -32,8 +32,6 @@ from tests.parallel.model_parallel_cases import (
 )
 from tests.parallel.shared_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
-
 TOKENS = (torch.arange(24) * 5 % 7).view(8, 3)
 TARGETS = TOKENS.roll(2)
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}

@@ -29,10 +29,8 @@ from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport
 from tests.parallel.shared_ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.usefixtures("workers_travel_by_value"),
-    pytest.mark.skipif(shared_memory.unavailable_reason() is not None, reason=str(shared_memory.unavailable_reason())),
-]
+WHY_NOT = shared_memory.unavailable_reason()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 CPU = torch.device("cpu")
 NOTES = 16  # messages that one rank may send another before they are taken

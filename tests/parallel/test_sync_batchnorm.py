@@ -15,8 +15,6 @@ from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from tests.parallel.shared_ranks import on_ranks
 from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors_on_rank, grid, torchs
 
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
-
 
 @on_ranks(1, 2, slow=(4,))
 def test_equals_batchnorm_on_the_whole_batch():

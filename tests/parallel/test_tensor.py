@@ -6,7 +6,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,8 +31,6 @@ from tests.parallel.model_parallel_cases import (
     left_out,
 )
 from tests.parallel.shared_ranks import on_ranks
-
-pytestmark = pytest.mark.usefixtures("workers_travel_by_value")
 
 SHAPE = TransformerShape(d_model=24, d_ff=30, n_layers=2, n_heads=4, vocabulary=14)
 TOKENS = (torch.arange(24) * 5 % 14).view(2, 12)
