@@ -63,7 +63,10 @@ class AllocationRecord:
 
 @contextmanager
 def record_allocations(device: str) -> Iterator[AllocationRecord]:
-    """Record what PyTorch's allocator allocates inside. Not to be nested, nor used under another profiler."""
+    """Record what is allocated inside. Not to be nested, nor used under another profiler.
+
+    CPU: PyTorch's allocator reports to the profiler. CUDA: the caching allocator's counters.
+    """
     record = AllocationRecord(torch.device(device).type == "cuda")
     if record.is_cuda:
         torch.cuda.synchronize()

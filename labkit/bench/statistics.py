@@ -39,8 +39,8 @@ BASELINE_CORRELATION = 0.5
 def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     """Estimate the ratio of times a to b, of the same rounds; below 1 means that a is faster.
 
-    ValueError if their numbers differ, or for a value that is not finite. Samples that are not all above zero get a
-    ratio of medians and no interval.
+    The rounds' ratios are compared, so a slow moment that hit both does not count. ValueError if their numbers differ,
+    or for a value that is not finite. Samples that are not all above zero get a ratio of medians and no interval.
     """
     first, second = _finite(a), _finite(b)
     if len(first) != len(second):
@@ -54,9 +54,10 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
 
 
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together; NaN shows no difference.
+    """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together.
 
-    Benjamini & Hochberg (1995), for comparisons that share a baseline (Benjamini & Yekutieli 2001).
+    Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which hold for
+    comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
     """
     p, ratio = (ratios[name].to_numpy(dtype=float, copy=True) for name in ("p", "ratio"))
     if (has_p := ~np.isnan(p)).any():

@@ -56,11 +56,12 @@ COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a quantity since the baseline; ratios are seconds now over seconds then, above 1 is slower.
+    """Change of a quantity since the baseline: seconds now over seconds then, above 1 is slower.
 
     `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable: <reason>". The
     new run took `seconds` per sample, at a `rate` of work per second (NaN if only the time counts); `speed` is text.
-    `shared`: the ratio that all quantities of the place have in common; `ratio` and its interval are what remains.
+    `shared`: the part of the change that the quantity shares with the others of its place, as when a virtual machine's
+    cores are slower. `ratio` and its interval are what remains.
     `smallest_change`: the smallest ratio above 1 that would have counted as a change.
     """
 

@@ -36,7 +36,8 @@ def saved_by_layer(
 
     A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul saves its input.
     Softmax saves its result, which the product with the values shares; `silu(gate) * up` saves gate, silu and up. Under
-    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight.
+    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight. CPU autocast
+    computes the softmax in `precision`, CUDA's in float32, with a copy for the matmul.
     """
     tokens, d, f, copies = batch * sequence, shape.d_model, shape.d_ff, precision != "float32"
     low = LOW_PRECISION if copies else FLOAT32

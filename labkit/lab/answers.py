@@ -116,7 +116,7 @@ class Compare(Question):
         notes = (*metric.failures(results.frame, compared), *results.missing)
         table = metric.ratios_to(self.baseline, results.frame, self.among)
         if table.empty:
-            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes)
+            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
         best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
         better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]

@@ -38,7 +38,10 @@ On a CPU all ranks share its bandwidth; measured on 2 cores: 1.5e-9 to 3.3e-9. T
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Fields of every point; a lab adds others. All are JSON-able and hashable: lists are tuples here."""
+    """Fields of every point. A lab adds others; all must be JSON-able.
+
+    Lists are tuples here (a point is hashable), and lists again when read from a run.
+    """
 
     world_size: int = 1
     """Ranks that measure it together."""
@@ -215,7 +218,10 @@ def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
 
 
 def planned_s(points: Iterable[Point]) -> float:
-    """Planned seconds of points: allowances, and all rounds until their time is up; slow devices need more."""
+    """Planned seconds of points: allowances, and all rounds until their time is up.
+
+    Devices on which six rounds take longer than `rounds_s` need more.
+    """
     return sum(START_S[group[0].device_type] + sum(point.planned_s for point in group) for group in by_ranks(points))
 
 

@@ -98,7 +98,10 @@ def runs_here(machine: Machine) -> dict[str, Run]:
 
 
 def recommended_code(model: str | None, context_length: int | None) -> str:
-    """Lines of a script that trains as this machine's newest runs recommend. ValueError for a model of no lab."""
+    """Lines of a script that trains as this machine's newest runs recommend: attention, compile, wrapper, autocast.
+
+    ValueError for a model that no lab trains here.
+    """
     if model is not None and model not in SIZES:
         raise ValueError(f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}")
     size, length = model or "small", context_length or 128

@@ -25,7 +25,11 @@ NO_TRITON = "Triton is not installed"
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """`torch.compile` of naive attention, one graph per shape; beyond `GRAPH_LIMIT` it raises."""
+    """`torch.compile` of naive attention, one graph per shape.
+
+    A sweep has more shapes than the 8 graphs a function gets by default. Beyond the raised limit `fullgraph` raises,
+    and torch does not silently return to eager mode.
+    """
     check_attention_inputs(q, k, v)
     with torch._dynamo.config.patch(recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT):
         return _compiled_naive()(q, k, v, causal)

@@ -41,7 +41,10 @@ class AttentionProblem:
 
 
 class Passes:
-    """Forward and backward of one implementation on a problem, as two steps that can be timed, without two graphs."""
+    """Forward and backward of one implementation on a problem, as two steps that can be timed.
+
+    A backward pass frees what its forward pass saved: alternatives in turn never hold two graphs.
+    """
 
     def __init__(self, problem: AttentionProblem, attend: Attention):
         self._problem, self._attend = problem, attend
@@ -109,7 +112,8 @@ class Reference:
 def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]:
     """Compare the results of `Passes.run_checked`, or the output alone, with the problem's reference.
 
-    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or the worst element.
+    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or the worst element:
+    "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
     """
     if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
         return math.inf, f"wrong: expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"

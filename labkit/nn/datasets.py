@@ -43,9 +43,10 @@ class Images:
 
 
 def digits() -> Images:
-    """scikit-learn's digits (Alpaydin & Kaynak 1998, UCI): 8x8 gray images, here with 4x4 equal pixels for one.
+    """scikit-learn's digits: 8x8 gray images, each pixel as 4x4 equal ones in three equal channels.
 
-    A fixed permutation puts images of every writer into both the training set, 1,437, and the validation set, 360.
+    They are ordered by writer; a fixed permutation makes 1,437 the training set and 360 the validation set, so both
+    have every writer. (Alpaydin & Kaynak 1998, UCI; the test part.)
     """
     from sklearn.datasets import load_digits  # takes seconds to import
 

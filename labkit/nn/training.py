@@ -144,7 +144,10 @@ def random_tokens(
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW with torch's default for `device`, also for fake tensors: lists of parameters (foreach) on CUDA only."""
+    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one elsewhere.
+
+    Left to itself, torch would take lists of real tensors and not of fake ones.
+    """
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=device.type == "cuda")
 
 

@@ -100,9 +100,9 @@ def check_into(into: torch.Tensor | None, tensor: torch.Tensor, transport: Trans
 
 
 def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None) -> list[int]:
-    """Return the elements of each rank's shard: `sizes`, or ValueError if they do not fit.
+    """Return the elements of each rank's shard: `sizes` if they fit, else p equal ones as if the vector were padded.
 
-    By default all shards are equal but the last, which are shorter or empty.
+    Without padding the last shards are shorter, or empty. Raises ValueError for `sizes` that do not fit.
     """
     if sizes is None:
         size = -(-numel // world_size)

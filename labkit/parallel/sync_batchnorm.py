@@ -181,7 +181,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph
-            raise RuntimeError("SyncBatchNorm has no second derivative, which a gradient penalty needs: take LayerNorm")
+            raise RuntimeError("SyncBatchNorm has no second derivative: expected a backward pass without create_graph")
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         if dy is None:  # from a function that has no gradient here; other ranks may have one
             dy = torch.zeros_like(x)

@@ -146,7 +146,10 @@ def distances(runs: Runs, row: int, others: Runs) -> Numbers:
 
 
 def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
-    """The timed runs most like `run`, one per table, model and number of GPUs, as predicted without them."""
+    """The timed runs most like `run`, at most one per table, model and number of GPUs.
+
+    Their predictions know the framework only if `run` names a published one.
+    """
     published = load_published()
     predicted = held_out_s(WITHOUT_MODEL if run.framework in load_ground().frameworks else WITHOUT_FRAMEWORK)
     away = distances(Runs([run]), 0, published)

@@ -30,7 +30,10 @@ def held_out() -> pd.DataFrame:
 
 
 def judge(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `cross_validated.csv` with errors in percent, whether the 90% interval holds, and its width."""
+    """Rows of `cross_validated.csv` with their errors in percent, and whether the 90% interval holds the measured time.
+
+    `distance` is from measured runs; `high_over_low` is the interval's width.
+    """
     ratio = rows["predicted_s"] / rows["measured_s"]
     return rows.assign(
         predicted_over_measured=ratio,

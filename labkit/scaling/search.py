@@ -78,7 +78,10 @@ class Ranking:
 
 
 def rank(request: Request) -> Ranking:
-    """Rank a request's layouts, unstable ones last. ValueError if none is possible, or none near measured runs."""
+    """Rank all layouts for a request; those whose memory makes steps unstable come last.
+
+    ValueError if no layout is possible, or all are too far from measured runs.
+    """
     if min(request.gpus, request.global_batch, request.seq_len) < 1:
         raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {request.gpus} GPUs")
     layouts = [
@@ -105,7 +108,10 @@ def preference_s(predictions: Predictions) -> Numbers:
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
-    """Every layout of the ranks. Tensor parallelism stays inside a node, with equally many key heads per rank."""
+    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows.
+
+    Tensor parallelism stays inside a node, with equally many key heads on each rank.
+    """
     model, fixed, batch = request.model, request.fixed, request.global_batch
 
     def choices(name: str, values: Iterable[Any]) -> Iterable[Any]:

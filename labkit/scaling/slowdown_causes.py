@@ -72,7 +72,10 @@ def explain(
     mfu: float | None = None,
     unspecified: Collection[str] = (),
 ) -> Diagnosis:
-    """Diagnosis of this throughput, or of this MFU by labkit's convention. ValueError if both are missing."""
+    """Diagnosis of this throughput, or of this MFU by labkit's convention.
+
+    ValueError if both are missing, or for an impossible layout.
+    """
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
     expected = rank(request).first()

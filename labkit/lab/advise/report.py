@@ -22,7 +22,10 @@ CLEAR = 0.01
 
 @dataclass(frozen=True)
 class Section:
-    """A table and the source of its numbers, `mark`. A page has all rows, and a figure of `steps`."""
+    """A table with a heading; `mark` says where its numbers come from.
+
+    Rows beyond `max_rows` and a figure of `steps` are only on the page.
+    """
 
     title: str
     mark: str

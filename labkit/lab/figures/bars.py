@@ -21,7 +21,10 @@ FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """A group of bars per `x`, a bar, or layer if `stacked`, per `hue`. ParameterError for two rows of a bar."""
+    """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`, from zero.
+
+    ParameterError for two rows of the same bar.
+    """
 
     stacked: bool = False
 

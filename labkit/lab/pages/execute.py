@@ -48,7 +48,10 @@ class NotebookFailed(RuntimeError):
 
 
 class _KernelManager(AsyncKernelManager):
-    """Offers encryption, without which ipykernel warns; a kernel that is to end would print an interrupt."""
+    """Offers encryption, without which ipykernel warns, and never interrupts a kernel that is to end.
+
+    A kernel that is still busy with its last message would print that.
+    """
 
     @default("transport_encryption")
     def _encrypt(self) -> str:
@@ -134,7 +137,10 @@ class _Engine(Engine):
 
 @contextmanager
 def _handing_on_interrupts(kernel: int) -> Iterator[None]:
-    """Let the first Ctrl-C interrupt the cell: a kernel that is shut down in mid-cell prints a traceback."""
+    """Let Ctrl-C interrupt the cell, as in JupyterLab; a second one is for this process.
+
+    A kernel that is shut down while a cell runs prints a traceback of its own sockets.
+    """
 
     def hand_on(*_: Any) -> None:
         signal.signal(signal.SIGINT, before)

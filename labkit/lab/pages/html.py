@@ -119,7 +119,10 @@ class TableColumn:
 
 
 def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
-    """Yield a frame's columns for a reader; `low` and `high` become an interval of the column before them."""
+    """Yield the columns of a frame for a reader, without internal ones.
+
+    `low` and `high` next to one another become one interval of the column before them.
+    """
     visible = frame.loc[:, [not column(str(name)).is_internal for name in frame.columns]]
     names = [str(name) for name in visible.columns]
     for place, name in enumerate(names):

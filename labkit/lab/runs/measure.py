@@ -78,7 +78,10 @@ def resume(
     on_progress: ShowProgress = lambda progress: None,
     on_output: OnOutput = None,
 ) -> Run:
-    """Measure the points of a run that have not ended. RunFileError or ParameterError if it cannot go on here."""
+    """Measure the points of a run that have not ended, and return the whole run.
+
+    RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
+    """
     _check_job()
     run, layout = Run.load(path), ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))

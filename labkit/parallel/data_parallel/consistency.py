@@ -51,7 +51,8 @@ def check_replicas(
 ) -> None:
     """Raise ValueError, on every rank or on none, unless models and settings are the same. A collective.
 
-    `check` returns the settings, or raises its error. Strides count, since gradients are averaged in memory's order.
+    `check` returns the settings, or raises its error. Compares names, shapes, dtypes, `requires_grad`, and the strides
+    of trained parameters, since gradients are averaged in the order of memory.
     """
     try:
         settings = check()

@@ -184,7 +184,10 @@ def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
 
 
 def _release_device_memory() -> None:
-    """Return the memory of a point's tensors to the GPU, which other ranks may use."""
+    """Return the memory of a point's tensors to the GPU, which other ranks may use.
+
+    torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
+    """
     if torch.cuda.is_initialized():
         gc.collect()  # a model that its hooks lead back to
         with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point

@@ -110,7 +110,10 @@ def _predict_held(row: dict[str, Any]) -> int:
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Return naive attention's predicted peak in float32, with a margin, up to the first length that does not fit."""
+    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
+
+    For the run's batch and its largest head dimension.
+    """
     frame, rows = results.frame, list[dict[str, Any]]()
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()

@@ -71,7 +71,10 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take a step on this rank's images; return the sum of their losses. The loss is the mean over all ranks."""
+        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum of their losses.
+
+        The loss is the mean over the images of all ranks, which have equally many.
+        """
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
         batches = list(zip(images.split(self.recipe.batch), labels.split(self.recipe.batch), strict=True))

@@ -99,7 +99,10 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
 
 
 def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield the peak of each phase and its parts; `has_details`: also timeline and largest allocations."""
+    """Yield a row per phase with its peak and the parts of it.
+
+    With `has_details`, also the full step's timeline and its largest allocations.
+    """
     counted = count_phases(phases, **arguments)
     for phase in phases:
         peak = counted.peak(phase)

@@ -68,7 +68,10 @@ def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
 
 
 def accumulate(name: str, *, term: float, additions: int, device: str) -> Iterator[dict[str, Any]]:
-    """Yield the sum of `term` after 1, 2, 5, 10, ... and all additions; `stored_sum` is exact but for storing it."""
+    """Add `term` repeatedly; one row after 1, 2, 5, 10, 20, ... additions and after the last.
+
+    `stored_sum` is the exact sum of the term as its dtype stores it.
+    """
     sum_dtype, term_dtype, is_cast = SUMS[name]
     total = torch.zeros((), dtype=getattr(torch, sum_dtype), device=device)
     stored = torch.tensor(term, dtype=getattr(torch, term_dtype), device=device)

@@ -73,7 +73,10 @@ NAMES = {
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Plan steps, all pairs with the first transport or optimizer; then memory, torch's for the fewest ranks alone."""
+    """Plan steps: the first optimizer over every transport, the others over the first. Then plan peak memory.
+
+    With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
+    """
     is_cpu, names = machine.device(config.device) == "cpu", config.implementations
     transports = config.transports if is_cpu else [AUTO]
     pairs = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
@@ -105,7 +108,10 @@ def held(results: Results) -> pd.DataFrame:
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return the most bytes that a rank sends per step, and the formula's; also in units of (p-1)/p of the model."""
+    """Return the bytes that the rank which sends most sends per step, by stage and collective, and the formula's.
+
+    `sent_over_model`: the same in units of (p-1)/p times the bytes of the model.
+    """
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
     table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
@@ -115,7 +121,10 @@ def sent(results: Results) -> pd.DataFrame:
 
 
 def largest_models(results: Results) -> pd.DataFrame:
-    """The largest named model by stage that fits into a rank's memory, by formulas; CPU ranks share their host's."""
+    """The largest named model by stage whose training in float32 with AdamW fits into a rank's memory, by formulas.
+
+    Ranks on CPUs share the memory of their host.
+    """
     columns = ["world_size", "host_ranks", "device", "batch", "context_length"]
     table = results.rows(columns, kind="memory").drop_duplicates("world_size")
     points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")

@@ -127,7 +127,10 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`timed_rows`, after `check` has returned each one's columns and action; `not_measured` rows stay as they are."""
+    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its action.
+
+    A row that has `not_measured` is neither checked nor timed.
+    """
     checked, actions = dict[str, dict[str, Any]](), dict[str, Action | Mapping[str, Action]]()
 
     def check_one(name: str) -> Mapping[str, Any]:
@@ -158,7 +161,10 @@ def describe_failure(error: Exception, device: str, where: str = "") -> str:
 
 
 def _explain(error: Exception, device: str, turn: str) -> None:
-    """Leave the reason for the row, in case new ranks measure. `OutOfMemoryEverywhere` if all lack memory."""
+    """Leave the reason for the alternative's row, in case this error ends the point on this rank.
+
+    Raises `OutOfMemoryEverywhere` if all ranks are out of memory.
+    """
     if not _is_one_of_several():
         current_alternative.explain(describe_failure(error, device))
         return
