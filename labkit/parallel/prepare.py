@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from labkit.parallel.traffic import count_traffic
@@ -57,7 +58,7 @@ def run_collective(
             vector.div_(divisor)
             divisor = 1
         via.call_checksum = checksum(*names, op, vector.numel(), vector.dtype)
-        torch.autograd.graph.increment_version(vector)  # the transport writes to it without torch
+        increment_version(vector)  # the transport writes to it without torch
         algorithm(vector, count_traffic(via, *names, (vector,)), divisor)
         if original is not None:
             original.copy_(vector.view(original.shape))
@@ -67,7 +68,8 @@ def run_collective(
 
 def as_vector(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tensor as a contiguous vector on a device, (n,), and the tensor to copy it back to if it is a copy."""
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
+    if type(tensor) is not torch.Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
     if tensor.layout is not torch.strided:
         raise ValueError(f"tensor must be dense, got {tensor.layout}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

@@ -20,9 +20,9 @@ Backward. The ranks sum S1 = sum dy and S2 = sum dy x', 2C numbers. With x' = (x
 
     dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
 
-Numbers of length C are combined in float64. Backward splits the mean into the nearest number of the input's precision
-(`center`) and a remainder (`rest`): x - center is small and nearly exact. Saved for it: a reference to the input, and
-4C+1 numbers.
+Numbers of length C are combined in float64. Both passes subtract the rank's own mean (`center`) first, which leaves
+small and nearly exact numbers, and then the rest of the mean (`offset`, or `rest` in units of std). Saved for backward:
+a reference to the input, and 4C numbers.
 
 Sources: Ioffe & Szegedy 2015 (arXiv:1502.03167); Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
 variance", for the combination and the correction.
@@ -84,13 +84,10 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize (batch, C, *); shape, dtype and memory format stay."""
         self._check_input_dim(input)
-        group = member_group(self.process_group) if dist.is_initialized() else None
+        group = None if dist.GroupMember.WORLD is None else member_group(self.process_group)
         if not self.training or group is None or group.size() == 1:
             return super().forward(input)
-        output, mean, variance = _normalize(input, self.weight, self.bias, self.eps, group)
-        if self.track_running_stats:
-            self._track(mean, variance)
-        return output
+        return _normalize(input, self.weight, self.bias, self.eps, group, self._track)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -104,15 +101,16 @@ class SyncBatchNorm(_BatchNorm):
         if not input.is_floating_point():
             raise ValueError(f"expected a floating-point input, got {input.dtype}")
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move running statistics towards those of this batch."""
+    def _track(self, mean: Tensor, m2: Tensor, total: Any) -> None:
+        """Move running statistics, if there are any, towards those of this batch."""
+        if not self.track_running_stats:
+            return
         momentum = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+        for running, value in ((self.running_mean, mean), (self.running_var, m2 / (total - 1))):
             if running is not None:
                 running.lerp_(value.to(running.dtype), momentum)
 
@@ -144,71 +142,71 @@ def _check_convertible(layer: _BatchNorm) -> None:
 
 
 @disable_compile
-def _normalize(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _Normalize.apply(*arguments)
+def _normalize(*arguments: Any) -> Tensor:
+    output: Tensor = _Normalize.apply(*arguments)
+    return output
 
 
 class _Normalize(torch.autograd.Function):
-    """(input, weight, bias, eps, group) -> output; mean and unbiased variance over all ranks, (C,) in float64."""
+    """(input, weight, bias, eps, group, track) -> output. `track` gets mean and M2, (C,), and N over all ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+        track: Callable[[Tensor, Tensor, Any], None],
+    ) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         count = x.numel() // x.shape[1]
-        local_center = _local_mean(x, dtype)
-        deviations = x - _along_channels(local_center, x)
-        zeros, ones = torch.zeros_like(local_center), torch.ones_like(local_center)
-        sums = _channel_sums(deviations, deviations, zeros, ones)
-        total, mean, m2, offsets = _combine(_gather([local_center, *sums, sums[0].new_full((1,), count)], group))
+        center = _local_mean(x, dtype)
+        deviations = x - _along_channels(center, x)
+        sums = _channel_sums(deviations, deviations, torch.zeros_like(center), torch.ones_like(center))
+        total, mean, m2, offsets = _combine(_gather([center, *sums, center.new_full((1,), count)], group))
         # Reading a number waits for the GPU: only if the sum can be that small.
         if count < 2 and total < 2:
             raise ValueError(f"expected more than one value per channel in training, got {int(total)} on all ranks")
-        inverse_std = torch.rsqrt(m2 / total + eps)
-        scale, offset = inverse_std if weight is None else inverse_std * weight, offsets[group.rank()]
-        shift = offset * -scale if bias is None else torch.addcmul(bias, offset, scale, value=-1)
+        track(mean, m2, total)
         # Cast now: operators with mixed dtypes are several times slower on a CPU.
-        scale, shift = scale.to(dtype), shift.to(dtype)
+        inverse_std = m2.div_(total).add_(eps).rsqrt_().to(dtype)
+        offset = offsets[group.rank()].to(dtype)
+        scale = inverse_std if weight is None else (weight * inverse_std).to(dtype)
+        shift = offset * -scale if bias is None else torch.addcmul(bias, offset, scale, value=-1).to(dtype)
         output = torch.addcmul(_along_channels(shift, x), deviations, _along_channels(scale, x), out=deviations)
-        ctx.save_for_backward(x, weight, mean, inverse_std.to(dtype), total)
-        ctx.group = group
-        variance = m2 / (total - 1)
-        ctx.mark_non_differentiable(mean, variance)
-        ctx.set_materialize_grads(False)
-        return output.to(x.dtype), mean, variance
+        ctx.save_for_backward(x, center, offset, inverse_std, scale)
+        ctx.group, ctx.total, ctx.parameter_dtype = group, total, None if weight is None else weight.dtype
+        return output.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph
             raise RuntimeError("SyncBatchNorm has no second derivative: expected a backward pass without create_graph")
-        x, weight, mean, inverse_std, total = ctx.saved_tensors
-        if dy is None:  # from a function that has no gradient here; other ranks may have one
-            dy = torch.zeros_like(x)
+        x, center, offset, inverse_std, scale = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
-        center = mean.to(inverse_std.dtype)
-        rest = (mean - center).to(center.dtype).mul_(inverse_std)
+        rest = offset * inverse_std
         s1, s2 = _channel_sums(dy, x, center, inverse_std)
         s2 = s2.addcmul_(rest, s1, value=-1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_weight = s2.to(weight.dtype) if needs_weight else None
-        d_bias = s1.to(weight.dtype) if needs_bias else None
+        d_weight = s2.to(ctx.parameter_dtype) if needs_weight else None
+        d_bias = s1.to(ctx.parameter_dtype) if needs_bias else None
         if not needs_x:
-            return None, d_weight, d_bias, None, None
+            return None, d_weight, d_bias, None, None, None
         sums = torch.stack([s1, s2])
         if sums.device.type == "cpu":
             all_reduce(sums, ctx.group, op="sum")
         else:
             dist.all_reduce(sums, group=ctx.group)
         # dx = scale dy + slope (x - center) + constant
-        scale = inverse_std if weight is None else (weight * inverse_std).to(center.dtype)
-        constant, slope = sums.mul_(scale / -total)
+        constant, slope = sums.mul_(scale / -ctx.total).unbind()
         constant.addcmul_(slope, rest, value=-1)
         slope *= inverse_std
         dx = x - _along_channels(center, x)
         torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
-        return dx.to(x.dtype), d_weight, d_bias, None, None
+        return dx.to(x.dtype), d_weight, d_bias, None, None, None
 
 
 def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,7 +217,7 @@ def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Gather every rank's parts as one vector, (ranks, length) in float64: the collective of the forward pass."""
-    gathered = parts[0].new_empty(group.size(), sum(part.numel() for part in parts))
+    gathered = parts[0].new_empty(group.size(), 3 * len(parts[0]) + 1)
     mine = torch.cat(parts, out=gathered[group.rank()])
     if gathered.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes
         all_gather(gathered, group)
@@ -228,17 +226,20 @@ def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     return gathered.double()
 
 
-def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _combine(statistics: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
     """Combine the ranks' [center, sum of deviations, sum of their squares, count], (ranks, 3C+1) in float64.
 
     Returns count (), mean and M2 (C,) of all values, and the mean minus each center (ranks, C).
     """
     channels = statistics.shape[1] // 3
     centers, sums, squares, counts = statistics.split_with_sizes([channels, channels, channels, 1], dim=1)
-    total = counts.sum()
+    total: Any = counts.sum()
+    if not total.is_cuda:
+        total = total.item()  # arithmetic with Python's numbers costs no operators; on a GPU, reading one waits
     mean = torch.addcmul(sums, counts, centers).sum(0).div_(total)
     offsets = mean - centers
-    m2 = torch.addcmul(squares, offsets, (counts * offsets).sub_(sums, alpha=2)).sum(0)
+    half_cross = torch.addcmul(sums, counts, offsets, value=-0.5)
+    m2 = torch.addcmul(squares, offsets, half_cross, value=-2).sum(0)
     return total, mean, m2.clamp_min_(0), offsets  # rounding may take a channel of equal values below zero
 
 

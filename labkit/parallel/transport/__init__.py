@@ -72,7 +72,7 @@ def transport_in_use(
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is not in it."""
-    if group is None and (group := dist.group.WORLD) is None:
+    if group is None and (group := dist.GroupMember.WORLD) is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group first")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that this rank belongs to, or None: all ranks; got {group!r}")
