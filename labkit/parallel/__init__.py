@@ -8,7 +8,7 @@
 ``sync_batchnorm`` batch normalization over all ranks
 ``tensor``, ``pipeline``, ``context``  a layer's matrices, the layers, or the sequence over ranks
 ``launch``         a worker on a group of ranks; ``ranks`` has the processes, forked by a server
-``traffic``        bytes that collectives send
+``traffic``        bytes that collectives send; ``messages``: JSON among ranks
 
 The other files are parts of these.
 """

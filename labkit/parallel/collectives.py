@@ -85,9 +85,9 @@ def all_reduce(tensor: Tensor, group: Group = None, op: str = "mean", *, transpo
     "mean" and "sum", for a tensor that is not of a float dtype or whose elements share memory, and for a group that
     this rank is not in.
     """
-    via = find_transport(group, tensor.device, transport)
-    name = select_algorithm(tensor.numel() * tensor.itemsize, via.world_size, via.name)
-    run_collective(("all_reduce", name), _functions[name], tensor, group, op, via)
+    transport = find_transport(group, tensor.device, transport)
+    name = select_algorithm(tensor.numel() * tensor.itemsize, transport.world_size, transport.name)
+    run_collective(("all_reduce", name), _functions[name], tensor, group, op, transport)
 
 
 def select_algorithm(n_bytes: int, world_size: int, transport: str = POINT_TO_POINT) -> str:

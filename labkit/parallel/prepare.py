@@ -43,27 +43,27 @@ def run_collective(
     it in an older graph raises. The end of a call is counted, even of one that is refused here or by `check`: ranks
     that still wait for its messages raise.
     """
-    via = find_transport(group, tensor.device, transport)
+    transport = find_transport(group, tensor.device, transport)
     try:
         if op is not None and op not in OPS:
             raise ValueError(f'op must be "mean" or "sum", got {op!r}')
         if op is not None and tensor.dtype not in FLOAT_TYPES:
             expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_TYPES)
             raise ValueError(f"tensor must be of one of the dtypes {expected}; got {tensor.dtype}")
-        vector, original = as_vector(tensor, via.device)
+        vector, original = as_vector(tensor, transport.device)
         if check is not None:
-            check(via)
-        divisor = via.world_size if op == "mean" else 1
+            check(transport)
+        divisor = transport.world_size if op == "mean" else 1
         if divisor > 1 and vector.dtype == torch.float16:
             vector.div_(divisor)
             divisor = 1
-        via.call_checksum = checksum(*names, op, vector.numel(), vector.dtype)
+        transport.call_checksum = checksum(*names, op, vector.numel(), vector.dtype)
         increment_version(vector)  # the transport writes to it without torch
-        algorithm(vector, count_traffic(via, *names, (vector,)), divisor)
+        algorithm(vector, count_traffic(transport, *names, (vector,)), divisor)
         if original is not None:
             original.copy_(vector.view(original.shape))
     finally:
-        via.end_call()
+        transport.end_call()
 
 
 def as_vector(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -27,8 +27,8 @@ from labkit.parallel.collectives import (
 )
 from labkit.parallel.exchange import exchange, start_exchange
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.messages import gather_json
 from labkit.parallel.prepare import shard_sizes
-from labkit.parallel.ranks.worker import gather_json
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory
 from labkit.parallel.transport.base import Step, Transport

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
-from labkit.parallel.data_parallel.wrappers import assign_buckets
+from labkit.parallel.data_parallel.buckets import assign_buckets
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from tests.cases import thinned
@@ -384,7 +384,7 @@ def _use_as_two_threads_would(wrap):
     def call_hooks(indices, begin):
         begin.wait()
         for index in indices:
-            model._hooks._hooks[index]((), (model._parameters_in_order[index].grad,))
+            model._hooks._hooks[index]((), (model._backward_order[index].grad,))
 
     model._all_reduce.start = start
     model._begin_pass = lambda: None  # autograd's part, which no thread of ours is in
@@ -392,7 +392,7 @@ def _use_as_two_threads_would(wrap):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     first_ones = list(model._buckets[0].parameters)
-    others = [index for index in range(len(model._parameters_in_order)) if index not in first_ones]
+    others = [index for index in range(len(model._backward_order)) if index not in first_ones]
     at_once = threading.Event()
     at_once.set()
     threads = [threading.Thread(target=call_hooks, args=each) for each in ((first_ones, at_once), (others, first))]

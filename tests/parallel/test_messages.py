@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.worker import gather_json, load_checkpoint, save_checkpoint
+from labkit.parallel.messages import gather_json
+from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 
 CHECKOUT = Path(__file__).parents[2]
 BLOCKS = [block.split("```")[0] for block in (CHECKOUT / "docs" / "pieces.md").read_text().split("```python\n")[1:]]

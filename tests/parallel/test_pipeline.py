@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from labkit.costs import communication
 from labkit.parallel import pipeline
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import Task, balance, make_schedule, peak_activations, plan_rank, simulate
-from labkit.parallel.ranks.worker import gather_json
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from labkit.parallel.data_parallel import FlatDDP
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.worker import gather_json
+from labkit.parallel.messages import gather_json
 from labkit.parallel.sharding import FSDP
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from labkit.parallel.collectives import all_gather, all_reduce, butterfly_all_reduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.ranks.worker import gather_json
+from labkit.parallel.messages import gather_json
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory, transport_in_use
 from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport

@@ -26,12 +26,12 @@ from labkit.lab.answers import Answer, Question
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot
 from labkit.lab.pages.html import code_style, piece, piece_style, script, split_constant, table_columns
+from labkit.lab.pages.schedule import record_schedule
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine.description import Machine, describe_machine
 from labkit.machine.load import busy_reason
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.traffic import record_schedule
 
 PIECE_MIME = "application/vnd.labkit.piece+json"  # replaces a notebook's output on the page
 MAX_CSV_BYTES = 2**18  # embedded in a page; larger tables stay next to the figure's file

@@ -1,7 +1,8 @@
 """Data-parallel training: four wrappers that average gradients over ranks, and torch's, by name.
 
 ``base``         `DataParallel`, the contract: when a pass begins and ends, what is refused
-``wrappers``     `NaiveDDP`, `FlatDDP`, `OverlappedDDP`, `BucketedDDP`, and the assignment of gradients to buckets
+``wrappers``     `NaiveDDP`, `FlatDDP`, `OverlappedDDP`, `BucketedDDP`
+``buckets``      the assignment of gradients to buckets, and their memory
 ``consistency``  the same model on every rank, or a refusal on every rank; uneven inputs
 """
 

@@ -83,7 +83,7 @@ class DataParallel(nn.Module, UnevenInputs):
         self.require_backward_grad_sync = True
         # Backward visits a model from its end: gradients become ready in about this order.
         trained = {name: p for name, p in reversed(list(module.named_parameters())) if p.requires_grad}
-        self._names, self._parameters_in_order = list(trained), list(trained.values())
+        self._names, self._backward_order = list(trained), list(trained.values())
         check_replicas(module, partial(self._check, device_ids, all_reduce), group)
         self._all_reduce = BackgroundAllReduce(all_reduce, group, (p.device for p in trained.values()))
         broadcast([*module.parameters(), *module.buffers()], group)
@@ -92,14 +92,14 @@ class DataParallel(nn.Module, UnevenInputs):
         self.lock = threading.Lock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._ready = [False] * len(trained)
-        self._hooks = GradientHooks(self, type(self)._mark_ready, self._parameters_in_order)
+        self._hooks = GradientHooks(self, type(self)._mark_ready, self._backward_order)
 
     def _check(self, device_ids: Sequence[int | torch.device] | None, all_reduce: str) -> dict[str, object]:
         """Return the settings that must be the same on every rank. Raises ValueError for invalid ones."""
         check_module(self.module, device_ids)
         if all_reduce not in (names := (TORCH, *CHOICES)):
             raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {all_reduce!r}")
-        dtypes = {p.dtype for p in self._parameters_in_order} - {*FLOAT_TYPES}
+        dtypes = {p.dtype for p in self._backward_order} - {*FLOAT_TYPES}
         if all_reduce != TORCH and dtypes:
             raise ValueError(f"labkit's all-reduce adds real floating-point numbers, got {', '.join(map(str, dtypes))}")
         settings = {"find_unused": self.find_unused, "broadcast_buffers": self.broadcast_buffers}
@@ -151,7 +151,7 @@ class DataParallel(nn.Module, UnevenInputs):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Return once every gradient of the last backward pass is the mean over ranks. Idempotent."""
-        parameters = self._parameters_in_order
+        parameters = self._backward_order
         missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
         late = set(self._hooks.rebind([index for index in missing if parameters[index].requires_grad]))
         missing = [index for index in missing if index not in late]
@@ -170,7 +170,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def average(self, absent: Sequence[int]) -> None:
         """Average what is not averaged yet. Parameters at `absent` count as zeros and keep their gradients."""
-        parameters = self._parameters_in_order
+        parameters = self._backward_order
         before = {index: parameters[index].grad for index in absent}
         for index in absent:
             parameters[index].grad = None
@@ -221,7 +221,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _check_gradient(self, index: int, added: Tensor | None) -> None:
         """Refuse a gradient that cannot be averaged or was used before its average."""
-        parameter, name = self._parameters_in_order[index], self._names[index]
+        parameter, name = self._backward_order[index], self._names[index]
         if parameter._version != self._versions[index]:
             raise RuntimeError(f"{name} was updated in backward, before its gradient was averaged: update it later")
         gradient = parameter.grad
@@ -237,7 +237,7 @@ class DataParallel(nn.Module, UnevenInputs):
         """Refuse a model that was wrapped again, or that has new parameters."""
         if self._hooks.is_superseded:
             raise RuntimeError("this model, or a part of it, was wrapped again: use the newest wrapper, or wrap copies")
-        averaged = set(map(id, self._parameters_in_order))
+        averaged = set(map(id, self._backward_order))
         for name, parameter in self.module.named_parameters():
             # during a functional_call, plain tensors take the place of parameters
             if parameter.requires_grad and id(parameter) not in averaged and isinstance(parameter, nn.Parameter):
@@ -245,7 +245,7 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _list_versions(self) -> list[int]:
         """Return how often each parameter was changed in place."""
-        return [parameter._version for parameter in self._parameters_in_order]
+        return [parameter._version for parameter in self._backward_order]
 
     def _begin_pass(self) -> None:
         """Begin a pass at the first sign of backward: autograd will call back at its end."""
@@ -271,12 +271,12 @@ class DataParallel(nn.Module, UnevenInputs):
 
     def _reset_pass(self) -> None:
         self._pass.reset()
-        self._ready = [False] * len(self._parameters_in_order)
+        self._ready = [False] * len(self._backward_order)
 
     @property
     def join_device(self) -> torch.device:
         """The device of the model."""
-        return self._parameters_in_order[0].device
+        return self._backward_order[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parameter import is_lazy
 
-from labkit.parallel.ranks.worker import gather_json
+from labkit.parallel.messages import gather_json
 from labkit.parallel.transport import member_group
 
 COALESCED_BYTES = 2**26  # a broadcast packs small tensors into vectors of this size, two of which are in flight

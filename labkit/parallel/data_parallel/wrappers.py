@@ -1,4 +1,4 @@
-"""The four wrappers: gradients averaged after backward, or in buckets (`assign_buckets`) while backward runs."""
+"""The four wrappers: gradients averaged after backward, or in buckets while backward runs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.base import DataParallel
+from labkit.parallel.data_parallel.buckets import MIB, Bucket, assign_buckets, count_references
 from labkit.parallel.data_parallel.consistency import strides_like
 from labkit.parallel.overlap import Wait
 
-CommHook = Callable[[Any, "Bucket"], torch.futures.Future[Any]]
-MIB = 2**20
+CommHook = Callable[[Any, Bucket], torch.futures.Future[Any]]
 ONE_BYTE_MB = 1 / MIB
 
 
@@ -20,7 +20,7 @@ class NaiveDDP(DataParallel):
     """One collective per parameter, one after the other, after backward: as many latencies as parameters."""
 
     def _finish(self, pending: list[int]) -> None:
-        for parameter in self._parameters_in_order:
+        for parameter in self._backward_order:
             self._all_reduce.average(_flat_gradient(parameter))
 
 
@@ -29,7 +29,7 @@ class FlatDDP(DataParallel):
 
     def _finish(self, pending: list[int]) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in self._parameters_in_order:
+        for parameter in self._backward_order:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(_flat_gradient(parameter))
         for gradients in by_kind.values():
             flat = torch.cat(gradients)
@@ -65,7 +65,7 @@ class BucketedDDP(DataParallel):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         super().__init__(module, device_ids, **options)
         self._overlaps = overlap and not self.find_unused
-        parameters = self._parameters_in_order
+        parameters = self._backward_order
         buckets = assign_buckets(parameters, *self._sizes_mb)
         self._buckets = [
             Bucket({index: parameters[index] for index in indices}, number, is_last=number == len(buckets) - 1)
@@ -109,7 +109,7 @@ class BucketedDDP(DataParallel):
 
     def _fill(self, index: int) -> None:
         """Copy the divided gradient, or zeros, into its bucket. `p.grad` becomes a view of the bucket."""
-        bucket, parameter = self._bucket_by_index[index], self._parameters_in_order[index]
+        bucket, parameter = self._bucket_by_index[index], self._backward_order[index]
         view, gradient = bucket.views[index], parameter.grad
         bucket.n_missing -= 1
         if gradient is not None and bucket.holds(index, gradient):
@@ -155,84 +155,6 @@ class OverlappedDDP(BucketedDDP):
         super().__init__(module, device_ids, bucket_mb=ONE_BYTE_MB, first_bucket_mb=ONE_BYTE_MB, **options)
 
 
-def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
-    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are averaged.
-
-    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first one of each dtype
-    and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so that communication starts early. Buckets
-    that are never full come last. A parameter is never split. As torch's `_compute_bucket_assignment_by_size`.
-    """
-    full: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    limits: dict[tuple[torch.dtype, torch.device], float] = {}
-    for index, parameter in enumerate(parameters):
-        kind = (parameter.dtype, parameter.device)
-        bucket = filling.setdefault(kind, [])
-        bucket.append(index)
-        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(kind, min(first_bucket_mb, bucket_mb)):
-            full.append(filling.pop(kind))
-            limits[kind] = bucket_mb
-    return full + sorted(filling.values())
-
-
-class Bucket:
-    """Parameters of one dtype and device, by index, and one vector with a view for each gradient."""
-
-    def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
-        self.parameters, self._number, self._is_last = parameters, number, is_last
-        self.n_missing = len(parameters)  # gradients of this pass that are not ready yet
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Take new memory. Gradients of earlier passes keep the old one alive."""
-        first = next(iter(self.parameters.values()))
-        numel = sum(parameter.numel() for parameter in self.parameters.values())
-        self.memory = self.sent = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.views = dict(zip(self.parameters, self.gradients(), strict=True))
-        self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
-        self._references = _count_references(self.memory)
-
-    def holds(self, index: int, gradient: Tensor) -> bool:
-        """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
-        return (gradient.data_ptr(), gradient.stride()) == self._places[index]
-
-    def has_outside_references(self) -> bool:
-        """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
-        if (extra := _count_references(self.memory) - self._references) == 0:
-            return False
-        gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
-        return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
-
-    # The interface of torch's communication hooks
-
-    def buffer(self) -> Tensor:
-        """Return the memory, (n,), or what a hook has put in its place."""
-        return self.sent
-
-    def set_buffer(self, vector: Tensor) -> None:
-        """Send another vector in this pass, (n,), for example in another dtype."""
-        self.sent = vector
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients, views of the buffer."""
-        parts = self.sent.split([parameter.numel() for parameter in self.parameters.values()])
-        pairs = zip(parts, self.parameters.values(), strict=True)
-        return [part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs]
-
-    def index(self) -> int:
-        """Return the number of the bucket, from 0 up."""
-        return self._number
-
-    def is_last(self) -> bool:
-        """Return whether it is the last bucket of a pass."""
-        return self._is_last
-
-    def store(self, average: torch.futures.Future[Any]) -> None:
-        """Wait for a hook's result, and copy it into the memory."""
-        result = average.wait()
-        self.memory.copy_(result[0] if isinstance(result, list) else result)
-
-
 def _flat_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient's elements in the order of memory, a contiguous view, (n,)."""
     gradient = _writable_gradient(parameter)
@@ -251,12 +173,7 @@ def _writable_gradient(parameter: Tensor) -> Tensor:
     elif gradient.stride() != strides_like(parameter) or gradient.is_conj() or gradient.is_neg():
         gradient = torch.empty_like(parameter).copy_(gradient)
     # two references: the tensor itself, and Python's object for its storage
-    elif _count_references(gradient) > 2 and gradient.untyped_storage().nbytes() == gradient.nbytes:
+    elif count_references(gradient) > 2 and gradient.untyped_storage().nbytes() == gradient.nbytes:
         gradient = gradient.clone()
     parameter.grad = gradient
     return gradient
-
-
-def _count_references(tensor: Tensor) -> int:
-    """Count references to the tensor's storage: tensors, autograd's included, and Python's object for it."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

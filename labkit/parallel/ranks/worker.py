@@ -1,11 +1,8 @@
-"""A rank's side of a launch: set up the process, join the group, run points; helpers that workers call.
+"""A rank's side of a launch: set up the process, join the group, run points; devices and scheduling for workers.
 
 A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
 ``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
 lost connection, and the caller would have to guess which came first.
-
-torch's collectives of objects unpickle a peer's bytes, and a pickle runs code. So JSON travels through the group's
-store, and a checkpoint is read with `weights_only`, which makes tensors and plain values and calls nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import io
 import json
 import os
 import pickle
@@ -116,51 +112,6 @@ def use_scheduling(scheduling: str) -> str:
     with contextlib.suppress(OSError):  # the system refuses
         os.sched_setscheduler(0, policy, os.sched_param(0))
     return "batch" if os.sched_getscheduler(0) == os.SCHED_BATCH else "default"
-
-
-def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective.
-
-    Ranks meet on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
-    """
-    members: Any = dist.group.WORLD if group is None else group
-    store, rank = members.get_group_store(), members.rank()
-    key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
-    store.set(f"{key} {rank}", json.dumps(value))
-    here = torch.zeros(1, device=device or _device(group))
-    dist.all_reduce(here, group=group)
-    here.item()  # waits for a GPU, too: a store does not notice that a rank is lost
-    return [json.loads(store.get(f"{key} {other}")) for other in range(members.size())]
-
-
-def save_checkpoint(path: Path | None, state: Any) -> None:
-    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
-
-    The file is there whole or not at all. Without a path, nothing is written.
-    """
-    if path is not None and dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    dist.barrier()
-
-
-def load_checkpoint(path: Path | None) -> Any | None:
-    """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
-    content = path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
-    if not (length := gather_json(len(content))[0]):
-        return None
-    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(_device())
-    dist.broadcast(tensor, src=0)
-    return torch.load(io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-
-
-def _device(group: dist.ProcessGroup | None = None) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:

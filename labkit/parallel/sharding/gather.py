@@ -40,7 +40,7 @@ class UnitScheduler:
         self._units, self._options, self._channel = list(units), options, channel
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
-        self._depth = 0
+        self._calls_in_progress = 0
         self._order: list[Unit] = []
         """Units in the order in which the last forward pass called them."""
         self._active: list[Unit] = []
@@ -75,7 +75,7 @@ class UnitScheduler:
 
     @disable_compile
     def _before_call(self, unit: Unit) -> None:
-        if not self._depth and not self._pass.is_running:
+        if not self._calls_in_progress and not self._pass.is_running:
             self._begin_forward()
         if not unit.is_attached:
             unit.sync_with_shards()
@@ -86,18 +86,19 @@ class UnitScheduler:
             unit.make_whole()
             self._order.append(unit)
             self._prefetch_after(unit)
-        self._depth += 1
-        unit.depth += 1
+        self._calls_in_progress += 1
+        unit.calls_in_progress += 1
         unit.attach(whole=True)
 
     @disable_compile
     def _after_call(self, unit: Unit) -> None:
-        unit.depth -= 1
-        self._depth -= 1
-        if not unit.depth and unit not in self._active:
+        unit.calls_in_progress -= 1
+        self._calls_in_progress -= 1
+        if not unit.calls_in_progress and unit not in self._active:
             unit.attach(whole=False)
             if self._options.reshard_after_forward or not torch.is_grad_enabled():
-                for each in [unit] if self._depth or self._pass.is_running else self._units:  # and prefetched ones
+                is_inside = self._calls_in_progress or self._pass.is_running
+                for each in [unit] if is_inside else self._units:  # and prefetched ones
                     each.release()
 
     def _begin_forward(self) -> None:
@@ -142,7 +143,7 @@ class UnitScheduler:
     def _begin_backward(self) -> None:
         """Note a sign of a backward pass; the first one begins it."""
         is_running = self._pass.is_running
-        if torch.is_grad_enabled() or (self._depth and not is_running):
+        if torch.is_grad_enabled() or (self._calls_in_progress and not is_running):
             raise RuntimeError("FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties")
         if not is_running:
             self._abandon_unfinished()
@@ -218,10 +219,10 @@ class UnitScheduler:
         flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
         flags += [unit.has_gradients for unit in self._units]
         self._channel.exchange(END_OF_PASS, 0)
-        via = self._channel.between_cpus
-        by_rank = torch.zeros(via.world_size, len(flags), dtype=torch.uint8)
-        by_rank[via.rank] = torch.tensor(flags)
-        all_gather(by_rank, transport=via)
+        transport = self._channel.between_cpus
+        by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8)
+        by_rank[transport.rank] = torch.tensor(flags)
+        all_gather(by_rank, transport=transport)
         on_any = iter(by_rank.any(0).tolist())
         for parameter in self._parameters:
             parameter.is_used = next(on_any)
@@ -244,7 +245,7 @@ class UnitScheduler:
         """Forget this pass, and release all units that no call needs."""
         for unit in self._units:
             unit.reset_pass()
-            if not unit.depth:
+            if not unit.calls_in_progress:
                 unit.release()
         self._active = []
         self._reached.clear()

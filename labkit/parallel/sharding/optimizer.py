@@ -160,8 +160,8 @@ class ShardedOptimizer(Optimizer):
         places = [(p.data_ptr(), p.shape, p.stride()) for p in changed]
         if places != self._gathered_places:
             with torch.inference_mode(False):  # its vectors stay
-                via = find_transport(self._group, changed[0].device, self._transport)
-                self._gather_rows, self._gathered_places = plan_gather([p.detach() for p in changed], via), places
+                transport = find_transport(self._group, changed[0].device, self._transport)
+                self._gather_rows, self._gathered_places = plan_gather([p.detach() for p in changed], transport), places
         self._gather_rows()
 
     def state_dict(self) -> dict[str, Any]:

@@ -79,26 +79,26 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     return gather
 
 
-def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], via: Transport) -> None:
+def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport) -> None:
     """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
 
     Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
     to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
-    p, depth = via.world_size, max(1, MESSAGES_IN_FLIGHT * (via.world_size - 1))
+    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
-    whole = [(gradient / p if is_divided_first else gradient).to(via.device) for gradient in gradients]
-    results = [mean.to(via.device) for mean in means]
+    whole = [(gradient / p if is_divided_first else gradient).to(transport.device) for gradient in gradients]
+    results = [mean.to(transport.device) for mean in means]
     blocks, packed = _pack([[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)])
     _fill(packed[:-1])
     steps: list[Step] = []
     for block in blocks:
-        *pieces, totals = cut(block, via, depth)
-        steps += add_steps(pieces, totals, via, 1 if is_divided_first else p)
+        *pieces, totals = cut(block, transport, depth)
+        steps += add_steps(pieces, totals, transport, 1 if is_divided_first else p)
         if p == 1:
             block[-1].copy_(block[0])
-    via.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
-    count_traffic(via, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    transport.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
+    count_traffic(transport, "reduce_scatter", "butterfly", gradients).run(steps, depth)
     _unpack(packed[-1:])
     for mean, result in zip(means, results, strict=True):
         if mean is not result:

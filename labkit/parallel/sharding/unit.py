@@ -136,8 +136,8 @@ class Unit:
         self._receive_rows = self._plan_gather()
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
-        self.depth = 0
-        """Calls of its module in progress."""
+        self.calls_in_progress = 0
+        """Of its module."""
         self.trained: list[UnitParameter] = []
         self.ready: set[UnitParameter] = set()
         """Parameters whose gradient is complete."""
@@ -231,7 +231,7 @@ class Unit:
 
     def is_over(self, reached: set[Token]) -> bool:
         """Return whether backward needs none of its parameters: a gradient is complete after all uses of one."""
-        is_complete = len(self.ready) == len(self.trained) and not self.depth
+        is_complete = len(self.ready) == len(self.trained) and not self.calls_in_progress
         return is_complete and (not self.has_frozen or (bool(self.inputs) and self.inputs <= reached))
 
     @property

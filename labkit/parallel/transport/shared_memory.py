@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine.cgroups import available_memory_bytes
+from labkit.parallel.messages import gather_json
 from labkit.parallel.ranks.torchrun import host_identity
-from labkit.parallel.ranks.worker import gather_json
 from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step, Transport, checksum
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")

@@ -23,9 +23,11 @@ from labkit.bench.memory import measure_second_peak
 from labkit.lab.point import Point
 from labkit.lab.project import datasets_directory
 from labkit.nn.datasets import CIFAR100_FILE, RECORD_BYTES, DatasetError, Images, digits, file_md5, read_cifar100
-from labkit.parallel.ranks.worker import gather_json, load_checkpoint, save_checkpoint, use_device
+from labkit.parallel.messages import gather_json
+from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
 from labkit.studies.shared.alternatives import guarded_turn, row_of
+from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 from labkit.studies.shared.checks import largest_error
 
 DIGITS, CIFAR100 = "digits", "cifar100"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from labkit.costs import communication
-from labkit.parallel import traffic
+from labkit.lab.pages import schedule
+from labkit.lab.pages.schedule import record_schedule
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.traffic import record_schedule
 from labkit.parallel.transport.base import Step
 
 
@@ -59,7 +59,7 @@ def test_a_readers_function_is_recorded_and_what_it_raises_on_one_rank_comes_thr
             raise ZeroDivisionError
         send_around(tensor, transport=transport)
 
-    monkeypatch.setattr(traffic, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(schedule, "MAX_WAIT_S", 0.01)
     with pytest.raises(ZeroDivisionError):
         record_schedule(broken_on_one, 3)
     for wrong in (0, 33):

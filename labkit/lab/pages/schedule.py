@@ -1,0 +1,102 @@
+"""The steps of an all-reduce, recorded from the algorithm itself, for pictures of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.transport.base import Step, Transport
+
+MAX_RANKS = 32  # float64 adds their powers of two exactly, and a picture shows them
+MAX_WAIT_S = 10.0  # for a message that may never come: the function may have raised on another rank
+
+_Item = tuple[int, int, Tensor]  # the round in which a part is sent, its first element, the part
+_Queues = Sequence[Sequence[SimpleQueue[_Item]]]  # [source][target]
+
+
+class Message(NamedTuple):
+    """Elements `start` to `stop` of the vector, sent by rank `source` to rank `target` in round `round`, from 1 up."""
+
+    round: int
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+class MessageSchedule(NamedTuple):
+    """All messages, and the vectors' content after each round."""
+
+    elements: int  # length of the vector: as few as give every rank a shard of the same length
+    messages: list[Message]
+    held: list[list[list[int]]]  # by round (0: before the first), rank and element: whose shares, one bit per rank
+
+
+def record_schedule(all_reduce: Callable[..., None], world_size: int) -> MessageSchedule:
+    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`; return its messages.
+
+    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Rounds
+    are counted as if each message took one, however long it is. Raises ValueError for another number of ranks, and
+    whatever the function raises.
+    """
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"expected 1 to {MAX_RANKS} ranks, got {world_size}")
+    elements = math.lcm(world_size, 1 << (world_size.bit_length() - 1))
+    queues = [[SimpleQueue[_Item]() for _ in range(world_size)] for _ in range(world_size)]
+    ranks = [_RecordingTransport(rank, queues, elements) for rank in range(world_size)]
+    with ThreadPoolExecutor(world_size) as threads:
+        ends = [threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks]
+    if errors := [error for end in ends if (error := end.exception())]:
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
+    rounds = max(rank.round for rank in ranks)
+    return MessageSchedule(
+        elements,
+        sorted(message for rank in ranks for message in rank.received),
+        [[rank.shares_after(number) for rank in ranks] for number in range(rounds + 1)],
+    )
+
+
+class _RecordingTransport(Transport):
+    """Messages between threads. `round`: the last one of this rank."""
+
+    name = "recorded"
+
+    def __init__(self, rank: int, queues: _Queues, elements: int) -> None:
+        super().__init__(rank, len(queues), torch.device("cpu"))
+        self.vector = torch.full((elements,), 2.0**rank, dtype=torch.float64)
+        self.round = 0
+        self.received: list[Message] = []
+        self._queues = queues
+        self._history: dict[int, Tensor] = {}  # as they are after a round
+
+    def piece_bytes(self, depth: int) -> int:
+        return 1 << 20
+
+    def run(self, steps: list[Step], depth: int = 1) -> None:
+        self._history[self.round] = self.vector.clone()
+        ends = [self.round] * depth
+        for step, start in zip(steps, ends, strict=False):  # step i starts when step i - depth has ended
+            end = start
+            if step.outgoing is not None and len(step.outgoing):
+                part = step.outgoing
+                self._queues[self.rank][step.target].put((start, int(part.storage_offset()), part.clone()))
+                end = start + 1
+            if step.incoming is not None and len(step.incoming):
+                sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
+                end = max(start, sent) + 1
+                self.received.append(Message(end, step.source, self.rank, at, at + len(part)))
+                result = step.incoming if step.into is None else step.into
+                result.copy_((step.incoming + part if step.add else part) / step.divisor)
+            ends.append(end)
+            self._history[end] = self.vector.clone()
+        self.round = max(ends)
+
+    def shares_after(self, number: int) -> list[int]:
+        """Return whose shares each element holds after a round. Called once the all-reduce has returned."""
+        self._history[self.round] = self.vector
+        last = max((end for end in self._history if end <= number), default=0)
+        return [int(value) for value in self._history[last]]

@@ -1,0 +1,94 @@
+"""Buckets: which gradients are averaged together (`assign_buckets`), and their memory (`Bucket`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.data_parallel.consistency import strides_like
+
+MIB = 2**20
+
+
+def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
+    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are averaged.
+
+    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first one of each dtype
+    and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so that communication starts early. Buckets
+    that are never full come last. A parameter is never split. As torch's `_compute_bucket_assignment_by_size`.
+    """
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    limits: dict[tuple[torch.dtype, torch.device], float] = {}
+    for index, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(index)
+        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(kind, min(first_bucket_mb, bucket_mb)):
+            full.append(filling.pop(kind))
+            limits[kind] = bucket_mb
+    return full + sorted(filling.values())
+
+
+class Bucket:
+    """Parameters of one dtype and device, by index, and one vector with a view for each gradient."""
+
+    def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
+        self.parameters, self._number, self._is_last = parameters, number, is_last
+        self.n_missing = len(parameters)  # gradients of this pass that are not ready yet
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take new memory. Gradients of earlier passes keep the old one alive."""
+        first = next(iter(self.parameters.values()))
+        numel = sum(parameter.numel() for parameter in self.parameters.values())
+        self.memory = self.sent = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views = dict(zip(self.parameters, self.gradients(), strict=True))
+        self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
+        self._references = count_references(self.memory)
+
+    def holds(self, index: int, gradient: Tensor) -> bool:
+        """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
+        return (gradient.data_ptr(), gradient.stride()) == self._places[index]
+
+    def has_outside_references(self) -> bool:
+        """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
+        if (extra := count_references(self.memory) - self._references) == 0:
+            return False
+        gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
+        return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
+
+    # The interface of torch's communication hooks
+
+    def buffer(self) -> Tensor:
+        """Return the memory, (n,), or what a hook has put in its place."""
+        return self.sent
+
+    def set_buffer(self, vector: Tensor) -> None:
+        """Send another vector in this pass, (n,), for example in another dtype."""
+        self.sent = vector
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, views of the buffer."""
+        parts = self.sent.split([parameter.numel() for parameter in self.parameters.values()])
+        pairs = zip(parts, self.parameters.values(), strict=True)
+        return [part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs]
+
+    def index(self) -> int:
+        """Return the number of the bucket, from 0 up."""
+        return self._number
+
+    def is_last(self) -> bool:
+        """Return whether it is the last bucket of a pass."""
+        return self._is_last
+
+    def store(self, average: torch.futures.Future[Any]) -> None:
+        """Wait for a hook's result, and copy it into the memory."""
+        result = average.wait()
+        self.memory.copy_(result[0] if isinstance(result, list) else result)
+
+
+def count_references(tensor: Tensor) -> int:
+    """Count references to the tensor's storage: tensors, autograd's included, and Python's object for it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

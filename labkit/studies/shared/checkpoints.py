@@ -1,0 +1,40 @@
+"""Checkpoints of all ranks in one file, written by rank 0.
+
+They are read with `weights_only`, which makes tensors and plain values and calls nothing else: a pickle runs code.
+"""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.parallel.messages import gather_json, meeting_device
+
+
+def save_checkpoint(path: Path | None, state: Any) -> None:
+    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
+
+    The file is there whole or not at all. Without a path, nothing is written.
+    """
+    if path is not None and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    dist.barrier()
+
+
+def load_checkpoint(path: Path | None) -> Any | None:
+    """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
+    content = path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
+    if not (length := gather_json(len(content))[0]):
+        return None
+    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(meeting_device())
+    dist.broadcast(tensor, src=0)
+    return torch.load(io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
