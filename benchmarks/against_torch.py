@@ -35,9 +35,9 @@ from labkit.nn.vision import ResNet50
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
 from labkit.parallel.data_parallel import wrap
 from labkit.parallel.launch import run_ranks
-from labkit.parallel.sharding import shard
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
+from labkit.studies.shared.sharding_strategies import shard
 
 TORCH = "torch"
 COPY_BYTES = 64_000_000

@@ -27,11 +27,12 @@ from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import peak_activations
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding import shard, whole_parameters
+from labkit.parallel.sharding import whole_parameters
 from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.sharding_strategies import shard
 
 if TYPE_CHECKING:
     from labkit.machine.description import Machine

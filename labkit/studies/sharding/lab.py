@@ -17,9 +17,9 @@ from labkit.lab.figures import Bars
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.parallel.sharding import IMPLEMENTATIONS, TORCHS, register
 from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
+from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
 from labkit.studies.shared.tables import FIT_SHARE
 
 DDP, ZERO1, ZERO2, ZERO3 = STAGES

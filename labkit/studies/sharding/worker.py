@@ -6,13 +6,15 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import process_peak, return_memory_when_freed
@@ -22,11 +24,12 @@ from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.nn.training import Trainer, Workload, build_workload
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.sharding import LABKITS, held_tensors, n_bytes, shard, whole_parameters
+from labkit.parallel.sharding import is_distributed, whole_parameters
 from labkit.parallel.traffic import recorded_traffic
 from labkit.parallel.transport import AUTO, POINT_TO_POINT, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.sharding_strategies import LABKITS, shard
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
@@ -159,8 +162,8 @@ def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: st
         trainer.forward()
         trainer.backward()
         trainer.optimizer.step()
-    tensors = held_tensors(trainer.model, trainer.optimizer)
-    held = {f"{part}_bytes": n_bytes(tensors[part]) for part in PARTS}
+    tensors = _held_tensors(trainer.model, trainer.optimizer)
+    held = {f"{part}_bytes": _storage_bytes(tensors[part]) for part in PARTS}
     formula = {}
     if name in STAGES:
         states = state_bytes(n_parameters(SIZES[point.size]), name, dist.get_world_size())
@@ -173,6 +176,20 @@ def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: st
     if max_over_ranks(float(reason is not None)) > 0:
         return held | formula | {"not_measured": reason or "another rank has no peak"}
     return held | formula | {"peak_bytes": peak}
+
+
+def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
+    """Return the tensors that this rank holds between steps: parameters, their gradients, the optimizer's state."""
+    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]  # of a sharded optimizer
+    state = [leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return {"parameters": list(model.parameters()), "gradients": gradients, "optimizer": state}
+
+
+def _storage_bytes(leaves: Iterable[Any]) -> int:
+    """Return the bytes of the tensors' storages on this rank, each counted once."""
+    tensors = [leaf.to_local() if is_distributed(leaf) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:
