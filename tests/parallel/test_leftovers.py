@@ -168,7 +168,7 @@ def test_a_leader_that_is_killed_before_it_has_read_everything_is_reported() -> 
     ours, theirs = socket.socketpair()
     ours.send(b"s")
     theirs.close()
-    assert fork_server.read_report(ours) == {"reason": "the leader of the ranks, or their fork server, was killed"}
+    assert fork_server.read_report(ours) == {"reason": "the process that starts the ranks was killed"}
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(t
             os.kill(server, signal.SIGKILL)
             os.kill(rows[0].values["leader"], signal.SIGKILL)
     assert [end.status for end in ends] == ["failed", "ok"]
-    assert ends[0].reason == "the leader of the ranks, or their fork server, was killed"
+    assert ends[0].reason == "the process that starts the ranks was killed"
     assert fork_server.start_server() != server
     assert wait_until(lambda: all(is_gone(row.values["pid"]) for row in rows))
     assert not list(temporary.glob("labkit-*"))

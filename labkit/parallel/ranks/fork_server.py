@@ -98,7 +98,7 @@ def read_report(group: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         content, descriptors, *_ = socket.recv_fds(group, REPORT_BYTES, 1)
     if not content:
-        return {"reason": "the leader of the ranks, or their fork server, was killed"}
+        return {"reason": "the process that starts the ranks was killed"}
     report = json.loads(content)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
