@@ -23,6 +23,7 @@ TESTS = {
     "labkit/bench/intervals.py": "tests/bench/test_statistics.py tests/bench/test_sessions.py",
     "labkit/lab/answers.py": "tests/lab/test_answers.py",
     "labkit/parallel/collectives.py": "tests/parallel/test_collectives.py",
+    "labkit/parallel/sync_batchnorm.py": "tests/parallel/test_sync_batchnorm.py",
 }
 """The tests, as pytest takes them, that are to notice a change of a module."""
 CONFIG = """
