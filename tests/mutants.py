@@ -10,6 +10,7 @@ commit, and runs the module's tests on each. A change that survives is either a 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def _skip_all_but(changes: int, session: Path) -> None:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True)
+    # Else the fork server of the tests, and so their ranks, would import the labkit that is installed.
+    subprocess.run(command, cwd=folder, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
 
 
 if __name__ == "__main__":
