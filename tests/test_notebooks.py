@@ -35,6 +35,7 @@ from tests.lab.test_labs import check_headline
 TOUR = notebooks_directory() / "00_start_here.ipynb"
 # Labs that `make test` measures, or draws.
 MEASURED, DRAWN = ("limits", "precision", "all_reduce", "sync_batchnorm"), ("memory", "data_parallel")
+# All but the tuned step, which has a table.
 WITH_FIGURES = [lab for lab in LABS if any(question.figure for question in load_lab(lab).questions)]
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
 QUICK_VIEWS = [("index", "light", 1280), ("all_reduce", "dark", 380)]

@@ -25,7 +25,7 @@ Verdict = Literal["faster", "slower", "no difference shown"]
 FALSE_DISCOVERY_RATE = 0.025
 """Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of that."""
 MIN_RELEVANT_DIFFERENCE = 0.03
-"""Smallest ratio that counts, minus 1: two runs differ by more than the repeats within a run."""
+"""Smallest relative difference that counts: two runs differ by more than the repeats within a run."""
 PRIOR_FREEDOM = 3.0
 """How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with this freedom.
 
@@ -112,8 +112,8 @@ def _finite(samples: Iterable[float]) -> np.ndarray:
 def combine_sessions(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
     """Return one row per (setting, alternative), from rows with the same columns per session.
 
-    `ratio` is the geometric mean of the sessions'. One with a single session in a setting where others have several is
-    as uncertain as those; a setting with one session keeps its intervals.
+    `ratio` is the geometric mean of the sessions'. An alternative with a single session is as uncertain as those with
+    several in its setting; a setting with one session keeps its intervals.
     """
     keys = [*setting, alternative]
     if not ratios.duplicated(keys).any():

@@ -150,7 +150,8 @@ class SessionTimes:
         points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
         busy = [f"busy: {self._run.busy[point]}" for point in points["point"] if point in self._run.busy]
         failed = points.loc[points["status"] != "ok", "reason"].dropna().tolist()
-        return str([*busy, *failed, "it was not measured"][0])
+        missing = "too few sessions measured it" if name in self.medians else "it was not measured"
+        return str([*busy, *failed, missing][0])
 
 
 def _judge(

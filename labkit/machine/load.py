@@ -52,11 +52,11 @@ def load_before_measuring() -> Load:
 class LoadMeter:
     """Measures the load by others than this process and its descendants, since the last call of `load`.
 
-    `has_ranks` is False if ranks of other processes run here, too, as in a torchrun job.
+    `owns_all_ranks` is False if ranks of other processes run here, too, as in a torchrun job.
     """
 
-    def __init__(self, *, has_ranks: bool = True) -> None:
-        self._has_ranks, self._before = has_ranks, _read_times()
+    def __init__(self, *, owns_all_ranks: bool = True) -> None:
+        self._owns_all_ranks, self._before = owns_all_ranks, _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
         """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks are too coarse."""
@@ -65,7 +65,7 @@ class LoadMeter:
         share = round(throttled / periods, 3) if periods > 0 else None
         own = {process.pid for process in _own_processes()}
         load = Load(throttled_share=share, gpu=gpu_load(own) if describe_machine().gpus else None)
-        if at_s < at_least_s or not self._has_ranks:
+        if at_s < at_least_s or not self._owns_all_ranks:
             return load
         others = max(0.0, busy_s - own_s) / at_s  # ticks round up
         return load.model_copy(update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)})

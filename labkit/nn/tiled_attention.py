@@ -1,6 +1,6 @@
 """FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the sequence.
 
-The scores are visited in tiles of `block_q` queries by `block_k` keys that stay in cache. The softmax is carried along
+The scores are visited in square tiles of queries by keys that stay in cache (`tile_side`). The softmax is carried along
 a row of tiles ("online"): a running maximum, a running sum, and an output that is rescaled when the maximum grows. The
 backward pass recomputes the tiles from the logsumexp.
 
@@ -118,7 +118,7 @@ def tiled_backward(
             k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
             k_block = k_block * scale
             grad_k_block, grad_v_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
-            for rows in _blocks(columns.start // side * side if causal else 0, q.shape[1], side):
+            for rows in _blocks(columns.start if causal else 0, q.shape[1], side):
                 q_block, grad_block = q[:, rows].to(dtype), grad_output[:, rows].to(dtype)
                 p, ds = _view(p_buffer, q_block, k_block), _view(ds_buffer, q_block, k_block)
                 torch.baddbmm(minus_logsumexp[:, rows], q_block, k_block.transpose(1, 2), out=p)
@@ -141,7 +141,7 @@ def _blocks(first: int, last: int, side: int) -> Iterator[slice]:
 
 
 def _key_block(x: Tensor, columns: slice, dtype: torch.dtype, group: int) -> Tensor:
-    """Keys or values of a tile for each query head, (B, block_k, D)."""
+    """Keys or values of a tile for each query head, (B, side, D)."""
     return x[:, columns].to(dtype).repeat_interleave(group, 0) if group > 1 else x[:, columns].to(dtype)
 
 

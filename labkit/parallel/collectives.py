@@ -131,7 +131,7 @@ def ring_all_reduce(vector: Tensor, transport: Transport, divisor: int) -> None:
             adds.append(Step(sent, right, received, left, add=True, divisor=round_divisor))
         for sent, received in zip(pieces[(r - s) % p], pieces[(r - s - 1) % p], strict=True):
             copies.append(Step(sent, right, received, left))
-    transport.run(adds + copies, depth=min(2, len(pieces[r])))  # a step sends what one piece per shard before it wrote
+    transport.run(adds + copies, depth=min(2, len(pieces[r])))  # a lone piece must arrive before it is sent on
 
 
 @all_reduce_algorithm

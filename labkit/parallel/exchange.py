@@ -62,8 +62,8 @@ def start_exchange(
     nothing = tensor.new_empty(0)
     outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
     incoming, original = as_vector(nothing if receive is None else receive, transport.device)
-    via = count_traffic(transport, "exchange", "direct", (incoming,))
-    return partial(_complete, via.start(Step(outgoing, to or 0, incoming, source or 0)), incoming, original)
+    counted = count_traffic(transport, "exchange", "direct", (incoming,))
+    return partial(_complete, counted.start(Step(outgoing, to or 0, incoming, source or 0)), incoming, original)
 
 
 @disable_compile

@@ -20,9 +20,9 @@ Backward. The ranks sum S1 = sum dy and S2 = sum dy x', 2C numbers. With x' = (x
 
     dx = w / std (dy - S1 / N - x' S2 / N)        db = S1 and dw = S2 of this rank's values only
 
-Numbers of length C are combined in float64. Both passes subtract the rank's own mean (`center`) first, which leaves
+Forward combines the ranks' numbers in float64. Both passes subtract the rank's own mean (`center`) first, which leaves
 small and nearly exact numbers, and then the rest of the mean (`offset`, or `rest` in units of std). Saved for backward:
-a reference to the input, and 4C numbers.
+references to input and weight, and 4C numbers.
 
 Sources: Ioffe & Szegedy 2015 (arXiv:1502.03167); Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
 variance", for the combination and the correction.
@@ -87,7 +87,8 @@ class SyncBatchNorm(_BatchNorm):
         group = None if dist.GroupMember.WORLD is None else member_group(self.process_group)
         if not self.training or group is None or group.size() == 1:
             return super().forward(input)
-        return _normalize(input, self.weight, self.bias, self.eps, group, self._track)
+        output: Tensor = _normalize(input, self.weight, self.bias, self.eps, group, self._track)
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -141,12 +142,6 @@ def _check_convertible(layer: _BatchNorm) -> None:
         raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
 
 
-@disable_compile
-def _normalize(*arguments: Any) -> Tensor:
-    output: Tensor = _Normalize.apply(*arguments)
-    return output
-
-
 class _Normalize(torch.autograd.Function):
     """(input, weight, bias, eps, group, track) -> output. `track` gets mean and M2, (C,), and N over all ranks."""
 
@@ -172,26 +167,27 @@ class _Normalize(torch.autograd.Function):
         track(mean, m2, total)
         # Cast now: operators with mixed dtypes are several times slower on a CPU.
         inverse_std = m2.div_(total).add_(eps).rsqrt_().to(dtype)
-        offset = offsets[group.rank()].to(dtype)
+        offset = offsets[group.rank()].to(dtype, copy=True)  # backward keeps it, and no other rank's
         scale = inverse_std if weight is None else (weight * inverse_std).to(dtype)
         shift = offset * -scale if bias is None else torch.addcmul(bias, offset, scale, value=-1).to(dtype)
         output = torch.addcmul(_along_channels(shift, x), deviations, _along_channels(scale, x), out=deviations)
-        ctx.save_for_backward(x, center, offset, inverse_std, scale)
-        ctx.group, ctx.total, ctx.parameter_dtype = group, total, None if weight is None else weight.dtype
+        ctx.save_for_backward(x, weight, center, offset, inverse_std, scale)  # the weight must not change meanwhile
+        ctx.group, ctx.total = group, total
         return output.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph
             raise RuntimeError("SyncBatchNorm has no second derivative: expected a backward pass without create_graph")
-        x, center, offset, inverse_std, scale = ctx.saved_tensors
+        x, weight, center, offset, inverse_std, scale = ctx.saved_tensors
         dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
         rest = offset * inverse_std
         s1, s2 = _channel_sums(dy, x, center, inverse_std)
-        s2 = s2.addcmul_(rest, s1, value=-1)
+        if x.numel():  # else 0, and the rest may be infinite
+            s2 = s2.addcmul_(rest, s1, value=-1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_weight = s2.to(ctx.parameter_dtype) if needs_weight else None
-        d_bias = s1.to(ctx.parameter_dtype) if needs_bias else None
+        d_weight = s2.to(weight.dtype) if needs_weight else None
+        d_bias = s1.to(weight.dtype) if needs_bias else None
         if not needs_x:
             return None, d_weight, d_bias, None, None, None
         sums = torch.stack([s1, s2])
@@ -207,6 +203,9 @@ class _Normalize(torch.autograd.Function):
         torch.addcmul(_along_channels(constant, x), dx, _along_channels(slope, x), out=dx)
         dx.addcmul_(dy, _along_channels(scale, x))
         return dx.to(x.dtype), d_weight, d_bias, None, None, None
+
+
+_normalize = disable_compile(_Normalize.apply)
 
 
 def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,14 +242,14 @@ def _combine(statistics: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
     return total, mean, m2.clamp_min_(0), offsets  # rounding may take a channel of equal values below zero
 
 
-def _channel_sums(dy: Tensor, x: Tensor, center: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum dy and dy (x - center) factor over each channel, (C,) in the dtype of center.
+def _channel_sums(values: Tensor, x: Tensor, center: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum values and values (x - center) factor over each channel, (C,) in the dtype of center.
 
     One pass without a product the size of x: torch's batch norm backward for bias and weight.
     """
     if not x.numel():
         return torch.zeros_like(center), torch.zeros_like(center)
-    arguments = (dy, x, factor, None, None, center, factor, True, 0.0, [False, True, True])
+    arguments = (values, x, factor, None, None, center, factor, True, 0.0, [False, True, True])
     _, weighted, plain = torch.ops.aten.native_batch_norm_backward(*arguments)
     return plain, weighted
 

@@ -121,8 +121,8 @@ class TensorParallel(nn.Module):
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         tensors = [tokens] if targets is None else [tokens, targets]
         description, p = ", ".join(map(describe_tensor, tensors)), self._ranks.group.size()
-        via = AUTO if self._ranks.transport == TORCH else self._ranks.transport
-        agree("tokens and targets", description, self._ranks.group, device=tokens.device, transport=via)
+        transport = AUTO if self._ranks.transport == TORCH else self._ranks.transport
+        agree("tokens and targets", description, self._ranks.group, device=tokens.device, transport=transport)
         if self.sequence_parallel and tokens.dim() == 2 and tokens.shape[1] % p:
             raise ValueError(f"expected a sequence that {p} ranks divide, got {tokens.shape[1]} tokens")
         if targets is not None and (targets.shape != tokens.shape or targets.dtype != torch.int64):

@@ -3,7 +3,7 @@
     step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication + stragglers
          + what nanotron's pipeline lost before a fix
 
-Functions follow in the order of `breakdown`. Ranks are numbered tensor first, then context, data, pipeline
+Ranks are numbered tensor first, then context, data, pipeline
 (Megatron-LM's order), so that a group of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of
 fast links, which is a node or a rack of them.
 
@@ -237,7 +237,7 @@ class Group:
 
 
 def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Two all-reduces of b S h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
+    """Two all-reduces of T h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
 
     With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward gathers the inputs
     of both matmuls again, since only a share of them is kept (arXiv:2205.05198, section 4.2.2).
@@ -259,13 +259,13 @@ def context_ring_s(runs: Runs) -> Numbers:
 
 
 def parameter_gather_s(runs: Runs) -> Numbers:
-    """zero3: every layer gathers its parameters forward and backward and scatters its gradients, each micro-batch."""
+    """zero3, hsdp: a layer gathers its parameters forward and backward, and scatters gradients, each micro-batch."""
     once = Group(runs, runs.shard_ranks, runs.tp).half_ring_s(BF16 * runs.layer_parameters / runs.tp)
     return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
 
 
 def _pipeline_transfer_s(runs: Runs) -> Numbers:
-    """A micro-batch's activations to the next stage and its gradients back, b S h each, per chunk."""
+    """A micro-batch's activations to the next stage and its gradients back, T h each, per chunk."""
     ranks = Group(runs, runs.pp, runs.gpus / runs.pp)
     seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
     seconds = seconds + np.where(ranks.domains > 1, runs["network_step_s"], 0.0)

@@ -78,7 +78,7 @@ GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0")
         ({}, {"load": BUSY}, "busy: other programs took 1.0 of 2 cores"),
         ({"load": BUSY}, {}, "in the baseline"),
         ({}, {"status": "failed"}, "rank 0 died"),
-        ({}, {"sessions": 2}, "not measured"),
+        ({}, {"sessions": 2}, "too few sessions"),
         ({"exchange": [1e-3] * 6}, {"exchange": [2.1e-3] * 6}, "cores exchange data for 2.1 times as long"),
     ],
 )

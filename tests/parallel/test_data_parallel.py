@@ -391,7 +391,7 @@ def _use_as_two_threads_would(wrap):
     model._is_armed, model._versions = True, model._list_versions()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    first_ones = list(model._buckets[0].parameters)
+    first_ones = list(model._buckets[0].by_index)
     others = [index for index in range(len(model._backward_order)) if index not in first_ones]
     at_once = threading.Event()
     at_once.set()

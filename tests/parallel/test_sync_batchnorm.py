@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 from labkit.bench.memory import saved_for_backward
 from labkit.parallel.launch import run_ranks
+from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from tests.parallel.shared_ranks import on_ranks
 from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors_on_rank, grid, torchs
@@ -48,18 +49,20 @@ def test_collectives():
 
 @on_ranks(2)
 def test_saved():
-    """Saved are the input and a few numbers a feature."""
-    inputs = [torch.randn(64, 8, 4, requires_grad=True), torch.randn(64, 8, 4).bfloat16().requires_grad_()]
+    """Saved are references to input and weight, and a few numbers a feature."""
+    inputs = [torch.randn(64, 8, 4, dtype=dtype, requires_grad=True) for dtype in FLOAT_TYPES]
     for x in (*inputs, torch.randn(64, 8, 4, requires_grad=True).transpose(0, 2)):
-        _, saved = saved_for_backward(lambda x=x: SyncBatchNorm(x.shape[1])(x))
-        other = [n for address, n in saved.items() if address != x.untyped_storage().data_ptr()]
-        assert len(other) == len(saved) - 1, "the input itself, by reference"
-        assert sum(other) <= 4 * 8 * 4 + 8  # 4C numbers and the count
+        layer = SyncBatchNorm(x.shape[1])
+        _, saved = saved_for_backward(lambda x=x, layer=layer: layer(x))
+        by_reference = {each.untyped_storage().data_ptr() for each in (x, layer.weight)}
+        other = [n for address, n in saved.items() if address not in by_reference]
+        assert len(other) == len(saved) - 2
+        assert sum(other) <= 4 * 8 * max(x.itemsize, 4)  # 4C numbers
 
 
 @on_ranks(2)
 def test_refusals():
-    """Copies of a group, less than two values a channel, on all ranks, and second derivatives."""
+    """Copies of a group, less than two values a channel, on all ranks, second derivatives, and weights that change."""
     layer = SyncBatchNorm(2, process_group=dist.group.WORLD)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="process_group is tied to its ranks"):
@@ -74,6 +77,14 @@ def test_refusals():
     x = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    output = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    huge = torch.full((4 * dist.get_rank(), 3), 1e37, requires_grad=True)  # none on rank 0
+    layer(huge).sum().backward()
+    assert not torch.cat([huge.grad, layer.weight.grad[None]]).isnan().any()
 
 
 @on_ranks(4)

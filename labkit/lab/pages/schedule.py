@@ -19,7 +19,7 @@ _Queues = Sequence[Sequence[SimpleQueue[_Item]]]  # [source][target]
 
 
 class Message(NamedTuple):
-    """Elements `start` to `stop` of the vector, sent by rank `source` to rank `target` in round `round`, from 1 up."""
+    """Elements `start` to `stop` of the vector, from rank `source`; rank `target` has them after `round`, from 1 up."""
 
     round: int
     source: int
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 class MessageSchedule(NamedTuple):
     """All messages, and the vectors' content after each round."""
 
-    elements: int  # length of the vector: as few as give every rank a shard of the same length
+    elements: int  # length of the vector: as few as shards, and halves of halves, of the same length need
     messages: list[Message]
     held: list[list[list[int]]]  # by round (0: before the first), rank and element: whose shares, one bit per rank
 
@@ -39,9 +39,9 @@ class MessageSchedule(NamedTuple):
 def record_schedule(all_reduce: Callable[..., None], world_size: int) -> MessageSchedule:
     """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`; return its messages.
 
-    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Rounds
-    are counted as if each message took one, however long it is. Raises ValueError for another number of ranks, and
-    whatever the function raises.
+    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Each
+    message takes one round, however long it is. Raises ValueError for another number of ranks, and whatever the
+    function raises.
     """
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"expected 1 to {MAX_RANKS} ranks, got {world_size}")

@@ -81,7 +81,7 @@ class Executor:
 
     def _measure_group(self, points: list[Point]) -> int:
         """Measure points of one group of ranks, until all ended or the rest is too large; return how many."""
-        ended, meter, probe = 0, LoadMeter(has_ranks=not is_job_rank()), dict[str, float]()
+        ended, meter, probe = 0, LoadMeter(owns_all_ranks=not is_job_rank()), dict[str, float]()
         # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
         with closing(launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)) as events:
             for event in events:

@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
-    """Assign parameters to buckets: return their indices by bucket, in the order in which buckets are averaged.
+    """Assign parameters, in the order of backward, to buckets: return indices by bucket, in the order of averaging.
 
     A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first one of each dtype
     and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so that communication starts early. Buckets
@@ -34,17 +34,17 @@ def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_
 class Bucket:
     """Parameters of one dtype and device, by index, and one vector with a view for each gradient."""
 
-    def __init__(self, parameters: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
-        self.parameters, self._number, self._is_last = parameters, number, is_last
-        self.n_missing = len(parameters)  # gradients of this pass that are not ready yet
+    def __init__(self, by_index: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
+        self.by_index, self._number, self._is_last = by_index, number, is_last
+        self.n_missing = len(by_index)  # gradients of this pass that are not ready yet
         self.allocate()
 
     def allocate(self) -> None:
         """Take new memory. Gradients of earlier passes keep the old one alive."""
-        first = next(iter(self.parameters.values()))
-        numel = sum(parameter.numel() for parameter in self.parameters.values())
+        first = next(iter(self.by_index.values()))
+        numel = sum(parameter.numel() for parameter in self.by_index.values())
         self.memory = self.sent = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.views = dict(zip(self.parameters, self.gradients(), strict=True))
+        self.views = dict(zip(self.by_index, self.gradients(), strict=True))
         self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
         self._references = count_references(self.memory)
 
@@ -56,10 +56,10 @@ class Bucket:
         """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
         if (extra := count_references(self.memory) - self._references) == 0:
             return False
-        gradients = ((index, parameter.grad) for index, parameter in self.parameters.items())
+        gradients = ((index, parameter.grad) for index, parameter in self.by_index.items())
         return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
 
-    # The interface of torch's communication hooks
+    # The interface of torch's communication hooks (`torch.distributed.GradBucket`)
 
     def buffer(self) -> Tensor:
         """Return the memory, (n,), or what a hook has put in its place."""
@@ -71,9 +71,13 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, views of the buffer."""
-        parts = self.sent.split([parameter.numel() for parameter in self.parameters.values()])
-        pairs = zip(parts, self.parameters.values(), strict=True)
+        parts = self.sent.split([parameter.numel() for parameter in self.by_index.values()])
+        pairs = zip(parts, self.by_index.values(), strict=True)
         return [part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are averaged."""
+        return list(self.by_index.values())
 
     def index(self) -> int:
         """Return the number of the bucket, from 0 up."""

@@ -71,7 +71,7 @@ class BucketedDDP(DataParallel):
             Bucket({index: parameters[index] for index in indices}, number, is_last=number == len(buckets) - 1)
             for number, indices in enumerate(buckets)
         ]
-        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameters}
+        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.by_index}
         self._waits: list[Wait] = []
         self._comm_hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
         # torch's collectives sum: gradients are divided one by one, while they are in the cache
@@ -104,7 +104,7 @@ class BucketedDDP(DataParallel):
         self._wait()
         if not self.gradient_as_bucket_view:
             for bucket in self._buckets:
-                for index, parameter in bucket.parameters.items():
+                for index, parameter in bucket.by_index.items():
                     _writable_gradient(parameter).copy_(bucket.views[index])
 
     def _fill(self, index: int) -> None:
@@ -142,7 +142,7 @@ class BucketedDDP(DataParallel):
         super()._reset_pass()
         self._waits = []
         for bucket in self._buckets:
-            bucket.n_missing, bucket.sent = len(bucket.parameters), bucket.memory
+            bucket.n_missing, bucket.sent = len(bucket.by_index), bucket.memory
 
 
 class OverlappedDDP(BucketedDDP):

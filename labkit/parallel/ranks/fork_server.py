@@ -155,7 +155,7 @@ def _fork_leaders(control: socket.socket) -> None:
 
 
 def _lead_group(directory: Path, numbers: Sequence[int], group: int, content: int, *callers: int) -> None:
-    """Fork the ranks and report their starts and ends, until the caller ends or closes the group.
+    """Fork the ranks and report their starts and ends, until the caller ends or closes the group; never return.
 
     Whatever the caller sends makes the ranks write their stacks. `callers`: a descriptor, if the system has it, that
     becomes ready when the caller ends, even if its children hold the group's connection.
@@ -243,7 +243,7 @@ def _fork_rank(rank: int, directory: Path, run_rank: Callable[..., None], *inher
 
     process = torch.multiprocessing.get_context("fork").Process(target=run, name=f"labkit-rank-{rank}")
     with ours, theirs:
-        process.start()
+        process.start()  # forks
         _report(inherited[0], {"rank": rank, "leader": leader}, ours.fileno())
     return process
 

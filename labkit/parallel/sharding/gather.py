@@ -1,4 +1,4 @@
-"""ZeRO-3's gather: a unit's call gathers its parameters, rank by rank, and releases them; backward does so again.
+"""ZeRO-3's gather: when a unit's parameters are gathered (the messages: `rows.plan_gather`), released and averaged.
 
     a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
                the last forward pass; after: release it

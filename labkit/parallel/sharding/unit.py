@@ -137,7 +137,7 @@ class Unit:
         self.gathered_versions: list[tuple[int, ...]] = []
         """Versions of the shards at the last gather."""
         self.calls_in_progress = 0
-        """Of its module."""
+        """Forward passes of its module."""
         self.trained: list[UnitParameter] = []
         self.ready: set[UnitParameter] = set()
         """Parameters whose gradient is complete."""

@@ -9,16 +9,16 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.nn.vision import SmallConvNet
-from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel import TORCH, BucketedDDP, wrap
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 
 OWN_SYNC, OWN_LOCAL = "own + SyncBatchNorm", "own + BatchNorm"
@@ -27,15 +27,11 @@ ALONE = "one process"
 MAX_VALIDATED = 500  # images in one forward pass
 
 
-def _torch_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 _MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     OWN_SYNC: lambda model: BucketedDDP(convert_sync_batchnorm(model)),
     OWN_LOCAL: BucketedDDP,
-    TORCH_SYNC: lambda model: _torch_ddp(nn.SyncBatchNorm.convert_sync_batchnorm(model)),
-    TORCH_LOCAL: _torch_ddp,
+    TORCH_SYNC: lambda model: wrap(TORCH, nn.SyncBatchNorm.convert_sync_batchnorm(model)),
+    TORCH_LOCAL: partial(wrap, TORCH),
     ALONE: lambda model: model,
 }
 IMPLEMENTATIONS = (OWN_SYNC, OWN_LOCAL, TORCH_SYNC, TORCH_LOCAL)

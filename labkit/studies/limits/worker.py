@@ -236,9 +236,9 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             check = row_of(name, partial(_check, way, tensor), device=device)
             every = {ALL_REDUCE: partial(way, tensor)}
             if check["check"] == "ok":
-                via = find_transport(None, torch.device(device), transport)
-                for what, (steps, depth) in _messages(via, tensor).items():
-                    every[what] = partial(via.run, steps, depth)
+                connection = find_transport(None, torch.device(device), transport)
+                for what, (steps, depth) in _messages(connection, tensor).items():
+                    every[what] = partial(connection.run, steps, depth)
                 every[DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
             for what, call in every.items():
                 calls[f"{name}, {what}"] = call
@@ -247,10 +247,10 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         yield from timed_rows(rows, calls, **timing)
 
 
-def _messages(via: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
+def _messages(transport: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
     """Steps and their depth: a message to the next rank, several in a row, one to every rank; long ones in pieces."""
-    ranks, rank = via.world_size, via.rank
-    length = via.piece_bytes(ranks) // tensor.itemsize
+    ranks, rank = transport.world_size, transport.rank
+    length = transport.piece_bytes(ranks) // tensor.itemsize
     sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
 
     def steps(*distances: int) -> list[Step]:

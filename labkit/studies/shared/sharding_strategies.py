@@ -6,11 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from labkit.parallel import sharding
-from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.data_parallel import TORCH, BucketedDDP, wrap
 from labkit.parallel.sharding.partition import find_units
 from labkit.parallel.transport import AUTO
 
@@ -30,12 +29,12 @@ def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
     return model
 
 
-def _plain(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
+def _plain(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
     return optimizer(model.parameters(), **settings)
 
 
 def _foreach(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
-    # As ShardedOptimizer: operators of DTensors are called once for all parameters, which takes less time.
+    # One call of each operator for all parameters, as in ShardedOptimizer, with which ZeRO-2 is compared.
     from labkit.parallel.sharding.optimizer import may_use_foreach
 
     built = _plain(model, optimizer, transport, **settings)
@@ -59,7 +58,7 @@ def _ddp(model: nn.Module, transport: str) -> nn.Module:
 
 
 def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrap(TORCH, model)
 
 
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
@@ -80,12 +79,13 @@ LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 
 
 def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap, MakeOptimizer]]:
-    """Add a user's sharded optimizer, or wrapper. ValueError for a name that is taken.
+    """Add a user's sharded optimizer, or wrapper. ValueError for one of labkit's or torch's names.
 
-    A sharded optimizer is called with (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and
-    works with labkit's DDP. A wrapper is called with (model) and returns a module, whose parameters are optimized. Its
-    `finish_gradient_synchronization()`, if any, is called after each backward pass. If it shards parameters other than
-    by DTensors, its `gather_full_parameters()` returns whole ones by the model's names.
+    A class of optimizers, or a function with two required parameters, is a sharded optimizer. It is called with
+    (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and works with labkit's DDP. A wrapper is
+    called with (model) and returns a module, whose parameters are optimized. Its `finish_gradient_synchronization()`,
+    if any, is called after each backward pass. If it shards parameters other than by DTensors, its
+    `gather_full_parameters()` returns whole ones by the model's names.
     """
     if name in (taken := (*LABKITS, *TORCHS)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")
