@@ -217,18 +217,18 @@ class Group:
         In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
         """
         outside = np.where(self.domains > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
-        latency = self._call_s(np.ceil(self.size / self.domains)) / 2 + outside
+        latency = self._call_s() / 2 + outside
         return self._seconds(1, n_bytes, calls * latency)
 
     def all_reduce_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
         """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
         rounds = 2 * np.ceil(np.log2(np.maximum(self.domains, 1)))
-        latency = self._call_s(self.size / self.domains) + rounds * self.runs["network_step_s"]
+        latency = self._call_s() + rounds * self.runs["network_step_s"]
         return self._seconds(2, n_bytes, calls * latency)
 
-    def _call_s(self, ranks: Numbers) -> Numbers:
-        """Latency of an all-reduce over this many ranks inside a node; half of it for half a ring."""
-        return self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * ranks)
+    def _call_s(self) -> Numbers:
+        """Latency of an all-reduce over the ranks inside a domain; half of it for half a ring."""
+        return self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * np.ceil(self.size / self.domains))
 
     def _seconds(self, half_rings: int, n_bytes: Numbers, latency: Numbers) -> Numbers:
         """Latency and transfer; nothing for a lone rank."""
