@@ -17,7 +17,7 @@ from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel import tensor
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.overlap import BackgroundAllReduce
-from labkit.parallel.sharding import FSDP, rows
+from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
@@ -156,7 +156,7 @@ def test_calls() -> list[str]:
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
     "no message": {},
     "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
-    "an average": {(BackgroundAllReduce, "start"): lambda *_: lambda: None, (rows, "add_steps"): lambda *_: []},
+    "an average": {(BackgroundAllReduce, "start"): lambda *_: lambda: None, (gather, "add_steps"): lambda *_: []},
 }
 
 

@@ -2,10 +2,10 @@
 
 ``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
 ``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay whole
-``gather``     when FSDP gathers, releases and averages: `UnitScheduler._run_unit` runs a unit with whole parameters
+``gather``     the messages: `plan_gather` completes tensors of which each rank has rows, `average_rows` averages
+``scheduler``  when FSDP gathers, releases and averages: `UnitScheduler._run_unit` runs a unit with whole parameters
 ``unit``       parameters that are gathered together, whole and in shards, and their gradients
 ``partition``  how a model is cut into units
-``rows``       `plan_gather` and `average_rows`: the messages
 ``sharded``    a rank's rows as DTensors, and in state dicts
 
 Classes are imported on first use: torch's DTensor takes half a second.

@@ -35,8 +35,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
 from labkit.parallel.overlap import CheckedChannel
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.gather import UnitScheduler, cast, run_around
 from labkit.parallel.sharding.partition import Part, Units, find_units, partition
+from labkit.parallel.sharding.scheduler import UnitScheduler, cast, run_around
 from labkit.parallel.sharding.sharded import SHARD, as_rows, check_shard, check_shardable, consolidate
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group

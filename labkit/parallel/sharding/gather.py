@@ -1,286 +1,134 @@
-"""ZeRO-3's gather: when a unit's parameters are gathered (the messages: `rows.plan_gather`), released and averaged.
+"""The gather of ZeRO-1 and ZeRO-3, and its reverse: every rank gathers all rows of tensors, or averages its own.
 
-    a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
-               the last forward pass; after: release it
-    backward   an output of the unit gets a gradient: release the units that all ranks have completed, gather this
-               one again, prefetch, and average the released ones
-    the end    ranks exchange which parameters have gradients, and average the rest
-
-Collectives have one order on all ranks, which NCCL needs: a unit's average starts when backward reaches another unit
-and every rank has said that it is complete. A call during a backward pass (checkpointing) belongs to the pass: its unit
-stays whole until it has gradients. Second derivatives (`create_graph`) and backward passes during a forward pass would
-keep all units whole, and are refused.
+Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank has all. Rows travel
+from place to place: only those of small tensors are copied, into one message for all.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
-from itertools import islice
-from operator import and_
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.utils import _apply_to_tensors
+from torch import Tensor
 
-from labkit.parallel.collectives import all_gather
-from labkit.parallel.overlap import END_OF_PASS, BackwardPass, CheckedChannel, Wait, tensors_in, weak_hook
-from labkit.parallel.prepare import disable_compile
-from labkit.parallel.sharding.unit import Options, Token, Unit
+from labkit.parallel.collectives import add_steps, copy_steps
+from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.prepare import cut, shard_sizes
+from labkit.parallel.traffic import count_traffic
+from labkit.parallel.transport.base import Step, Transport, checksum
 
-MAX_WAITING = 62  # units whose state fits into an integer
-OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
+MESSAGES_IN_FLIGHT = 4  # per rank
+SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
-
-class UnitScheduler:
-    """Gathers, releases and averages the units of a model, the last of which is the model itself."""
-
-    def __init__(self, units: Sequence[Unit], options: Options, channel: CheckedChannel) -> None:
-        self._units, self._options, self._channel = list(units), options, channel
-        self.lock = threading.RLock()  # autograd calls hooks in one thread per device
-        self._pass = BackwardPass()
-        self._calls_in_progress = 0
-        self._order: list[Unit] = []
-        """Units in the order in which the last forward pass called them."""
-        self._active: list[Unit] = []
-        """Units that this backward pass has reached, and that are whole."""
-        self._reached: set[Token] = set()
-        """Calls and inputs of units that it has reached."""
-        self._ahead: list[Unit] = []
-        """Units that this pass, forward or backward, has not reached yet, in the expected order."""
-        self._waits: list[Wait] = []
-        self._parameters = [parameter for unit in units for parameter in unit.parameters]
-        self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
-        hook = weak_hook(self, UnitScheduler._note_gradient)  # refers to no unit: torch hides it from the collector
-        for unit in units:
-            run_around(unit.module, partial(self._run_unit, unit))  # each later call of the module
-        for whole in self._by_whole:
-            if whole.requires_grad:
-                whole.register_post_accumulate_grad_hook(hook)
-
-    # Forward
-
-    def _run_unit(self, unit: Unit, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gather the unit, call its module, release the unit."""
-        self._before_call(unit)
-        try:
-            args, kwargs = cast((args, kwargs), self._options.compute_dtype)
-            inputs = self._watch_inputs(unit, (args, kwargs))
-            outputs = call(*args, **kwargs)
-            self._watch_outputs(unit, outputs, inputs)
-            return outputs
-        finally:
-            self._after_call(unit)
-
-    @disable_compile
-    def _before_call(self, unit: Unit) -> None:
-        if not self._calls_in_progress and not self._pass.is_running:
-            self._begin_forward()
-        if not unit.is_attached:
-            unit.sync_with_shards()
-        if self._is_recomputing:
-            unit.ready.clear()
-            self._enter_backward(unit)
-        else:
-            unit.make_whole()
-            self._order.append(unit)
-            self._prefetch_after(unit)
-        self._calls_in_progress += 1
-        unit.calls_in_progress += 1
-        unit.attach(whole=True)
-
-    @disable_compile
-    def _after_call(self, unit: Unit) -> None:
-        unit.calls_in_progress -= 1
-        self._calls_in_progress -= 1
-        if not unit.calls_in_progress and unit not in self._active:
-            unit.attach(whole=False)
-            if self._options.reshard_after_forward or not torch.is_grad_enabled():
-                is_inside = self._calls_in_progress or self._pass.is_running
-                for each in [unit] if is_inside else self._units:  # and prefetched ones
-                    each.release()
-
-    def _begin_forward(self) -> None:
-        self._abandon_unfinished()
-        self._ahead, self._order = self._order, []
-        for unit in self._units:
-            unit.release()
-
-    def _prefetch_after(self, unit: Unit) -> None:
-        """Start to gather the units that are expected after this one."""
-        if unit in self._ahead:
-            position = self._ahead.index(unit)
-            del self._ahead[position]
-            following = (each for each in self._ahead[position:] if each.parameters)
-            for each in islice(following, self._options.prefetch):
-                each.start_gather()
-
-    @disable_compile
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> set[Any]:
-        """Return the nodes that autograd reaches when the unit's inputs have gradients."""
-        if not torch.is_grad_enabled():
-            return set()
-        nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
-        for node in nodes if unit.has_frozen and not self._is_recomputing else ():
-            unit.inputs.add(token := Token())
-            node.register_prehook(weak_hook(self, UnitScheduler._input_reached, token))
-        return nodes
-
-    @disable_compile
-    def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
-        if torch.is_grad_enabled():
-            hook = weak_hook(self, UnitScheduler._output_reached, unit, Token(), unit.gathered_versions)
-            for node in {*_nodes(_tensors(outputs, unit))} - inputs:
-                node.register_prehook(hook)
-
-    # Backward
-
-    @property
-    def _is_recomputing(self) -> bool:
-        return self._pass.is_running and torch.is_grad_enabled()
-
-    def _begin_backward(self) -> None:
-        """Note a sign of a backward pass; the first one begins it."""
-        is_running = self._pass.is_running
-        if torch.is_grad_enabled() or (self._calls_in_progress and not is_running):
-            raise RuntimeError("FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties")
-        if not is_running:
-            self._abandon_unfinished()
-            self._ahead = list(dict.fromkeys(reversed(self._order)))
-            self._pass.begin(self._end)
-
-    def _output_reached(self, unit: Unit, call: Token, versions: object, gradients: Any) -> None:
-        if versions != unit.current_versions():
-            raise RuntimeError(f"parameters of {unit.name} changed between forward and backward: step after backward")
-        self._begin_backward()
-        if call not in self._reached:
-            self._reached.add(call)
-            self._enter_backward(unit)
-
-    def _input_reached(self, token: Token, gradients: Any) -> None:
-        self._reached.add(token)
-
-    def _enter_backward(self, unit: Unit) -> None:
-        """Average and release the units that all ranks have completed, and make this one whole. A collective."""
-        waiting = [each for each in self._active if not (each.ends_with_pass or each.is_averaged)][:MAX_WAITING]
-        over = self._find_over(unit, waiting) if waiting else []
-        for each in over:
-            self._active.remove(each)
-            each.release()
-        if unit not in self._active:
-            self._active.append(unit)
-            unit.make_whole()
-            unit.attach(whole=True)  # for checkpoints of a part of it
-            self._prefetch_after(unit)
-        for each in over:
-            self._start_average(each)
-
-    def _find_over(self, unit: Unit, waiting: list[Unit]) -> list[Unit]:
-        """Return the units that every rank has completed. A collective: all ranks are entering `unit`."""
-        bits = sum(1 << number for number, each in enumerate(waiting) if each.is_over(self._reached))
-        on_all = reduce(and_, self._channel.exchange(unit.name, bits))
-        return [each for number, each in enumerate(waiting) if on_all >> number & 1]
-
-    def _start_average(self, unit: Unit) -> None:
-        if unit.trained:
-            for wait in self._waits[-1:]:  # one at a time, else whole gradients of many units would be alive at once
-                wait()
-            with torch.no_grad():
-                self._waits.append(unit.start_average())
-
-    def _note_gradient(self, whole: nn.Parameter) -> None:
-        """Note a complete gradient."""
-        self._begin_backward()
-        unit, parameter = self._by_whole[whole]
-        if whole.grad is not None and whole.grad.layout is not torch.strided:
-            raise ValueError(f"expected dense gradients, got a sparse one in {unit.name}")
-        unit.ready.add(parameter)
-
-    # The end of backward
-
-    def _end(self) -> None:
-        try:
-            with torch.no_grad():
-                self._finish()
-        finally:
-            self._reset()
-
-    def _finish(self) -> None:
-        """Average the rest, and assign all averages. A collective."""
-        for unit in self._exchange_flags():
-            self._start_average(unit)
-        self._wait()
-        for parameter in self._parameters:
-            parameter.assign_means()
-
-    def _exchange_flags(self) -> list[Unit]:
-        """Note which parameters were used on any rank; return the units to be averaged."""
-        flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
-        flags += [unit.has_gradients for unit in self._units]
-        self._channel.exchange(END_OF_PASS, 0)
-        transport = self._channel.between_cpus
-        by_rank = torch.zeros(transport.world_size, len(flags), dtype=torch.uint8)
-        by_rank[transport.rank] = torch.tensor(flags)
-        all_gather(by_rank, transport=transport)
-        on_any = iter(by_rank.any(0).tolist())
-        for parameter in self._parameters:
-            parameter.is_used = next(on_any)
-        return [unit for unit in self._units if next(on_any)]
-
-    def _wait(self) -> None:
-        waits, self._waits = self._waits, []
-        for wait in waits:
-            wait()
-
-    def _abandon_unfinished(self) -> None:
-        """Forget a pass that an exception ended, once its collectives are over."""
-        if self._pass.is_unfinished:
-            self._wait()
-            for parameter in self._parameters:
-                parameter.whole.grad = None
-            self._reset()
-
-    def _reset(self) -> None:
-        """Forget this pass, and release all units that no call needs."""
-        for unit in self._units:
-            unit.reset_pass()
-            if not unit.calls_in_progress:
-                unit.release()
-        self._active = []
-        self._reached.clear()
-        self._pass.reset()
+Blocks = list[list[Tensor]]  # [tensor][rank]: vectors
 
 
-def run_around(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let `run(call, *args, **kwargs)` run each call of the module, hooks included, compiled or not."""
-    for name in ("_call_impl", "_compiled_call_impl"):
-        if (call := getattr(module, name)) is not None:
-            setattr(module, name, partial(run, call))
+def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
+    """Return the rows of a rank, a view: (at most c, ...); all of a scalar."""
+    if not whole.dim():
+        return whole
+    chunk = -(-len(whole) // p)
+    return whole[rank * chunk : (rank + 1) * chunk]
 
 
-def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors in a value, in containers, too; None: leave them."""
-    if dtype is None:
-        return value
-    return _apply_to_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, value)
+def row_strides(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape whose rows follow each other in memory, each laid out as here."""
+    return (like[:1].numel(), *strides_like(like[:1])[1:]) if like.dim() else ()
 
 
-def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:
-    """Yield the nodes that autograd reaches first on its way to what made these tensors.
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return the tensor, or a copy of it with these strides."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
-    A view that is changed in place later gets another node; its base keeps the node.
+
+def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
+    """Return a function that completes tensors in place, each time it is called: a collective.
+
+    Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
+    per rank for n bytes of tensors.
     """
-    for tensor in tensors:
-        for each in (tensor, tensor._base):
-            if each is not None and each.grad_fn is not None:
-                yield each.grad_fn
+    tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
+    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
+    dense = [with_strides(tensor, row_strides(tensor)).to(transport.device) for tensor in tensors]
+    copies = [(tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each]
+    blocks, packed = _pack([[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense])
+    pieces = [cut(block, transport, depth) for block in blocks]
+    steps = [step for each in pieces for step in copy_steps(each, transport)]
+
+    storages = [each.untyped_storage() for each in chain((x for _, x in copies), (vector for vector, _ in packed))]
+    sizes = [storage.nbytes() for storage in storages]
+    call = checksum("all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+    def gather() -> None:
+        for storage, size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
+        for tensor, each in copies:
+            each.copy_(tensor)
+        _fill(packed)
+        transport.call_checksum = call
+        if tensors:
+            count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
+            torch.autograd.graph.increment_version(tensors)  # messages are written past torch
+        _unpack(packed)
+        for tensor, each in copies:
+            tensor.copy_(each)
+        for storage in storages:  # second copies of rows, until the next call
+            storage.resize_(0)
+
+    return gather
 
 
-def _tensors(value: Any, unit: Unit) -> Iterator[Tensor]:
-    """Yield the tensors in a unit's inputs or outputs, and those that its modules have as attributes."""
-    yield from tensors_in(value)
-    for attributes in map(vars, unit.modules):
-        for name in attributes.keys() - OF_EVERY_MODULE:
-            if isinstance(attributes[name], Tensor | list | tuple | dict) and not name.startswith("_"):
-                yield from tensors_in(attributes[name])
+def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport) -> None:
+    """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
+
+    Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
+    to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
+    """
+    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
+    is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
+    whole = [(gradient / p if is_divided_first else gradient).to(transport.device) for gradient in gradients]
+    results = [mean.to(transport.device) for mean in means]
+    blocks, packed = _pack([[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)])
+    _fill(packed[:-1])
+    steps: list[Step] = []
+    for block in blocks:
+        *pieces, totals = cut(block, transport, depth)
+        steps += add_steps(pieces, totals, transport, 1 if is_divided_first else p)
+        if p == 1:
+            block[-1].copy_(block[0])
+    transport.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
+    count_traffic(transport, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    _unpack(packed[-1:])
+    for mean, result in zip(means, results, strict=True):
+        if mean is not result:
+            mean.copy_(result)
+
+
+def _flatten(dense: Tensor) -> Tensor:
+    """Return all elements in the order of memory, (n,), a view."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
+    """Return each rank's rows of a tensor with `row_strides`: p vectors, views."""
+    width = whole[:1].numel()
+    return list(_flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
+
+
+def _pack(blocks: Blocks) -> tuple[Blocks, list[tuple[Tensor, list[Tensor]]]]:
+    """Return large blocks as they are and one for all small ones, whose vectors are returned with their parts, too."""
+    small = [block for block in blocks if block[0].nbytes <= SMALL_BYTES]
+    packed = [(parts[0].new_empty(sum(map(len, parts))), list(parts)) for parts in zip(*small, strict=True)]
+    vectors = [[vector for vector, _ in packed]] if small else []
+    return [block for block in blocks if block[0].nbytes > SMALL_BYTES] + vectors, packed
+
+
+def _fill(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+    for vector, parts in packed:
+        torch.cat(parts, out=vector)
+
+
+def _unpack(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
+    for vector, parts in packed:
+        torch._foreach_copy_(parts, list(vector.split([len(part) for part in parts])))

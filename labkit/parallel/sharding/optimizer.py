@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, describe
 from labkit.parallel.prepare import disable_compile
-from labkit.parallel.sharding.rows import own_rows, plan_gather
+from labkit.parallel.sharding.gather import own_rows, plan_gather
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_gradient,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from labkit.parallel.data_parallel.consistency import check_values, strides_like
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.rows import own_rows
+from labkit.parallel.sharding.gather import own_rows
 
 SHARD = "shard"  # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
 

@@ -21,8 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.overlap import CheckedChannel, Wait
+from labkit.parallel.sharding.gather import average_rows, own_rows, plan_gather, row_strides, with_strides
 from labkit.parallel.sharding.partition import Part, Slot
-from labkit.parallel.sharding.rows import average_rows, own_rows, plan_gather, row_strides, with_strides
 from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter
 from labkit.parallel.transport import Transport
 
