@@ -121,7 +121,7 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
 
     Layers change their class in place, and keep parameters, buffers, options, mode and hooks: optimizers keep working,
     and a layer that is used in several places stays one (torch's conversion misses all but the first). Raises
-    ValueError, with nothing changed, for a lazy BatchNorm, and for subclasses, pruned and parametrized layers.
+    ValueError, with nothing changed, for a lazy BatchNorm, another forward, and pruned or parametrized layers.
     """
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     for layer in layers:
@@ -138,7 +138,7 @@ def _check_convertible(layer: _BatchNorm) -> None:
     plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if type(layer).forward not in plain_forwards or "forward" in layer.__dict__:
         raise ValueError(f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by hand")
-    if "weight" not in layer._parameters:
+    if not {"weight", "bias"} <= layer._parameters.keys():
         raise ValueError(f"expected plain parameters, and {layer} is pruned or parametrized: remove that first")
 
 
@@ -215,7 +215,7 @@ def _local_mean(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Gather every rank's parts as one vector, (ranks, length) in float64: the collective of the forward pass."""
+    """Gather every rank's parts, one vector each; return (ranks, length) in float64. Forward's collective."""
     gathered = parts[0].new_empty(group.size(), 3 * len(parts[0]) + 1)
     mine = torch.cat(parts, out=gathered[group.rank()])
     if gathered.device.type == "cpu":  # vectors as short as these wait for gloo, not for their bytes

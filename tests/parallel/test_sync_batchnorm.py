@@ -189,6 +189,7 @@ def _patched():
         (lambda: _Activated(2), "_Activated has another"),
         (_patched, "BatchNorm1d has another"),
         (lambda: prune.identity(nn.BatchNorm1d(2), "weight"), "pruned or parametrized"),
+        (lambda: prune.identity(nn.BatchNorm1d(2), "bias"), "pruned or parametrized"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2), dim=None), "pruned or parametrized"),
     ],
 )

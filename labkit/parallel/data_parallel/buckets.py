@@ -28,7 +28,7 @@ def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_
         if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(kind, min(first_bucket_mb, bucket_mb)):
             full.append(filling.pop(kind))
             limits[kind] = bucket_mb
-    return full + sorted(filling.values())
+    return full + sorted(filling.values())  # by their first index
 
 
 class Bucket:

@@ -1,7 +1,7 @@
 """The gather of ZeRO-1 and ZeRO-3, and its reverse: every rank gathers all rows of tensors, or averages its own.
 
 Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank has all. Rows travel
-from place to place: only those of small tensors are copied, into one message for all.
+from place to place. Copied are those of small tensors, into one message for all, and tensors laid out otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
     """Return a function that completes tensors in place, each time it is called: a collective.
 
-    Rank r sends its rows of each tensor to every other rank, which receives them in their place: n (p-1)/p bytes sent
-    per rank for n bytes of tensors.
+    The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first, and receives theirs in
+    place (`copy_steps`): n (p-1)/p bytes sent per rank, on average, for n bytes of tensors.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
     p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))

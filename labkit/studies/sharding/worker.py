@@ -107,7 +107,7 @@ def _check(
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield bytes of one step by collective, then seconds by part of a step: all implementations take turns."""
+    """Yield seconds by part of a step, implementations in turns, then the bytes of one step by collective."""
     against, traffic = _train_in_one_process(point, device), list[dict[str, Any]]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
@@ -194,7 +194,9 @@ def _storage_bytes(leaves: Iterable[Any]) -> int:
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:
     """Return why the peak is unknown: the system may reclaim memory between two looks, and misses small tensors."""
-    if held < MIN_HELD_BYTES or peak is None:
+    if peak is None:
+        return "the system does not say what a process's peak is"
+    if held < MIN_HELD_BYTES:
         return "the system sees no peak of a model so small"
     if peak < MIN_PEAK_SHARE * held:
         return "the system counted less memory at the peak than the rank's tensors hold"
