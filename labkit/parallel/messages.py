@@ -15,7 +15,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torc
 
     Ranks meet on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
     """
-    members: Any = dist.group.WORLD if group is None else group
+    members: Any = dist.GroupMember.WORLD if group is None else group
     store, rank = members.get_group_store(), members.rank()
     key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
     store.set(f"{key} {rank}", json.dumps(value))

@@ -228,7 +228,7 @@ def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 def _combine(statistics: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
     """Combine the ranks' [center, sum of deviations, sum of their squares, count], (ranks, 3C+1) in float64.
 
-    Returns count (), mean and M2 (C,) of all values, and the mean minus each center (ranks, C).
+    Returns count (a number on a CPU), mean and M2 (C,) of all values, and the mean minus each center (ranks, C).
     """
     channels = statistics.shape[1] // 3
     centers, sums, squares, counts = statistics.split_with_sizes([channels, channels, channels, 1], dim=1)

@@ -559,8 +559,15 @@ def _are_views(model):
 
 
 def _compressed(model, hook):
-    model.register_comm_hook(None, hook)
+    averaged = []
+
+    def asks_for_parameters(state, bucket):
+        averaged.extend(bucket.parameters())
+        return hook(state, bucket)
+
+    model.register_comm_hook(None, asks_for_parameters)
     step(model)
+    assert set(averaged) == set(model.parameters())
     rounded = [p.grad.clone() for p in model.parameters()]
     exact = BucketedDDP(model.module)
     exact.zero_grad()

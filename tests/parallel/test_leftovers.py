@@ -243,6 +243,7 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
 def test_an_interrupt_while_ranks_start_leaves_nothing(
     name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fork_server.start_server()  # it stays
     before = set(psutil.Process().children(recursive=True))
     original = getattr(fork_server, name)
 

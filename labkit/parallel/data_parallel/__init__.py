@@ -40,7 +40,7 @@ BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
 def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     """Add a user's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
 
-    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name in `OWN_NAMES`.
+    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that labkit has.
     """
     if name in (taken := (LOCAL, TORCH, *OWN_NAMES)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from labkit.parallel import sharding
-from labkit.parallel.data_parallel import TORCH, BucketedDDP, wrap
+from labkit.parallel import data_parallel, sharding
 from labkit.parallel.sharding.partition import find_units
 from labkit.parallel.transport import AUTO
 
@@ -54,11 +53,11 @@ def _torch_sharded(model: nn.Module, optimizer: OptimizerClass, _: str, **settin
 
 
 def _ddp(model: nn.Module, transport: str) -> nn.Module:
-    return BucketedDDP(model, all_reduce=transport)
+    return data_parallel.BucketedDDP(model, all_reduce=transport)
 
 
 def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
-    return wrap(TORCH, model)
+    return data_parallel.wrap(data_parallel.TORCH, model)
 
 
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
@@ -79,7 +78,7 @@ LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 
 
 def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap, MakeOptimizer]]:
-    """Add a user's sharded optimizer, or wrapper. ValueError for one of labkit's or torch's names.
+    """Add a user's sharded optimizer, or wrapper. ValueError for a name that labkit has.
 
     A class of optimizers, or a function with two required parameters, is a sharded optimizer. It is called with
     (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and works with labkit's DDP. A wrapper is
