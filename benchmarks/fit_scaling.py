@@ -1,11 +1,13 @@
-"""Fits the constants of `labkit.scaling` to the published runs, and prints how wrong its predictions are.
+"""Fits the constants of `labkit.scaling` to the published runs, and prints how wrong its
+predictions are.
 
     python benchmarks/fit_scaling.py            the scoreboard
-    python benchmarks/fit_scaling.py --write    also constants, intervals and predictions in data/reference/scaling/
+    python benchmarks/fit_scaling.py --write    # also writes to data/reference/scaling/
 
-Folds leave runs out by scale, size, source, framework, GPU, sharding and model (`folds.py`). Intervals are judged on
-models that their widths had not seen. The objective is ln(predicted / measured) with a soft L1 loss, so that an outlier
-does not bend the constants; each published table counts with the square root of its rows.
+Folds leave runs out by scale, size, source, framework, GPU, sharding and model (`folds.py`).
+Intervals are judged on models that their widths had not seen. The objective is ln(predicted /
+measured) with a soft L1 loss, so that an outlier does not bend the constants; each published table
+counts with the square root of its rows.
 """
 
 import argparse
@@ -39,9 +41,12 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-COVERED, LEAST, LEAST_OF_FRAMEWORK = 0.9, 0.88, 0.82
-"""Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number of GPUs.
-The last is for frameworks without published runs: with 0.88 nanotron alone would widen them by another half."""
+COVERED = 0.9
+LEAST = 0.88
+LEAST_OF_FRAMEWORK = 0.82
+"""Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number
+of GPUs. The last is for frameworks without published runs: with 0.88 nanotron alone would widen
+them by another half."""
 LEVELS = [level / 200 for level in range(180, 198)]
 """Shares of rows that a width may be fitted to: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
@@ -62,7 +67,17 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "framework": (WITHOUT_FRAMEWORK,),
 }
 """Folds that judge each slope."""
-COLUMNS = ["fold", "key", "table", "gpus", "measured_s", "predicted_s", "low_s", "high_s", "distance"]
+COLUMNS = [
+    "fold",
+    "key",
+    "table",
+    "gpus",
+    "measured_s",
+    "predicted_s",
+    "low_s",
+    "high_s",
+    "distance",
+]
 """Columns of cross_validated.csv."""
 LARGE = 1000
 """GPUs from which on runs are scored apart."""
@@ -77,30 +92,42 @@ TIME_CONSTANTS = [constant for constant in FITTED if constant.quantity not in ME
 MEMORY_CONSTANTS = [constant for constant in FITTED if constant.quantity in MEMORY]
 
 
-def fit(constants: Sequence[Constant], errors: Callable[[Mapping[str, float]], np.ndarray]) -> dict[str, float]:
-    """The most likely values of these constants, by name, from their priors and from `errors` of values by name."""
+def fit(
+    constants: Sequence[Constant], errors: Callable[[Mapping[str, float]], np.ndarray]
+) -> dict[str, float]:
+    """The most likely values of these constants, by name, from their priors and from `errors` of
+    values by name."""
     prior = np.log([constant.prior for constant in constants])
     spread = np.array([constant.spread for constant in constants])
 
     def values(logs: np.ndarray) -> dict[str, float]:
-        return {constant.name: float(value) for constant, value in zip(constants, np.exp(logs), strict=True)}
+        return {
+            constant.name: float(value)
+            for constant, value in zip(constants, np.exp(logs), strict=True)
+        }
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(values(logs)), (logs - prior) / spread])
 
     bounds = np.log([[constant.low, constant.high] for constant in constants]).T
-    return values(least_squares(residuals, prior, bounds=bounds, max_nfev=EVALUATIONS, diff_step=1e-4).x)
+    return values(
+        least_squares(residuals, prior, bounds=bounds, max_nfev=EVALUATIONS, diff_step=1e-4).x
+    )
 
 
 def fit_time(published: Runs, mask: np.ndarray) -> dict[str, float]:
     """Constants of time from the timed rows of `mask`."""
     mask = mask & is_timed(published)
-    runs, measured = published.take(mask), published.step_s[mask]
+    runs = published.take(mask)
+    measured = published.step_s[mask]
     _, codes, counts = np.unique(published.table[mask], return_inverse=True, return_counts=True)
     weight = counts[codes] ** -0.25
     weight /= weight.mean()
     predict_step_s(runs)  # its columns are shared by every evaluation
-    return fit(TIME_CONSTANTS, lambda values: soft_l1(weight * np.log(seconds(runs, values) / measured) / NOISE))
+    return fit(
+        TIME_CONSTANTS,
+        lambda values: soft_l1(weight * np.log(seconds(runs, values) / measured) / NOISE),
+    )
 
 
 def with_values(runs: Runs, values: Mapping[str, float]) -> Runs:
@@ -112,8 +139,10 @@ def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
 
 
 def fit_memory(runs: Runs) -> dict[str, float]:
-    """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out must not."""
-    is_ok, reserved = runs.status == "ok", runs.reserved_gib
+    """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out
+    must not."""
+    is_ok = runs.status == "ok"
+    reserved = runs.reserved_gib
     is_measured = is_ok & np.isfinite(reserved)
     memory.stage_bytes(runs)  # its columns are shared by every evaluation
 
@@ -133,8 +162,10 @@ def fit_memory(runs: Runs) -> dict[str, float]:
 
 
 def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
-    """Every timed run that the fold judges, predicted by constants fitted without it, and its slopes."""
-    runs, rows = fold.judged_runs(published), np.flatnonzero(fold.is_judged & is_timed(published))
+    """Every timed run that the fold judges, predicted by constants fitted without it, and its
+    slopes."""
+    runs = fold.judged_runs(published)
+    rows = np.flatnonzero(fold.is_judged & is_timed(published))
     ground = measure_ground(published, ~fold.is_hidden)
     distances = intervals.measure_distances(runs, ground)
     return pd.DataFrame(intervals.measure_slopes(distances, is_unstable[rows])).assign(
@@ -147,55 +178,77 @@ def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.D
 
 
 def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
-    """The errors of all folds, and their runs as the folds predict them; `values` are constants fitted to all runs.
+    """The errors of all folds, and their runs as the folds predict them; `values` are constants
+    fitted to all runs.
 
-    `home`: the table whose widths a row has. `low`, `high`: logarithms of predicted over measured seconds and of the
-    inverse, without the time of a slow engine that may explain it; nan at the end that says nothing of the fast engine.
-    `kind`: whether widths that judge a row have not seen its model, or its table.
-    `weight`: each table counts with the square root of its rows in a fold.
+    `home`: the table whose widths a row has. `low`, `high`: logarithms of predicted over measured
+    seconds and of the inverse, without the time of a slow engine that may explain it; nan at the
+    end that says nothing of the fast engine. `kind`: whether widths that judge a row have not seen
+    its model, or its table. `weight`: each table counts with the square root of its rows in a fold.
     """
     peak_gib = memory.peak_gib(memory.stage_bytes(with_values(published, values)))
-    is_unstable, folds = peak_gib > UNSTABLE_SHARE * published.memory_gib, list(make_folds(published))
-    errors = pd.concat([cross_validate(published, fold, is_unstable) for fold in folds], ignore_index=True)
-    runs = with_values(Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values)
-    row, predicted = errors["row"].to_numpy(), errors["predicted_s"].to_numpy()
-    measured, table = published.step_s[row], published.table[row]
-    slower, is_open = old_pipeline_s(runs), intervals.has_open_engine(runs)
+    is_unstable = peak_gib > UNSTABLE_SHARE * published.memory_gib
+    folds = list(make_folds(published))
+    errors = pd.concat(
+        [cross_validate(published, fold, is_unstable) for fold in folds], ignore_index=True
+    )
+    runs = with_values(
+        Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values
+    )
+    row = errors["row"].to_numpy()
+    predicted = errors["predicted_s"].to_numpy()
+    measured = published.step_s[row]
+    table = published.table[row]
+    slower = old_pipeline_s(runs)
+    is_open = intervals.has_open_engine(runs)
     is_slow = is_open & (measured - predicted > 0.5 * slower)
     faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
     errors = errors.assign(
         table=table,
         gpus=runs.gpus.astype(int),
         measured_s=measured,
-        home=np.where(errors["is_elsewhere"] | ~np.isin(table, home_tables(published)), OTHERS, table),
+        home=np.where(
+            errors["is_elsewhere"] | ~np.isin(table, home_tables(published)), OTHERS, table
+        ),
         model=model_parts(published)[row],
         # there are too few frameworks to leave one out twice
         kind=np.where(errors["is_elsewhere"] & (errors["framework"] == 0), "table", "model"),
         low=np.where(is_slow, np.nan, np.log(predicted / measured)),
         high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
     )
-    return errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5), runs
+    return (
+        errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5),
+        runs,
+    )
 
 
 def home_tables(published: Runs) -> list[str]:
     """Tables with enough runs, of several models, for widths of their own."""
-    rows = pd.DataFrame({"table": published.table, "part": model_parts(published)})[is_timed(published)]
+    rows = pd.DataFrame({"table": published.table, "part": model_parts(published)})[
+        is_timed(published)
+    ]
     counts = rows.groupby("table")["part"].agg(["size", "nunique"])
     return counts.index[(counts["size"] >= MIN_ROWS) & (counts["nunique"] > 1)].tolist()
 
 
 def fit_width(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> Widths:
-    """The least width per unit of a slope that holds this share of what other widths leave out, or those of tables.
+    """The least width per unit of a slope that holds this share of what other widths leave out, or
+    those of tables.
 
     A quantile regression through zero.
     """
     if name == TABLES:
         quantile = (1 + level) / 2
-        return {table: tuple(some[["low", "high"]].quantile(quantile)) for table, some in rows.groupby("home")}
+        return {
+            table: tuple(some[["low", "high"]].quantile(quantile))
+            for table, some in rows.groupby("home")
+        }
     if not len(rows):
         return {}
     low, high = intervals.sum_widths(rows["home"].to_numpy(), rows, widths)
-    excess = rows["high"] - high if name == SLOWER else np.fmax(rows["low"] - low, rows["high"] - high)
+    excess = (
+        rows["high"] - high if name == SLOWER else np.fmax(rows["low"] - low, rows["high"] - high)
+    )
     excess = (excess / rows[name]).dropna().sort_values()
     weight = (rows["weight"] * rows[name])[excess.index].cumsum()
     width = max(float(excess[weight >= level * weight.iloc[-1]].iloc[0]), 0.0)
@@ -210,34 +263,44 @@ def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
 
 
 def fit_intervals(errors: pd.DataFrame) -> tuple[np.ndarray, Widths]:
-    """Both ends' exponents of every row by widths that saw none of its part; and the largest of all these widths.
+    """Both ends' exponents of every row by widths that saw none of its part; and the largest of all
+    these widths.
 
-    A part is a sixth of the models, or a table in folds that leave tables out. Answers have the largest widths, so that
-    they are no narrower than the scored ones. Tables and slopes have, in turn, the least level at which widths hold
-    `COVERED` of the unseen rows of each fold, and `LEAST` of each fold, table and number of GPUs; of those folds and
-    cells that have `MIN_ROWS`.
+    A part is a sixth of the models, or a table in folds that leave tables out. Answers have the
+    largest widths, so that they are no narrower than the scored ones. Tables and slopes have, in
+    turn, the least level at which widths hold `COVERED` of the unseen rows of each fold, and
+    `LEAST` of each fold, table and number of GPUs; of those folds and cells that have `MIN_ROWS`.
     """
     parts = [(kind, part) for kind, some in errors.groupby("kind") for part in some[kind].unique()]
     widths: list[Widths] = [dict.fromkeys((OTHERS, *SLOPES), (0.0, 0.0)) for _ in parts]
     exponents = np.empty((2, len(errors)))
     for name in JUDGES:
-        rows, least = is_judged(errors, name), {TABLES: 0.0, "framework": LEAST_OF_FRAMEWORK}.get(name, LEAST)
+        rows = is_judged(errors, name)
+        least = {TABLES: 0.0, "framework": LEAST_OF_FRAMEWORK}.get(name, LEAST)
         before = widths
         for level in LEVELS:
             widths = []
             for (kind, part), width in zip(parts, before, strict=True):
-                is_part, is_seen = errors[kind] == part, rows & (errors[kind] != part)
+                is_part = errors[kind] == part
+                is_seen = rows & (errors[kind] != part)
                 widths.append({**width, **fit_width(errors[is_seen], width, name, level)})
                 some = errors[is_part & (errors["kind"] == kind)]
-                exponents[:, some.index] = intervals.sum_widths(some["home"].to_numpy(), some, widths[-1])
+                exponents[:, some.index] = intervals.sum_widths(
+                    some["home"].to_numpy(), some, widths[-1]
+                )
             is_inside = (~((errors["low"] > exponents[0]) | (errors["high"] > exponents[1])))[rows]
             groups = (["fold"], ["fold", "table", "gpus"])
             by_fold, by_cell = (find_least(is_inside, errors.loc[rows, by]) for by in groups)
             if by_fold >= COVERED and by_cell >= least:
                 break
-        print(f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the least cell")
+        print(
+            f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the"
+            " least cell"
+        )
     names = dict.fromkeys(name for width in widths for name in width)
-    ends = {name: np.max([width[name] for width in widths if name in width], axis=0) for name in names}
+    ends = {
+        name: np.max([width[name] for width in widths if name in width], axis=0) for name in names
+    }
     return exponents, {name: (float(low), float(high)) for name, (low, high) in ends.items()}
 
 
@@ -248,9 +311,14 @@ def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
 
 
 def print_scores(rows: pd.DataFrame) -> None:
-    """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs or more."""
+    """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs
+    or more."""
     by_scale = summarize(rows[rows["fold"].str.startswith("beyond")], "fold", "table", "gpus")
-    tables = [summarize(rows, "fold"), summarize(rows, "fold", "table"), by_scale[by_scale["rows"] >= MIN_ROWS]]
+    tables = [
+        summarize(rows, "fold"),
+        summarize(rows, "fold", "table"),
+        by_scale[by_scale["rows"] >= MIN_ROWS],
+    ]
     for table in (*tables, summarize(rows[rows["gpus"] >= LARGE], "fold")):
         print(f"\n{table.round(1).to_string()}")
 
@@ -258,14 +326,18 @@ def print_scores(rows: pd.DataFrame) -> None:
 def score_layouts(published: Runs) -> pd.DataFrame:
     """Percent that proposed layouts are behind the best measured one: means over families by table.
 
-    Times are predicted by constants fitted without the model. Those that ran out of memory are counted apart.
+    Times are predicted by constants fitted without the model. Those that ran out of memory are
+    counted apart.
     """
-    predictions, without_model = predict_runs(published), held_out_s(WITHOUT_MODEL)
+    predictions = predict_runs(published)
+    without_model = held_out_s(WITHOUT_MODEL)
     step_s = np.where(np.isfinite(without_model), without_model, predictions.step_s)
     columns = {
         "arrangement": [run.layout.arrangement for run in published.origin],
         "measured": np.where(published.status == "ok", published.step_s, np.inf),
-        "preference": preference_s(replace(predictions, columns={**predictions.columns, "step_s": step_s})),
+        "preference": preference_s(
+            replace(predictions, columns={**predictions.columns, "step_s": step_s})
+        ),
         "is_too_large": ~predictions.fits,
         "model_ranks": published.tp * published.pp,
         "batches": -published.micro_batch,
@@ -273,11 +345,21 @@ def score_layouts(published: Runs) -> pd.DataFrame:
     families = []
     runs = pd.DataFrame(columns | {name: getattr(published, name) for name in FAMILY})
     for (table, *_), rows in runs.groupby(FAMILY):
-        order = rows[~rows["is_too_large"]].sort_values("preference", kind="stable").drop_duplicates("arrangement")
+        order = (
+            rows[~rows["is_too_large"]]
+            .sort_values("preference", kind="stable")
+            .drop_duplicates("arrangement")
+        )
         if np.isfinite(rows["measured"]).sum() >= MIN_LAYOUTS and len(order):
-            smallest = rows.sort_values(["is_too_large", "model_ranks", "batches"])["measured"].iloc[0]
+            smallest = rows.sort_values(["is_too_large", "model_ranks", "batches"])[
+                "measured"
+            ].iloc[0]
             proposed = order["measured"].head(PROPOSED)
-            chosen = {"first": proposed.iloc[0], "best_of_three": proposed.min(), "smallest_that_fits": smallest}
+            chosen = {
+                "first": proposed.iloc[0],
+                "best_of_three": proposed.min(),
+                "smallest_that_fits": smallest,
+            }
             families.append(100 * (pd.Series(chosen, name=table) / rows["measured"].min() - 1))
     by_table = pd.DataFrame(families).rename_axis("table").groupby("table")
     means = by_table.agg(lambda behind: behind[np.isfinite(behind)].mean()).round(1)
@@ -285,12 +367,16 @@ def score_layouts(published: Runs) -> pd.DataFrame:
     return means.assign(families=by_table.size(), ran_out_of_memory=out_of_memory)
 
 
-def write(published: Runs, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame) -> None:
+def write(
+    published: Runs, values: Mapping[str, float], widths: Widths, scores: pd.DataFrame
+) -> None:
     """Write constants.csv, intervals.csv, cross_validated.csv and chosen_layouts.csv."""
     constants = pd.read_csv(DATA / "constants.csv", dtype=str, keep_default_na=False)
     new = {name: f"{value:.5g}" for name, value in values.items()}
     names = constants["quantity"] + "." + constants["key"]
-    constants.assign(value=names.map(new).fillna(constants["value"])).to_csv(DATA / "constants.csv", index=False)
+    constants.assign(value=names.map(new).fillna(constants["value"])).to_csv(
+        DATA / "constants.csv", index=False
+    )
     table = pd.DataFrame.from_dict(widths, orient="index", columns=["low", "high"])
     table.to_csv(DATA / "intervals.csv", index_label="width", float_format="%.4f")
     scores.to_csv(DATA / "cross_validated.csv", index=False, float_format="%.5g")
@@ -300,11 +386,17 @@ def write(published: Runs, values: Mapping[str, float], widths: Widths, scores: 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--write", action="store_true", help="write constants, intervals and predictions")
+    arguments.add_argument(
+        "--write", action="store_true", help="write constants, intervals and predictions"
+    )
     is_writing = arguments.parse_args().write
-    published, begun = load_published(), time.perf_counter()
+    published = load_published()
+    begun = time.perf_counter()
     values = fit_time(published, np.ones(len(published), dtype=bool)) | fit_memory(published)
-    print(f"{len(published)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f} s to fit")
+    print(
+        f"{len(published)} rows, {len(values)} fitted constants, {time.perf_counter() - begun:.0f}"
+        " s to fit"
+    )
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
     errors, runs = collect_errors(published, values)

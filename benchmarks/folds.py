@@ -1,4 +1,5 @@
-"""Folds of the published runs for `fit_scaling.py`: what predictions are fitted to, and the runs they are judged on."""
+"""Folds of the published runs for `fit_scaling.py`: what predictions are fitted to, and the runs
+they are judged on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ UNKNOWNS = {
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Published runs that are left out of a fit, and those of them that are judged; several folds may share a name."""
+    """Published runs that are left out of a fit, and those of them that are judged; several folds
+    may share a name."""
 
     name: str
     is_judged: Flags
@@ -36,7 +38,8 @@ class Fold:
 
 
 def model_parts(published: Runs) -> NDArray[np.intp]:
-    """The part of every run, (n,): every sixth architecture has the same, whatever its names, in all tables."""
+    """The part of every run, (n,): every sixth architecture has the same, whatever its names, in
+    all tables."""
     shapes = np.stack([published.layers, published.hidden, published.heads, published.ffn])
     _, first, codes = np.unique(shapes, axis=1, return_index=True, return_inverse=True)
     return np.asarray(first.argsort().argsort()[codes.ravel()] % N_PARTS)
@@ -44,10 +47,16 @@ def model_parts(published: Runs) -> NDArray[np.intp]:
 
 def make_folds(runs: Runs) -> Iterator[Fold]:
     """Yield the folds with timed runs to judge, those that extrapolate first."""
-    is_large, is_measured = runs.gpus > 64, runs.table != "vtrain_singlenode"  # the latter is from profiled kernels
+    is_large = runs.gpus > 64
+    is_measured = runs.table != "vtrain_singlenode"  # the latter is from profiled kernels
     families = np.array([PARENTS.get(name, name) for name in runs.framework.tolist()])
-    cards = [rows for rows in _each(runs.card) if np.isin(runs.architecture[~rows], runs.architecture[rows]).any()]
-    shards = [runs.shard == name for name in ("zero1", "zero3", "hsdp")]  # without whole copies little is left to fit
+    cards = [
+        rows
+        for rows in _each(runs.card)
+        if np.isin(runs.architecture[~rows], runs.architecture[rows]).any()
+    ]
+    # without whole copies little is left to fit
+    shards = [runs.shard == name for name in ("zero1", "zero3", "hsdp")]
     parts = {
         "beyond 64 GPUs": [is_large],
         "beyond 32 GPUs": [runs.gpus > 32],
@@ -56,8 +65,12 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
         "without the largest models": [_largest(runs, np.round(runs.parameters))],
         "beyond 8192 tokens": [(runs.seq_len > 8192) | (runs.cp > 1)],
         "without the source": [rows for rows in _each(runs.table) if is_measured[rows].any()],
-        "without the source, beyond 64 GPUs": [rows for rows in _each(runs.table) if is_large[rows].any()],
-        "without the framework": [rows for rows in _each(families) if "generic" not in families[rows]],
+        "without the source, beyond 64 GPUs": [
+            rows for rows in _each(runs.table) if is_large[rows].any()
+        ],
+        "without the framework": [
+            rows for rows in _each(families) if "generic" not in families[rows]
+        ],
         "without the GPU generation": _each(runs.architecture),
         "without the GPU": cards,
         "without the sharding": [*shards, runs.precision == "fp8"],
@@ -65,7 +78,11 @@ def make_folds(runs: Runs) -> Iterator[Fold]:
         "without the run": _each(np.random.default_rng(0).integers(0, 3, len(runs))),
     }
     for name, rows in ((name, rows) for name, each in parts.items() for rows in each):
-        fold = Fold(name, rows & is_large, rows | is_large) if "beyond 64" in name else Fold(name, rows, rows)
+        fold = (
+            Fold(name, rows & is_large, rows | is_large)
+            if "beyond 64" in name
+            else Fold(name, rows, rows)
+        )
         if (fold.is_judged & is_timed(runs)).any():
             yield fold
 
@@ -78,5 +95,6 @@ def _each(column: NDArray[np.generic]) -> list[Flags]:
 def _largest(published: Runs, values: Numbers) -> Flags:
     """The timed rows with the largest value in each table with several."""
     tables = pd.Series(np.where(is_timed(published), values, np.nan)).groupby(published.table)
-    largest, several = tables.transform("max"), tables.transform("nunique") > 1
+    largest = tables.transform("max")
+    several = tables.transform("nunique") > 1
     return np.asarray(is_timed(published) & several & (largest == values))

@@ -1,15 +1,17 @@
-"""Resources and bounds of the flash kernels' tiles on GPUs that need not be present: compiles, launches nothing.
+"""Resources and bounds of the flash kernels' tiles on GPUs that need not be present: compiles,
+launches nothing.
 
-    python benchmarks/kernels.py                       # all tiles, for sm_80, 86, 89, 90, 100 and 120
+    python benchmarks/kernels.py     # all tiles, for sm_80, 86, 89, 90, 100 and 120
     python benchmarks/kernels.py --capability 90 --kernel grad_kv --head-dim 128 --tile 64,128,8,2
 
-A tile is block_q,block_k,warps,stages (and 1 or 2 to specialize warps).  Columns: registers per thread; spill
-instructions inside and outside of loops; KiB of shared memory per block; columns of tensor memory; blocks per
-multiprocessor; instructions of the main loop per tile and warp; the unit that bounds the loop, and the share of the
-tensor cores' peak if all else overlaps.  Exits 1 if a tile spills in a loop or exceeds shared or tensor memory.
+A tile is block_q,block_k,warps,stages (and 1 or 2 to specialize warps). Columns: registers per
+thread; spill instructions inside and outside of loops; KiB of shared memory per block; columns of
+tensor memory; blocks per multiprocessor; instructions of the main loop per tile and warp; the unit
+that bounds the loop, and the share of the tensor cores' peak if all else overlaps. Exits 1 if a
+tile spills in a loop or exceeds shared or tensor memory.
 
-Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine code.  Rates: CUDA
-C++ programming guide, arithmetic instructions by compute capability.
+Triton compiles for any target; its wheel holds `nvdisasm` and `cuobjdump`, which read the machine
+code. Rates: CUDA C++ programming guide, arithmetic instructions by compute capability.
 """
 
 import argparse
@@ -33,16 +35,19 @@ from labkit.nn.flash_attention import Tile, kernel_constants, tiles_for
 from labkit.nn.flash_backward_kernels import delta_kernel
 
 KERNELS: dict[str, Any] = {**TILED_KERNELS, "delta": delta_kernel}
-MATMULS = {"forward": 2, "grad_kv": 4, "grad_q": 3, "delta": 0}  # per tile, each 2 * block_q * block_k * head_dim
+# per tile, each 2 * block_q * block_k * head_dim
+MATMULS = {"forward": 2, "grad_kv": 4, "grad_q": 3, "delta": 0}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 TENSOR_COLUMNS = 512
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Chip(NamedTuple):
-    """Per multiprocessor: KiB of shared memory in all and per block, threads; FLOP per clock, dense bfloat16.
+    """Per multiprocessor: KiB of shared memory in all and per block, threads; FLOP per clock, dense
+    bfloat16.
 
-    `alu_clocks` and `fp32_clocks` are the clocks that a warp's instruction takes on a quarter of it.
+    `alu_clocks` and `fp32_clocks` are the clocks that a warp's instruction takes on a quarter of
+    it.
     """
 
     shared_kib: int
@@ -64,7 +69,8 @@ CHIPS = {
 
 
 class Resources(NamedTuple):
-    """One compiled kernel: per thread, per block for memory, per tile and warp for `instructions`."""
+    """One compiled kernel: per thread, per block for memory, per tile and warp for
+    `instructions`."""
 
     registers: int
     spills_in_loops: int
@@ -79,16 +85,37 @@ class Resources(NamedTuple):
     def faults(self, capability: int) -> list[str]:
         """Reasons against shipping this tile."""
         spills = [f"{self.spills_in_loops} spills in loops"] if self.spills_in_loops else []
-        shared = ["too much shared memory"] if self.shared_bytes > CHIPS[capability].block_kib * 1024 else []
-        return spills + shared + (["too much tensor memory"] if self.tensor_columns > TENSOR_COLUMNS else [])
+        shared = (
+            ["too much shared memory"]
+            if self.shared_bytes > CHIPS[capability].block_kib * 1024
+            else []
+        )
+        return (
+            spills
+            + shared
+            + (["too much tensor memory"] if self.tensor_columns > TENSOR_COLUMNS else [])
+        )
 
 
 def compile_tile(
-    kernel: str, tile: Tile, *, head_dim: int, dtype: torch.dtype, causal: bool, capability: int, group: int = 1
+    kernel: str,
+    tile: Tile,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    capability: int,
+    group: int = 1,
 ) -> Resources:
-    """Compile `kernel` ("forward", "delta", "grad_kv" or "grad_q") for sm_<capability> and read its machine code."""
+    """Compile `kernel` ("forward", "delta", "grad_kv" or "grad_q") for sm_<capability> and read its
+    machine code."""
     compiled = triton.compile(
-        _source(kernel, tile, kernel_constants(head_dim, dtype, causal, group=group, interpreted=False), dtype),
+        _source(
+            kernel,
+            tile,
+            kernel_constants(head_dim, dtype, causal, group=group, interpreted=False),
+            dtype,
+        ),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
@@ -96,15 +123,24 @@ def compile_tile(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        registers = int(re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1])
+        registers = int(
+            re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))[-1]
+        )
         flow = _read_code(_run("nvdisasm", "-c", file.name))
     loops = _loops(flow, is_specialized=tile.specialize > 0)
-    spills = {index for index, name in flow.nodes(data="name") if name.split(".")[0] in ("LDL", "STL")}
+    spills = {
+        index for index, name in flow.nodes(data="name") if name.split(".")[0] in ("LDL", "STL")
+    }
     inside = spills & set().union(*loops)
     nodes = [[flow.nodes[index] for index in loop] for loop in loops]
-    main = max(nodes, key=lambda loop: (sum(one["unit"] == "tensor" for one in loop), -len(loop)), default=[])
+    main = max(
+        nodes,
+        key=lambda loop: (sum(one["unit"] == "tensor" for one in loop), -len(loop)),
+        default=[],
+    )
     flop = 2 * MATMULS[kernel] * tile.block_q * tile.block_k * head_dim
-    computing = 2 * tile.warps if tile.specialize == 2 else tile.warps  # two groups, of half the queries each
+    # two groups, of half the queries each
+    computing = 2 * tile.warps if tile.specialize == 2 else tile.warps
     bound, share = _bound(main, computing, flop, dtype, capability)
     return Resources(
         registers=registers,
@@ -113,7 +149,10 @@ def compile_tile(
         shared_bytes=facts.shared,
         tensor_columns=int(getattr(facts, "tmem_size", 0) or 0),
         blocks=_blocks(
-            CHIPS[capability], registers, facts.shared, getattr(facts, "ws_num_warps", 0) or facts.num_warps
+            CHIPS[capability],
+            registers,
+            facts.shared,
+            getattr(facts, "ws_num_warps", 0) or facts.num_warps,
         ),
         instructions=len(main),
         bound=bound,
@@ -125,24 +164,40 @@ def _source(kernel: str, tile: Tile, constants: dict[str, Any], dtype: torch.dty
     function = KERNELS[kernel]
     defaults = {one.name: one.default for one in function.params if one.has_default}
     constants = {
-        name: value for name, value in (defaults | constants | tile.constants()).items() if name in function.arg_names
+        name: value
+        for name, value in (defaults | constants | tile.constants()).items()
+        if name in function.arg_names
     }
-    types = dict.fromkeys(constants, "constexpr") | {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
-    signature = {name: types.get(name, POINTERS[dtype] if "_ptr" in name else "i32") for name in function.arg_names}
+    types = dict.fromkeys(constants, "constexpr") | {
+        "logsumexp_ptr": "*fp32",
+        "delta_ptr": "*fp32",
+        "scale": "fp32",
+    }
+    signature = {
+        name: types.get(name, POINTERS[dtype] if "_ptr" in name else "i32")
+        for name in function.arg_names
+    }
     # tensors from PyTorch's allocator are aligned; without saying so, loads are not pipelined
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name.endswith("_ptr")}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(signature)
+        if name.endswith("_ptr")
+    }
     return ASTSource(function, signature, constants, aligned)
 
 
 def _run(program: str, *arguments: str) -> str:
-    return subprocess.run([BINARIES / program, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [BINARIES / program, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 # ------------------------------------------------------------------------------------ machine code
 
 
 def _read_code(listing: str) -> networkx.DiGraph:
-    """The flow of control: a node per instruction, with its text, its name without predicate, and its unit."""
+    """The flow of control: a node per instruction, with its text, its name without predicate, and
+    its unit."""
     texts: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -165,8 +220,8 @@ def _read_code(listing: str) -> networkx.DiGraph:
 def _loops(flow: networkx.DiGraph, *, is_specialized: bool = False) -> list[set[int]]:
     """Loops that compute.
 
-    Specialized warps wait for work in a loop around their programs, which is left out: cycles inside a loop are those
-    that do not pass its entry.
+    Specialized warps wait for work in a loop around their programs, which is left out: cycles
+    inside a loop are those that do not pass its entry.
     """
     loops = _cycles(flow)
     if not is_specialized:
@@ -177,8 +232,13 @@ def _loops(flow: networkx.DiGraph, *, is_specialized: bool = False) -> list[set[
 
 def _cycles(flow: networkx.DiGraph) -> list[set[int]]:
     """Strongly connected parts of several instructions that use tensor cores or exponentials."""
-    parts, units = networkx.strongly_connected_components(flow), ("tensor", "special")
-    return [set(part) for part in parts if len(part) > 1 and any(flow.nodes[i]["unit"] in units for i in part)]
+    parts = networkx.strongly_connected_components(flow)
+    units = ("tensor", "special")
+    return [
+        set(part)
+        for part in parts
+        if len(part) > 1 and any(flow.nodes[i]["unit"] in units for i in part)
+    ]
 
 
 UNITS = {
@@ -190,11 +250,15 @@ UNITS = {
 }
 
 
-def _bound(loop: list[Any], warps: int, flop: int, dtype: torch.dtype, capability: int) -> tuple[str, float]:
-    """The unit that one trip of the loop keeps busy longest, and the tensor cores' clocks over its clocks."""
+def _bound(
+    loop: list[Any], warps: int, flop: int, dtype: torch.dtype, capability: int
+) -> tuple[str, float]:
+    """The unit that one trip of the loop keeps busy longest, and the tensor cores' clocks over its
+    clocks."""
     if not loop or not flop:
         return "memory", 0.0
-    chip, kinds = CHIPS[capability], Counter(one["unit"] for one in loop)
+    chip = CHIPS[capability]
+    kinds = Counter(one["unit"] for one in loop)
     slow = 2 * 3 if dtype == torch.float32 else 1  # TF32 at half the rate, three products for one
     quarter = warps / 4
     clocks = {
@@ -214,32 +278,53 @@ def _shared_bytes(name: str, text: str) -> float:
     if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):  # of four warps
         rows, columns, depth = map(int, match.groups())
         from_registers = re.search(r"HGMMA\S* R\d+, R\d+", text) is not None
-        return (4 if "TF32" in name else 2) * depth * (columns + (0 if from_registers else rows)) / 4
+        return (
+            (4 if "TF32" in name else 2) * depth * (columns + (0 if from_registers else rows)) / 4
+        )
     if not re.match(r"LDS|STS|LDGSTS|SHFL", name):
         return 0
-    return 512 if re.search(r"LDGSTS|\.4|\.128", name) else 256 if re.search(r"\.2|\.64", name) else 128
+    return (
+        512
+        if re.search(r"LDGSTS|\.4|\.128", name)
+        else 256
+        if re.search(r"\.2|\.64", name)
+        else 128
+    )
 
 
 def _blocks(chip: Chip, registers: int, shared_bytes: int, warps: int) -> int:
-    """Blocks that fit a multiprocessor, by registers, shared memory (1 KiB each is the system's) and threads."""
+    """Blocks that fit a multiprocessor, by registers, shared memory (1 KiB each is the system's)
+    and threads."""
     per_warp = -(-registers * 32 // 256) * 256
     return min(
-        65536 // (per_warp * warps), chip.shared_kib * 1024 // (shared_bytes + 1024), chip.threads // (32 * warps)
+        65536 // (per_warp * warps),
+        chip.shared_kib * 1024 // (shared_bytes + 1024),
+        chip.threads // (32 * warps),
     )
 
 
 # ------------------------------------------------------------------------------------------- table
 
 
-COLUMNS = "target dtype kernel dim tile registers in_loops outside KiB tensor blocks instructions bound share"
+COLUMNS = (
+    "target dtype kernel dim tile registers in_loops outside KiB tensor blocks instructions bound"
+    " share"
+)
 ROW = "{:7}{:9}{:8}{:<4}{!s:22}{:<10}{:<9}{:<8}{:<5}{:<7}{:<7}{:<13}{:8}{:<6}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", nargs="+", type=int, choices=list(CHIPS), default=list(CHIPS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--dtype", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16", "float32"]
+        "--capability", nargs="+", type=int, choices=list(CHIPS), default=list(CHIPS)
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["bfloat16", "float16", "float32"],
+        default=["bfloat16", "float32"],
     )
     parser.add_argument("--kernel", nargs="+", choices=list(KERNELS), default=list(TILED_KERNELS))
     parser.add_argument("--head-dim", nargs="+", type=int, default=[32, 64, 128, 256])
@@ -252,10 +337,13 @@ def main() -> int:
         capability, name, kernel, head_dim = problem
         sizes: dict[str, Any] = {"head_dim": head_dim, "dtype": getattr(torch, name)}
         for tile in options.tile or tiles_for(kernel, capability=divmod(capability, 10), **sizes):
-            resources = compile_tile(kernel, tile, causal=not options.full, capability=capability, **sizes)
+            resources = compile_tile(
+                kernel, tile, causal=not options.full, capability=capability, **sizes
+            )
             faults = resources.faults(capability)
             wrong += bool(faults)
-            kib, share = round(resources.shared_bytes / 1024), round(resources.tensor_share, 2)
+            kib = round(resources.shared_bytes / 1024)
+            share = round(resources.tensor_share, 2)
             cells = resources._replace(shared_bytes=kib, tensor_share=share)
             print(ROW.format(f"sm_{capability}", *problem[1:], tile, *cells), *faults, flush=True)
     print(f"{wrong} tiles spill in a loop or do not fit")

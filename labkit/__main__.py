@@ -1,4 +1,5 @@
-"""The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit codes."""
+"""The command line: `labkit` or `python -m labkit`. Nothing but arguments, messages and exit
+codes."""
 
 import atexit
 import errno
@@ -38,12 +39,20 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """A full disk or a read-only folder is not the caller's mistake: status 1."""
 
 LabName = Annotated[str, typer.Argument(help=f"One of: {', '.join(LABS)}.", show_default=False)]
-Profile = Annotated[str | None, typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated.")
+Profile = Annotated[
+    str | None,
+    typer.Option(help=f"How much to measure: {', '.join(PROFILES)}.", show_default="quick"),
 ]
-Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Change a parameter; may be repeated."),
+]
+Resume = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Measure what this run still lacks.")
+]
 
 
 def main() -> None:
@@ -52,7 +61,8 @@ def main() -> None:
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)
     os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for an unknown name
-    # jsonschema, which checks notebooks, would take a second to build a parser of addresses that no notebook has.
+    # jsonschema, which checks notebooks, would take a second to build a parser of addresses that no
+    # notebook has.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     try:
         status = app(standalone_mode=False)  # typer would draw a box around a wrong option
@@ -90,7 +100,10 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show which labkit this is.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show which labkit this is."
+        ),
     ] = False,
 ) -> None:
     """Measure what the systems side of training costs on this machine, and read the answers."""
@@ -123,9 +136,14 @@ def doctor(as_json: Json = False) -> None:
     """Describe this machine: which labs and profiles it can run, and why not others."""
     from labkit.lab.commands.doctor import lab_rows, machine_rows
 
-    rows, names = list(lab_rows(map(load_lab, LABS))), ("lab", "profile", "points", "can_run", "planned", "why_not")
+    rows = list(lab_rows(map(load_lab, LABS)))
+    names = ("lab", "profile", "points", "can_run", "planned", "why_not")
     if as_json:
-        print_json("doctor", about=dict(machine_rows()), plans=[dict(zip(names, row, strict=True)) for row in rows])
+        print_json(
+            "doctor",
+            about=dict(machine_rows()),
+            plans=[dict(zip(names, row, strict=True)) for row in rows],
+        )
         return
     _print_table(machine_rows())
     out.print()
@@ -134,7 +152,11 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def measure(
-    lab: LabName, profile: Profile = None, settings: Settings = None, resume: Resume = None, as_json: Json = False
+    lab: LabName,
+    profile: Profile = None,
+    settings: Settings = None,
+    resume: Resume = None,
+    as_json: Json = False,
 ) -> None:
     """Measure a lab into a new run under data/runs/; no notebook."""
     from labkit.lab.commands.console import answer_numbers
@@ -143,7 +165,9 @@ def measure(
 
     study = load_lab(lab)
     if resume is not None and (settings or profile is not None):
-        raise ParameterError("--resume takes its parameters from the run: leave out --profile and --set")
+        raise ParameterError(
+            "--resume takes its parameters from the run: leave out --profile and --set"
+        )
     profile = profile or "quick"
     config = study.configure(profile, parse_assignments(settings or []))
     if resume is None:
@@ -152,7 +176,12 @@ def measure(
     with progress(lab) as show:
         if resume is None:
             run = measuring.measure(
-                study, config, profile=profile, on_progress=show, on_start=print_load, on_output=err.print
+                study,
+                config,
+                profile=profile,
+                on_progress=show,
+                on_start=print_load,
+                on_output=err.print,
             )
         else:
             path = find_run([project.runs_directory() / lab], resume)
@@ -171,11 +200,17 @@ def measure(
 
 @app.command()
 def report(
-    labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all")] = None,
+    labs: Annotated[
+        list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all")
+    ] = None,
     profile: Profile = None,
     settings: Settings = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Draw this run instead of measuring.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the pages.", show_default="reports/")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
@@ -188,11 +223,15 @@ def report(
     if run is not None and not labs:
         folders = product((project.recorded_directory(), project.runs_directory()), LABS)
         labs = [Run.load(find_run([folder / lab for folder, lab in folders], run)).header.lab]
-    studies = [load_lab(lab) for lab in (labs or LABS)]
+    studies = [load_lab(lab) for lab in labs or LABS]
     if run is not None and len(studies) != 1:
-        raise ParameterError(f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}")
+        raise ParameterError(
+            f"--run belongs to one lab, got {len(studies)}: {', '.join(labs or ())}"
+        )
     parameters: dict[str, Any] = parse_assignments(settings or [])
-    parameters |= {name: value for name, value in (("profile", profile), ("run", run)) if value is not None}
+    parameters |= {
+        name: value for name, value in (("profile", profile), ("run", run)) if value is not None
+    }
     output = output or project.project_root() / "reports"
     check_report(studies, parameters, output)
     for study in studies:
@@ -210,22 +249,33 @@ def report(
             with progress(study.name) as show:
                 result = report_lab(study, parameters, output, kernel, show)
             results.append(result)
-            outcome, style = (f"failed: {result.error}", "bold red") if result.error else ("ok", None)
+            outcome, style = (
+                (f"failed: {result.error}", "bold red") if result.error else ("ok", None)
+            )
             page = project.path_from_here(result.page)
-            say.print(f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}", style=style)
+            say.print(
+                f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}",
+                style=style,
+            )
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
                 say.print(f"index: {project.path_from_here(index)}")
     if as_json:
-        pages = [{"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results]
+        pages = [
+            {"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results
+        ]
         print_json("report", pages=pages)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
 @app.command("compare")
 def compare_command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, or folders of runs.")],
-    output: Annotated[Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")] = None,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Files, names, or folders of runs.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="File of the page.", show_default="reports/compare.html")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs of several machines or commits with the first one, on the points they share.

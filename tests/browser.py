@@ -1,4 +1,5 @@
-"""Pages in a browser: opened without a network, and what is wrong with them. Skips by name where there is none."""
+"""Pages in a browser: opened without a network, and what is wrong with them. Skips by name where
+there is none."""
 
 import shutil
 import subprocess
@@ -7,25 +8,33 @@ from contextlib import contextmanager
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = "axe-core@4"  # what looks for barriers; npm fetches it for those who have npm and a registry, nothing keeps it
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+# what looks for barriers; npm fetches it for those who have npm and a registry, nothing keeps it
+AXE = "axe-core@4"
 NPM_S = 60
 
-# Texts with less than 4.5:1 between their color and the background of the nearest element that has one.
+# Texts with less than 4.5:1 between their color and the background of the nearest element that has
+# one.
 CONTRASTS = """() => {
   const channels = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (color) => {
-    const [r, g, b] = color.map((c) => (c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = color.map((c) =>
+      (c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const found = new Set();
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
+    if (!walker.currentNode.textContent.trim()) continue;
+    if (["SCRIPT", "STYLE"].includes(element.tagName)) continue;
     let behind = element;
-    while (behind && channels(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const background = light(channels(getComputedStyle(behind ?? document.body).backgroundColor).slice(0, 3));
+    while (behind && channels(getComputedStyle(behind).backgroundColor)[3] === 0)
+      behind = behind.parentElement;
+    const shown = getComputedStyle(behind ?? document.body).backgroundColor;
+    const background = light(channels(shown).slice(0, 3));
     const text = light(channels(getComputedStyle(element).color).slice(0, 3));
     const ratio = (Math.max(text, background) + 0.05) / (Math.min(text, background) + 0.05);
     if (ratio < 4.5) found.add(`${ratio.toFixed(2)} ${element.tagName}.${element.className}`);
@@ -33,7 +42,8 @@ CONTRASTS = """() => {
   return [...found];
 }"""
 
-# Texts of a figure that lie on one another, by more than two pixels; and tables that are wider than there is room.
+# Texts of a figure that lie on one another, by more than two pixels; and tables that are wider than
+# there is room.
 OVERLAPS = r"""() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const found = [];
@@ -52,24 +62,34 @@ OVERLAPS = r"""() => {
 TOO_WIDE = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   return [...document.querySelectorAll("table")].filter((table) =>
-    table.offsetWidth > table.parentElement.clientWidth + 1).map((table) => table.textContent.slice(0, 80));
+    table.offsetWidth > table.parentElement.clientWidth + 1)
+    .map((table) => table.textContent.slice(0, 80));
 }"""
 
 
 @contextmanager
 def opened_browser():
-    """Give a function that opens a file or address, in light or dark, so many pixels wide: page, requests, errors."""
+    """Give a function that opens a file or address, in light or dark, so many pixels wide: page,
+    requests, errors."""
     if CHROMIUM is None:
         pytest.skip("no chromium to open pages with")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = browsers.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
 
         def visit(place, scheme="light", width=1280):
-            page = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800}).new_page()
-            requests, errors = [], []
+            page = browser.new_context(
+                color_scheme=scheme, viewport={"width": width, "height": 800}
+            ).new_page()
+            requests = []
+            errors = []
             page.on("request", lambda request: requests.append(request.url))
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on(
+                "console",
+                lambda message: errors.append(message.text) if message.type == "error" else None,
+            )
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(place if isinstance(place, str) else place.as_uri())
             return page, requests, errors
@@ -79,7 +99,8 @@ def opened_browser():
 
 
 def fetch_axe(folder):
-    """The source of axe-core, fetched into `folder`. Skips where npm is missing or reaches no registry."""
+    """The source of axe-core, fetched into `folder`. Skips where npm is missing or reaches no
+    registry."""
     if shutil.which("npm") is None:
         pytest.skip("no npm to fetch axe-core with")
     command = ["npm", "pack", AXE, "--silent"]

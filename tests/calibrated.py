@@ -4,8 +4,11 @@ from datetime import UTC, datetime
 
 from labkit.costs.calibration import ALL_REDUCE, BURST, MESSAGE, Calibration, Rates, Transport
 
-CALL_S, FLOPS_PER_S, BYTES_PER_S = 1e-6, 1e11, 1e10
-ALPHA_S, BETA_S_PER_BYTE = 1e-4, 1e-9
+CALL_S = 1e-6
+FLOPS_PER_S = 1e11
+BYTES_PER_S = 1e10
+ALPHA_S = 1e-4
+BETA_S_PER_BYTE = 1e-9
 
 
 def _curve(per_s, *work):
@@ -13,7 +16,8 @@ def _curve(per_s, *work):
 
 
 def made_up():
-    """Operators take a call and their work, in both dtypes; messages take 100 us and a nanosecond per byte."""
+    """Operators take a call and their work, in both dtypes; messages take 100 us and a nanosecond
+    per byte."""
     products = _curve(FLOPS_PER_S, *(10**k for k in range(3, 13)))
     rates = Rates(
         device="cpu",

@@ -19,20 +19,41 @@ from tests.browser import opened_browser
 from tests.fork_server import OF_TESTS, borrow, lend, preload
 
 TESTS = Path(__file__).parent
-# Of the files that the processes of `make test` share, those that take longest, so that both end together.
+# Of the files that the processes of `make test` share, those that take longest, so that both end
+# together.
 FIRST = (
-    *("test_notebooks.py", "rehearsal/test_tries.py", "parallel/test_sharding_parity.py", "test_cli.py"),
+    *(
+        "test_notebooks.py",
+        "rehearsal/test_tries.py",
+        "parallel/test_sharding_parity.py",
+        "test_cli.py",
+    ),
     *("parallel/test_leftovers.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
     *("nn/test_flash_attention.py", "parallel/test_collectives.py"),
     *("check/test_class.py", "studies/test_cifar100_training.py", "parallel/test_torchrun.py"),
-    *("studies/test_one_rank_fails.py", "studies/test_own_alternatives.py", "parallel/test_launch.py"),
-    *("nn/test_tiled_attention.py", "costs/test_memory.py", "nn/test_transformer.py", "parallel/test_tensor.py"),
-    *("parallel/test_pipeline.py", "parallel/test_fsdp.py", "test_layout.py", "scaling/test_published.py"),
+    *(
+        "studies/test_one_rank_fails.py",
+        "studies/test_own_alternatives.py",
+        "parallel/test_launch.py",
+    ),
+    *(
+        "nn/test_tiled_attention.py",
+        "costs/test_memory.py",
+        "nn/test_transformer.py",
+        "parallel/test_tensor.py",
+    ),
+    *(
+        "parallel/test_pipeline.py",
+        "parallel/test_fsdp.py",
+        "test_layout.py",
+        "scaling/test_published.py",
+    ),
     *("rehearsal/test_machines.py", "lab/test_measure.py", "parallel/test_context.py"),
 )
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Runs and calibrations of whoever tests say nothing about labkit, and those of tests nothing about the machine.
+    # Runs and calibrations of whoever tests say nothing about labkit, and those of tests nothing
+    # about the machine.
     folder = TemporaryDirectory(prefix="labkit-tests-")
     atexit.register(folder.cleanup)
     os.environ["LABKIT_HOME"] = folder.name
@@ -43,7 +64,8 @@ SERVER = Path(os.environ["LABKIT_HOME"]) / "fork-server"
 if SERVER.exists() and "PYTEST_XDIST_WORKER" in os.environ:
     borrow(SERVER)
 
-# What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests interrupt.
+# What is started in the background of a shell ignores SIGINT, and so does all that it starts. Tests
+# interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -73,7 +95,8 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure():
-    gc.freeze()  # what else there is by now ends with the process, and IPython would look through it then
+    # what else there is by now ends with the process, and IPython would look through it then
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +116,8 @@ def home(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capfd):
-    """Carries out a command in this process: its exit status, what it printed, and its complaints."""
+    """Carries out a command in this process: its exit status, what it printed, and its
+    complaints."""
     # The program sets the garbage collector of its process for itself.
     before = gc.get_threshold()
 

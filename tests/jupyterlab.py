@@ -1,6 +1,8 @@
-"""JupyterLab as `make lab` starts it, and an opened notebook in Chromium: what a reader does there, and then sees.
+"""JupyterLab as `make lab` starts it, and an opened notebook in Chromium: what a reader does there,
+and then sees.
 
-The server is the test's own, on loopback, with a token, its own settings and a copy of the notebooks.
+The server is the test's own, on loopback, with a token, its own settings and a copy of the
+notebooks.
 """
 
 import base64
@@ -36,7 +38,14 @@ class Server:
         self.notebooks = shutil.copytree(checkout() / "notebooks", folder / "notebooks")
         self.log = folder / "server.log"
         self._runtime = folder / "runtime"
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            "--ip=127.0.0.1",
+        ]
         command += [f"--ServerApp.root_dir={self.root}", *_options_of_make_lab()]
         own = {"HOME": folder, "LABKIT_HOME": folder, "JUPYTER_RUNTIME_DIR": self._runtime}
         # as `make lab` has them
@@ -49,10 +58,14 @@ class Server:
     def url(self, notebook):
         """The address of a notebook, once the server listens and has written its own."""
         about = self._runtime / f"jpserver-{self.process.pid}.json"
-        until(lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size), "the server")
+        until(
+            lambda: self.process.poll() is not None or (about.exists() and about.stat().st_size),
+            "the server",
+        )
         assert self.process.poll() is None, self.log.read_text()
         server = json.loads(about.read_text())
-        return f"{server['url']}lab/tree/notebooks/{notebook}?token={server['token']}&reset"  # no tabs of before
+        # no tabs of before
+        return f"{server['url']}lab/tree/notebooks/{notebook}?token={server['token']}&reset"
 
     def family(self):
         with suppress(psutil.NoSuchProcess):
@@ -86,12 +99,19 @@ class Server:
 
 def _options_of_make_lab():
     """What `make lab` gives JupyterLab, but for where it is rooted and what it opens."""
-    given = subprocess.check_output(["make", "-s", "-n", "lab"], cwd=checkout(), text=True, stderr=subprocess.DEVNULL)
-    return [option for option in given.split() if option.startswith(("--KernelManager.", "--FileContentsManager."))]
+    given = subprocess.check_output(
+        ["make", "-s", "-n", "lab"], cwd=checkout(), text=True, stderr=subprocess.DEVNULL
+    )
+    return [
+        option
+        for option in given.split()
+        if option.startswith(("--KernelManager.", "--FileContentsManager."))
+    ]
 
 
 class Notebook:
-    """An opened notebook: what a reader does with it, and what is then in it. Words of its source name a cell."""
+    """An opened notebook: what a reader does with it, and what is then in it. Words of its source
+    name a cell."""
 
     def __init__(self, page, path):
         self.page = page
@@ -120,7 +140,9 @@ class Notebook:
         before = cell.locator(".jp-InputPrompt").text_content()
         cell.locator(".cm-content").click()
         self.page.keyboard.press("Control+Enter")
-        until(lambda: cell.locator(".jp-InputPrompt").text_content() != before, f"{source!r} to start")
+        until(
+            lambda: cell.locator(".jp-InputPrompt").text_content() != before, f"{source!r} to start"
+        )
 
     def run(self, source):
         """Runs a cell, waits for its end; what the page shows below it."""
@@ -141,11 +163,16 @@ class Notebook:
         return self.run(source.strip().splitlines()[-1])
 
     def run_all(self):
-        """As a reader does: once more if nothing happens, as just after a slow start of the kernel."""
+        """As a reader does: once more if nothing happens, as just after a slow start of the
+        kernel."""
         for _ in range(3):
             self._choose("Run", "Run All Cells")
             with suppress(AssertionError):
-                until(lambda: any("*" in prompt for prompt in self.prompts()), "a cell to run", deadline_s=10)
+                until(
+                    lambda: any("*" in prompt for prompt in self.prompts()),
+                    "a cell to run",
+                    deadline_s=10,
+                )
                 return
         raise AssertionError("no cell runs")
 
@@ -166,7 +193,10 @@ class Notebook:
     def wait_until_idle(self):
         """Until the kernel has nothing to do, and no cell waits for it."""
         idle = self.page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]')
-        until(lambda: idle.count() and not any("*" in prompt for prompt in self.prompts()), "the kernel")
+        until(
+            lambda: idle.count() and not any("*" in prompt for prompt in self.prompts()),
+            "the kernel",
+        )
 
     def prompts(self):
         """What stands before each code cell: `[3]:`, `[*]:` while it waits or runs, or `[ ]:`."""
@@ -179,7 +209,8 @@ class Notebook:
         return "\n".join(cell.locator(".jp-OutputArea").all_inner_texts())
 
     def points_drawn_below(self, source):
-        """The CSVs of the points of the figures below a cell, as their links have them, once a figure is seen."""
+        """The CSVs of the points of the figures below a cell, as their links have them, once a
+        figure is seen."""
         output = self._cell(source).locator(".jp-OutputArea")
         assert output.locator("figure img").first.bounding_box()["width"] > 100
         links = [link.get_attribute("href") for link in output.get_by_text("Points (CSV)").all()]
@@ -187,7 +218,9 @@ class Notebook:
 
     def alignment_of(self, selector):
         """JupyterLab has a style for tables that labkit's must outweigh."""
-        return self.page.locator(selector).first.evaluate("cell => getComputedStyle(cell).textAlign")
+        return self.page.locator(selector).first.evaluate(
+            "cell => getComputedStyle(cell).textAlign"
+        )
 
     def saved(self):
         """The code cells as saved now."""

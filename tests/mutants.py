@@ -1,10 +1,11 @@
 """Change modules at random places and name the changes that no test notices (`make mutants`).
 
-    python tests/mutants.py                                               # the modules below, 60 changes each
+    python tests/mutants.py     # the modules below, 60 changes each
     python tests/mutants.py --module labkit/lab/answers.py --changes 200
 
-cosmic-ray makes the changes (another operator, number, comparison or condition, one at a time) in a copy of the last
-commit, and runs the module's tests on each. A change that survives is either a missing test or makes no difference.
+cosmic-ray makes the changes (another operator, number, comparison or condition, one at a time) in a
+copy of the last commit, and runs the module's tests on each. A change that survives is either a
+missing test or makes no difference.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ name = "local"
 
 
 def main() -> None:
-    """Test each module, and print what survives; exit 1 if a module's tests fail without a change."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Test each module, and print what survives; exit 1 if a module's tests fail without a
+    change."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--module", choices=TESTS, help="default: all of them")
     parser.add_argument("--changes", type=int, default=60, help="per module, drawn at random")
     options = parser.parse_args()
@@ -75,7 +79,8 @@ def _skip_all_but(changes: int, session: Path) -> None:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    # Else the fork server of the tests, and so their ranks, would import the labkit that is installed.
+    # Else the fork server of the tests, and so their ranks, would import the labkit that is
+    # installed.
     subprocess.run(command, cwd=folder, check=True, env=os.environ | {"PYTHONPATH": str(folder)})
 
 

@@ -12,7 +12,15 @@ from labkit.lab.pages.record import read_notebook_record
 from labkit.lab.project import checkout, notebook_path
 from tests.commands import carry_out, mounted
 
-COPIED = ("labkit", "notebooks", "tests", "data/reference", "data/recorded", "pyproject.toml", "environment.yml")
+COPIED = (
+    "labkit",
+    "notebooks",
+    "tests",
+    "data/reference",
+    "data/recorded",
+    "pyproject.toml",
+    "environment.yml",
+)
 
 
 def _steps():
@@ -44,10 +52,12 @@ def project(tmp_path_factory):
     """A copy of the project with the new lab in it."""
     copy = tmp_path_factory.mktemp("project")
     for name in COPIED:
-        source, target = checkout() / name, copy / name
+        source = checkout() / name
+        target = copy / name
         target.parent.mkdir(exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))  # compiled as it is
+            # compiled as it is
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
         else:
             shutil.copy(source, target)
     steps = _steps()
@@ -60,7 +70,11 @@ def project(tmp_path_factory):
             path.parent.mkdir(exist_ok=True)
             path.write_text(code)
         else:
-            path.write_text(path.read_text().replace("\n)\n\n\ndef load_lab", '\n    "sorting",\n)\n\n\ndef load_lab'))
+            path.write_text(
+                path.read_text().replace(
+                    "\n)\n\n\ndef load_lab", '\n    "sorting",\n)\n\n\ndef load_lab'
+                )
+            )
     return copy
 
 
@@ -76,12 +90,17 @@ def outcome(project):
 
 def test_the_new_lab_has_a_page_with_its_answer_whatever_becomes_of_another(project, outcome):
     broken = project / "notebooks" / notebook_path("precision").name
-    broken.write_text(broken.read_text().replace("lab.machine_card()", "raise ValueError('rehearsed')"))
+    broken.write_text(
+        broken.read_text().replace("lab.machine_card()", "raise ValueError('rehearsed')")
+    )
     result = outcome("labkit", "report", "precision", "sorting", "--profile", "smoke")
-    assert (result.returncode, "precision: failed" in result.stdout) == (1, True), result.stdout + result.stderr
+    assert (result.returncode, "precision: failed" in result.stdout) == (1, True), (
+        result.stdout + result.stderr
+    )
     assert "Traceback" not in result.stderr  # of what saves its history at the end
     assert all(
-        "ValueError: rehearsed" in (project / "reports" / f"{name}.html").read_text() for name in ("precision", "index")
+        "ValueError: rehearsed" in (project / "reports" / f"{name}.html").read_text()
+        for name in ("precision", "index")
     )
     assert not list((project / "reports" / "notebooks").glob("*.running*"))
     record = read_notebook_record(project / "reports" / "notebooks" / "sorting.ipynb")

@@ -4,7 +4,13 @@ import psutil
 import pytest
 
 from labkit.machine import cgroups, description
-from labkit.machine.cgroups import available_memory_bytes, memory_limit_bytes, oom_kills, quota_cores, throttled_periods
+from labkit.machine.cgroups import (
+    available_memory_bytes,
+    memory_limit_bytes,
+    oom_kills,
+    quota_cores,
+    throttled_periods,
+)
 
 MIB = 2**20
 UNLIMITED_1 = 9223372036854771712
@@ -26,7 +32,9 @@ def version_1(folder, limit, used, kills, cache=0):
         f"memory/{folder}memory.limit_in_bytes": limit,
         f"memory/{folder}memory.usage_in_bytes": used,
         f"memory/{folder}memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}",
-        f"memory/{folder}memory.stat": f"inactive_file 1\ntotal_active_file 2\ntotal_inactive_file {cache}",
+        f"memory/{folder}memory.stat": (
+            f"inactive_file 1\ntotal_active_file 2\ntotal_inactive_file {cache}"
+        ),
     }
 
 
@@ -34,7 +42,9 @@ def version_2(folder, limit, used, kills, cache=0):
     return {
         f"{folder}memory.max": limit,
         f"{folder}memory.current": used,
-        f"{folder}memory.events": f"low 0\nhigh 0\nmax 7\noom 5\noom_kill {kills}\noom_group_kill 9",
+        f"{folder}memory.events": (
+            f"low 0\nhigh 0\nmax 7\noom 5\noom_kill {kills}\noom_group_kill 9"
+        ),
         f"{folder}memory.stat": f"anon 3\ninactive_file {cache}\nworkingset 4",
     }
 
@@ -43,24 +53,33 @@ def version_2(folder, limit, used, kills, cache=0):
     ("cgroup", "files"),
     [
         ("0::/job/step\n", version_2("job/step/", 300 * MIB, 200 * MIB, 4, 10 * MIB)),
-        ("5:memory:/job/step\n4:cpu:/\n0::/\n", version_1("job/step/", 300 * MIB, 200 * MIB, 4, 10 * MIB)),
+        (
+            "5:memory:/job/step\n4:cpu:/\n0::/\n",
+            version_1("job/step/", 300 * MIB, 200 * MIB, 4, 10 * MIB),
+        ),
         # a container that knows its host's path, and sees its own cgroup at the top
         ("0::/docker/abc\n", version_2("", 300 * MIB, 200 * MIB, 4, 10 * MIB)),
         ("5:memory:/docker/abc\n", version_1("", 300 * MIB, 200 * MIB, 4, 10 * MIB)),
         # the limit is that of the job, above the step; its own cgroup counts the kills
         (
             "0::/job/step\n",
-            version_2("job/", 300 * MIB, 200 * MIB, 8, 10 * MIB) | version_2("job/step/", "max", 100 * MIB, 4),
+            version_2("job/", 300 * MIB, 200 * MIB, 8, 10 * MIB)
+            | version_2("job/step/", "max", 100 * MIB, 4),
         ),
         (
             "5:memory:/job/step\n",
-            version_1("job/", 300 * MIB, 200 * MIB, 0, 10 * MIB) | version_1("job/step/", UNLIMITED_1, 100 * MIB, 4),
+            version_1("job/", 300 * MIB, 200 * MIB, 0, 10 * MIB)
+            | version_1("job/step/", UNLIMITED_1, 100 * MIB, 4),
         ),
     ],
 )
 def test_memory_limit_kills_and_available_memory_in_either_version(tmp_path, cgroup, files):
     root = tree(tmp_path, cgroup, files)
-    assert (memory_limit_bytes(root), available_memory_bytes(root), oom_kills(root)) == (300 * MIB, 110 * MIB, 4)
+    assert (memory_limit_bytes(root), available_memory_bytes(root), oom_kills(root)) == (
+        300 * MIB,
+        110 * MIB,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +89,11 @@ def test_memory_limit_kills_and_available_memory_in_either_version(tmp_path, cgr
         ("5:memory:/\n", {}, None),
         ("0::/job\n", version_2("job/", "max", 100 * MIB, 0), 0),
         ("5:memory:/job\n", version_1("job/", UNLIMITED_1, 100 * MIB, 0), 0),
-        ("0::/job\n", version_2("job/", "max", 100 * MIB, 0) | {"job/memory.events": "low 0"}, None),
+        (
+            "0::/job\n",
+            version_2("job/", "max", 100 * MIB, 0) | {"job/memory.events": "low 0"},
+            None,
+        ),
         ("5:cpu,memory_of_another:/job\n", version_1("job/", 300 * MIB, 0, 1), None),
     ],
 )
@@ -82,19 +105,36 @@ def test_without_a_limit_there_is_the_memory_of_the_machine(tmp_path, cgroup, fi
 
 
 def test_more_used_than_allowed_leaves_nothing_and_without_proc_there_is_no_cgroup(tmp_path):
-    assert available_memory_bytes(tree(tmp_path, "0::/job\n", version_2("job/", MIB, 2 * MIB, 0))) == 0
+    assert (
+        available_memory_bytes(tree(tmp_path, "0::/job\n", version_2("job/", MIB, 2 * MIB, 0))) == 0
+    )
     nowhere = tmp_path / "nowhere"
-    assert (memory_limit_bytes(nowhere), oom_kills(nowhere), quota_cores(nowhere)) == (None, None, None)
+    assert (memory_limit_bytes(nowhere), oom_kills(nowhere), quota_cores(nowhere)) == (
+        None,
+        None,
+        None,
+    )
     assert available_memory_bytes(nowhere) > 0
 
 
 @pytest.mark.parametrize(
     ("cgroup", "files", "cores", "periods"),
     [
-        ("0::/job", {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"}, 0.5, (4, 9)),
+        (
+            "0::/job",
+            {"job/cpu.max": "50000 100000", "job/cpu.stat": "nr_periods 9\nnr_throttled 4"},
+            0.5,
+            (4, 9),
+        ),
         ("0::/job", {"job/cpu.max": "max 100000", "cpu.max": "300000 100000"}, 3.0, (0, 0)),
-        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),  # a container sees itself as the topmost
-        ("4:memory:/m\n1:cpu,cpuacct:/t", {CFS + "quota_us": "50000", CFS + "period_us": "100000"}, 0.5, (0, 0)),
+        # a container sees itself as the topmost
+        ("0::/elsewhere/job", {"cpu.max": "150000 100000"}, 1.5, (0, 0)),
+        (
+            "4:memory:/m\n1:cpu,cpuacct:/t",
+            {CFS + "quota_us": "50000", CFS + "period_us": "100000"},
+            0.5,
+            (0, 0),
+        ),
         ("1:cpu:/t", {CFS + "quota_us": "-1", CFS + "period_us": "100000"}, None, (0, 0)),
         ("0::/", {}, None, (0, 0)),
     ],

@@ -1,4 +1,5 @@
-"""The command line as a user meets it: messages in one line, and exit codes that say what happened."""
+"""The command line as a user meets it: messages in one line, and exit codes that say what
+happened."""
 
 import errno
 import json
@@ -29,7 +30,9 @@ from tests.fork_server import share_with_kernels
 from tests.lab.fake_lab import FAKE, FakeConfig
 
 
-def test_list_names_every_lab_and_the_version_is_known_in_any_directory(command, tmp_path, monkeypatch):
+def test_list_names_every_lab_and_the_version_is_known_in_any_directory(
+    command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     status, said, _ = command("list")
     assert status == 0
@@ -42,7 +45,8 @@ def test_list_names_every_lab_and_the_version_is_known_in_any_directory(command,
 LIGHT = """
 import sys
 from labkit.__main__ import app
-for line in (["measure", "--help"], ["advise", "--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100"]):
+asked = ["advise", "--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100"]
+for line in (["measure", "--help"], asked):
     sys.argv[1:] = line
     app(standalone_mode=False)
 print(sorted({"torch", "pandas", "matplotlib", "scipy", "jinja2"} & set(sys.modules)))
@@ -50,7 +54,9 @@ print(sorted({"torch", "pandas", "matplotlib", "scipy", "jinja2"} & set(sys.modu
 
 
 def test_help_and_advice_come_without_what_measuring_needs():
-    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
@@ -64,7 +70,13 @@ def _set(many, *one_by_one):
 
 def test_a_run_holds_the_command_and_no_path_of_the_machine(command, home, monkeypatch):
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # with it, it were a notebook
-    arguments = ["measure", "all_reduce", "--profile", "smoke", *_set(TWO_RANKS, "sizes_bytes=[64]", "seed=7")]
+    arguments = [
+        "measure",
+        "all_reduce",
+        "--profile",
+        "smoke",
+        *_set(TWO_RANKS, "sizes_bytes=[64]", "seed=7"),
+    ]
     status, *_ = command(*arguments)
     assert status == 0
     (path,) = all_runs()
@@ -83,7 +95,8 @@ def _begun(folder):
 
 def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command, home, monkeypatch):
     share_with_kernels(SERVER, monkeypatch)
-    begun, has_ended = [], Event()
+    begun = []
+    has_ended = Event()
 
     def interrupt():
         while not (begun or has_ended.wait(0.02)):
@@ -103,7 +116,9 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
 
     drawn = []
     monkeypatch.setattr(
-        report, "report_lab", lambda *given: drawn.append(given[1]) or LabResult(given[0], home, 0, None)
+        report,
+        "report_lab",
+        lambda *given: drawn.append(given[1]) or LabResult(given[0], home, 0, None),
     )
     assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
     assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows
@@ -121,25 +136,50 @@ def test_doctor_and_terminal_say_what_runs_here_and_why_the_rest_does_not(comman
         for module in ("parallel.transport.shared_memory", "lab.commands.doctor"):
             monkeypatch.setattr(f"labkit.{module}.unavailable_reason", lambda reason=reason: reason)
         status, _, complaints = command("measure", "all_reduce", "--profile", "smoke")
-        assert (status, "shared memory not available (no g++)" in complaints) == (130, reason is not None)
+        assert (status, "shared memory not available (no g++)" in complaints) == (
+            130,
+            reason is not None,
+        )
     status, said, _ = command("doctor")
     assert status == 0
-    for word in ("processor", "backends", "all_reduce", "smoke", "paper", "not available (no g++): CPU ranks"):
+    for word in (
+        "processor",
+        "backends",
+        "all_reduce",
+        "smoke",
+        "paper",
+        "not available (no g++): CPU ranks",
+    ):
         assert word in " ".join(said.split())
 
 
 MISTAKES = [
-    (["measure", "all_reduce", "--set", "wrold_sizes=[2]"], ["'wrold_sizes'", "did you mean 'world_sizes'"]),
-    (["report", "all_reduce", "--set", "sizes_bytes=[-1]"], ["'sizes_bytes'", "multiple of 8", "-1"]),
+    (
+        ["measure", "all_reduce", "--set", "wrold_sizes=[2]"],
+        ["'wrold_sizes'", "did you mean 'world_sizes'"],
+    ),
+    (
+        ["report", "all_reduce", "--set", "sizes_bytes=[-1]"],
+        ["'sizes_bytes'", "multiple of 8", "-1"],
+    ),
     (["measure", "all_reduce", "--set", "world_sizes=[1000]"], ["'world_sizes'", "1000"]),
-    (["report", "all_reduce", "attention", "--run", "RUN"], ["one lab", "got 2: all_reduce, attention"]),
-    (["measure", "all_reduce", "--resume", "RUN", "--profile", "smoke"], ["takes its parameters from the run"]),
+    (
+        ["report", "all_reduce", "attention", "--run", "RUN"],
+        ["one lab", "got 2: all_reduce, attention"],
+    ),
+    (
+        ["measure", "all_reduce", "--resume", "RUN", "--profile", "smoke"],
+        ["takes its parameters from the run"],
+    ),
     (["measure", "al_reduce"], ["'al_reduce'", "did you mean 'all_reduce'"]),
     (
         ["report", "all_reduce", "--run", "no-such-run"],
         ["no-such-run", "data/recorded/all_reduce or data/runs/all_reduce"],
     ),
-    (["measure", "all_reduce", "--resume", "no-such-run"], ["no-such-run", "in data/runs/all_reduce"]),
+    (
+        ["measure", "all_reduce", "--resume", "no-such-run"],
+        ["no-such-run", "in data/runs/all_reduce"],
+    ),
     (["measure", "all_reduce", "--resume", "docs"], ["'docs' is neither a run file nor"]),
     (["compare", "README.md", "README.md"], ["README.md: line 1", "not a line of a run"]),
 ]
@@ -161,7 +201,9 @@ def test_a_mistake_stops_before_measuring_with_one_message(arguments, words, com
     assert not runs_by(arguments)
 
 
-RECORDED, LIMITS = (next((recorded_directory() / lab).glob("*.jsonl")) for lab in ("attention", "limits"))
+RECORDED, LIMITS = (
+    next((recorded_directory() / lab).glob("*.jsonl")) for lab in ("attention", "limits")
+)
 WRITING = [
     ["measure", "all_reduce", "--profile", "smoke"],
     ["report", "attention", "--profile", "smoke"],
@@ -170,7 +212,9 @@ WRITING = [
 ]
 
 
-def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_file(tmp_path, monkeypatch, command):
+def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_file(
+    tmp_path, monkeypatch, command
+):
     path = tmp_path / notebook_path("limits").name
     shutil.copy(notebook_path("limits"), path)
     monkeypatch.setattr(project, "notebooks_directory", lambda: tmp_path)
@@ -189,7 +233,9 @@ def test_a_report_runs_the_committed_notebook_while_a_reader_explores_with_the_f
         assert committed_notebook("limits") == (original, True)
     monkeypatch.setattr(report, "report_lab", Mock(side_effect=KeyboardInterrupt))
     _, _, complaints = command("report", "limits", "--run", LIMITS.stem)
-    assert f"{path.name}: edited; the report runs the committed notebook" in "".join(complaints.split("\n"))
+    assert f"{path.name}: edited; the report runs the committed notebook" in "".join(
+        complaints.split("\n")
+    )
 
 
 def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_path):
@@ -197,8 +243,12 @@ def test_a_disk_that_is_full_is_one_line_and_status_1(command, monkeypatch, tmp_
     monkeypatch.setattr("labkit.lab.project.Path.write_bytes", Mock(side_effect=full))
     header, rest = RECORDED.read_text().split("\n", 1)
     other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps(json.loads(header) | {"started": "2030-01-01T00:00:00Z"}) + "\n" + rest)
-    status, _, said = command("compare", str(RECORDED), str(other), "--output", str(tmp_path / "page.html"))
+    other.write_text(
+        json.dumps(json.loads(header) | {"started": "2030-01-01T00:00:00Z"}) + "\n" + rest
+    )
+    status, _, said = command(
+        "compare", str(RECORDED), str(other), "--output", str(tmp_path / "page.html")
+    )
     assert status == 1
     assert said == f"error: {tmp_path / 'page.html'}: No space left on device\n"
 
@@ -214,7 +264,9 @@ def test_a_disk_that_fills_up_keeps_the_index_of_the_labs_before(command, monkey
 
 
 @pytest.mark.parametrize("arguments", WRITING, ids=["measure", "report", "report --run", "compare"])
-def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(arguments, command, tmp_path, monkeypatch):
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(
+    arguments, command, tmp_path, monkeypatch
+):
     home = tmp_path / "home"
     home.write_text("")  # a file, for which not even root can make folders
     shutil.copy(RECORDED, tmp_path / "copy.jsonl")
@@ -225,7 +277,9 @@ def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(argume
     _assert_one_message(complaint, [str(home), "cannot be written", "export LABKIT_HOME="])
 
 
-def test_measure_says_why_points_were_skipped_and_they_are_no_failure(command, monkeypatch, tmp_path):
+def test_measure_says_why_points_were_skipped_and_they_are_no_failure(
+    command, monkeypatch, tmp_path
+):
     config = FakeConfig(actions=["fine", "skip"])
     run = measure(FAKE, config, profile="smoke", directory=tmp_path)
     monkeypatch.setattr("labkit.lab.runs.measure.measure", lambda *_, **__: run)

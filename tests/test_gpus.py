@@ -1,4 +1,5 @@
-"""GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about those that can."""
+"""GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about
+those that can."""
 
 import subprocess
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from labkit.machine.load import Load, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
-H100, V100 = ("NVIDIA H100 80GB HBM3", 9, 0), ("Tesla V100-SXM2-16GB", 7, 0)
+H100 = ("NVIDIA H100 80GB HBM3", 9, 0)
+V100 = ("Tesla V100-SXM2-16GB", 7, 0)
 MIG = ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0)
-TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU"
+    " driver"
+)
 GIB = 2**30
 
 
@@ -48,13 +53,16 @@ class Large(Point):
         ((9, 4), ["gfx942"], True),
     ],
 )
-def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_newer_ones(capability, architectures, has_code):
+def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_newer_ones(
+    capability, architectures, has_code
+):
     assert gpus.has_code_for(capability, architectures) == has_code
 
 
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
-    """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error replaces one."""
+    """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error
+    replaces one."""
 
     def pretend(nvml, devices=(), error=None, free="", apps=""):
         state = SimpleNamespace(is_initialized=False)
@@ -66,12 +74,19 @@ def cuda(monkeypatch, tmp_path):
 
         def properties(index):
             name, major, minor = devices[index]
-            return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 * GIB, uuid=f"u{index}")
+            return SimpleNamespace(
+                name=name, major=major, minor=minor, total_memory=80 * GIB, uuid=f"u{index}"
+            )
 
         def smi(command, **_):
-            queries = {"--query-gpu=uuid,memory.free": free, "--query-compute-apps=gpu_uuid,pid": apps}
+            queries = {
+                "--query-gpu=uuid,memory.free": free,
+                "--query-compute-apps=gpu_uuid,pid": apps,
+            }
             states = STATES if "clocks_event_reasons" in command[1] else ""
-            return SimpleNamespace(stdout=queries.get(command[1], states if "reasons" in command[1] else TOPOLOGY))
+            return SimpleNamespace(
+                stdout=queries.get(command[1], states if "reasons" in command[1] else TOPOLOGY)
+            )
 
         answers = {
             "device_count": lambda: len(devices) if state.is_initialized else nvml,
@@ -84,7 +99,9 @@ def cuda(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(subprocess, "run", smi)
         monkeypatch.setattr(gpus, "NVIDIA_DRIVER", tmp_path / "version")
-        gpus.NVIDIA_DRIVER.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
+        gpus.NVIDIA_DRIVER.write_text(
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n"
+        )
         description.describe_machine.cache_clear()
 
     yield pretend
@@ -113,12 +130,20 @@ GPU-u1, 1980, 1980, 60, 650.00, 0x0000000000000004
     [
         ({"nvml": 2, "error": TOO_OLD}, "driver 580.65.06"),
         ({"nvml": 8, "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
-        ({"nvml": 8, "devices": [H100, ("off the bus",)]}, "CUDA does not start: not enough values"),
+        (
+            {"nvml": 8, "devices": [H100, ("off the bus",)]},
+            "CUDA does not start: not enough values",
+        ),
         ({"nvml": 2, "devices": [H100, V100]}, "Tesla V100-SXM2-16GB has compute capability 7.0"),
-        ({"nvml": 0}, "an NVIDIA driver is loaded, but CUDA sees no GPU (a container without GPUs?)"),
+        (
+            {"nvml": 0},
+            "an NVIDIA driver is loaded, but CUDA sees no GPU (a container without GPUs?)",
+        ),
     ],
 )
-def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(cuda, monkeypatch, command, answers, reason):
+def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(
+    cuda, monkeypatch, command, answers, reason
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cuda(**answers)
     machine = description.describe_machine()
@@ -126,7 +151,9 @@ def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(cuda, monkeypatch,
     assert reason in machine.no_gpu_reason
     assert reason in dict(doctor.machine_rows())["gpu"]
     assert reason in cards.machine_card(machine).data
-    status, _, complaints = command("measure", "attention", "--profile", "smoke", "--set", "device=cuda")
+    status, _, complaints = command(
+        "measure", "attention", "--profile", "smoke", "--set", "device=cuda"
+    )
     assert (status, reason in " ".join(complaints.split())) == (1, True)
 
 
@@ -159,7 +186,8 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
     assert gpu.startswith("3x NVIDIA H100 80GB HBM3, 80 GiB, ")
     assert "68.4 GiB, " in gpu
     assert Large(n_bytes=50 * GIB).skip_reason(machine) is None
-    assert "available" in Large(n_bytes=30 * GIB, world_size=2).skip_reason(machine)  # 2 * 30000 MiB for both
+    # 2 * 30000 MiB for both
+    assert "available" in Large(n_bytes=30 * GIB, world_size=2).skip_reason(machine)
     again = description.Machine.model_validate_json(machine.model_dump_json())
     assert again == machine
 
@@ -179,12 +207,15 @@ def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
 def test_deterministic_math_can_be_read_inside_and_are_set_back():
     before = torch.backends.cudnn.allow_tf32
     with deterministic_math():
-        assert not torch.backends.cudnn.allow_tf32  # Inductor reads it; torch raises if two settings contradict
+        # Inductor reads it; torch raises if two settings contradict
+        assert not torch.backends.cudnn.allow_tf32
     assert torch.backends.cudnn.allow_tf32 == before
 
 
 def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatch):
-    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    error = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    )
     assert not is_out_of_memory(error)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for free, is_full in ((40 * GIB, False), (2**28, True)):

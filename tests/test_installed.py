@@ -14,11 +14,23 @@ BUILD = "from setuptools import build_meta; build_meta.build_wheel({!r})"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder, copy = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("checkout")
-    for name in ("labkit", "notebooks", "data/reference", "data/recorded", "pyproject.toml", "README.md", "LICENSE"):
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in (
+        "labkit",
+        "notebooks",
+        "data/reference",
+        "data/recorded",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ):
         (copy / name).parent.mkdir(exist_ok=True)
-        subprocess.run(["cp", "-R", str(checkout() / name), str(copy / name)], check=True)  # links stay links
-    subprocess.run([sys.executable, "-c", BUILD.format(str(folder))], cwd=copy, check=True, capture_output=True)
+        # links stay links
+        subprocess.run(["cp", "-R", str(checkout() / name), str(copy / name)], check=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD.format(str(folder))], cwd=copy, check=True, capture_output=True
+    )
     (found,) = folder.glob("*.whl")
     return zipfile.ZipFile(found)
 
@@ -39,7 +51,8 @@ def test_a_wheel_holds_every_notebook_and_all_data(wheel):
     assert {name for name in wheel.namelist() if name.startswith("labkit/shipped/")} == expected
     for name in expected:
         assert wheel.read(name) == (top / name.removeprefix("labkit/shipped/")).read_bytes()
-    assert "labkit/parallel/transport/shared_memory.cpp" in wheel.namelist()  # what a machine with a compiler builds
+    # what a machine with a compiler builds
+    assert "labkit/parallel/transport/shared_memory.cpp" in wheel.namelist()
 
 
 @pytest.mark.slow
@@ -48,5 +61,8 @@ def test_a_recorded_run_is_drawn_in_an_empty_folder(installed, tmp_path):
     command = [sys.executable, "-m", "labkit", "report", "attention", "--run", run.stem]
     outcome = carry_out(command, tmp_path, installed)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert f"data/recorded/attention/{run.name}" in (tmp_path / "reports" / "attention.html").read_text()
+    assert (
+        f"data/recorded/attention/{run.name}"
+        in (tmp_path / "reports" / "attention.html").read_text()
+    )
     assert list((tmp_path / "figures" / "attention" / run.stem).glob("*.svg"))

@@ -1,4 +1,5 @@
-"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, played with, in a real browser."""
+"""A lab as a reader has it in JupyterLab: opened, changed, run, interrupted, played with, in a real
+browser."""
 
 import importlib.util
 import json
@@ -27,7 +28,8 @@ transports = []
 scheduling_bytes = []
 """
 LONG = f"{SMALL}repeats = 100_000\ntimeout_s = 3600.0\n"  # an hour, were nobody to interrupt it
-# A reader's first ring: `LAST` is where it stops to add and begins to copy. With 2 it stops a step too early.
+# A reader's first ring: `LAST` is where it stops to add and begins to copy. With 2 it stops a step
+# too early.
 RING = """
 import torch
 import torch.distributed as dist
@@ -53,7 +55,11 @@ def _outputs(cells, kind):
 
 
 def _parameters(path):
-    (cell,) = [c for c in nbformat.read(path, as_version=4).cells if "parameters" in c.metadata.get("tags", [])]
+    (cell,) = [
+        c
+        for c in nbformat.read(path, as_version=4).cells
+        if "parameters" in c.metadata.get("tags", [])
+    ]
     return cell.source
 
 
@@ -64,7 +70,10 @@ def _measuring(cells):
 
 def _page_record(notebook, server):
     """What the finished notebook leaves for the index, after a look at everything else it shows."""
-    until(lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()), "every cell to have run")
+    until(
+        lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()),
+        "every cell to have run",
+    )
     notebook.wait_until_idle()
     assert server.ranks() == []
     cells = notebook.saved()
@@ -72,7 +81,11 @@ def _page_record(notebook, server):
     assert _outputs(cells, "stream") == []
     (line,) = _measuring(cells).outputs
     assert "points planned" in line.data["text/html"]
-    (record,) = [output.data[PAGE_MIME] for output in _outputs(cells, "display_data") if PAGE_MIME in output.data]
+    (record,) = [
+        output.data[PAGE_MIME]
+        for output in _outputs(cells, "display_data")
+        if PAGE_MIME in output.data
+    ]
     return record
 
 
@@ -95,7 +108,9 @@ def _calibrate(folder):
     """A recorded run of the lab `limits`, as if it were of this machine."""
     (recorded,) = (recorded_directory() / "limits").glob("*.jsonl")
     header, *rows = recorded.read_text().splitlines()
-    header = json.dumps(json.loads(header) | {"machine": describe_machine().model_dump(mode="json")})
+    header = json.dumps(
+        json.loads(header) | {"machine": describe_machine().model_dump(mode="json")}
+    )
     own = folder / "data" / "runs" / "limits" / recorded.name
     own.parent.mkdir(parents=True)
     own.write_text("\n".join([header, *rows, ""]))
@@ -112,7 +127,10 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, no
     notebook.write_parameters(LONG)
     notebook.run_all()
     until(server.ranks, "ranks to measure")
-    until(lambda: re.search(r"of \d+ points", notebook.text_below("lab.measure(")), "the progress line")
+    until(
+        lambda: re.search(r"of \d+ points", notebook.text_below("lab.measure(")),
+        "the progress line",
+    )
     notebook.interrupt()
     until(lambda: not server.ranks(), "the ranks to end", deadline_s=20)
     notebook.wait_until_idle()

@@ -1,4 +1,5 @@
-"""What else the machine does during a measurement: recorded, named on the page, and never in the way."""
+"""What else the machine does during a measurement: recorded, named on the page, and never in the
+way."""
 
 import json
 from statistics import median_low
@@ -38,7 +39,9 @@ def test_what_takes_cores_makes_a_point_busy(cores, is_busy, fields):
 
 
 def test_late_ranks_and_slow_memory_are_named_by_the_probes_of_a_run():
-    quiet = {f"quiet {i}": _load(ping_s=1e-4 * (1 + i / 4), copy_s=0.013 * (1 + i / 8)) for i in range(4)}
+    quiet = {
+        f"quiet {i}": _load(ping_s=1e-4 * (1 + i / 4), copy_s=0.013 * (1 + i / 8)) for i in range(4)
+    }
     odd = {"late": _load(ping_s=3e-3, copy_s=0.013), "slow": _load(copy_s=0.04), "older": _load()}
     reasons = busy_points(quiet | odd, 2)
     assert reasons.keys() == {"late", "slow"}
@@ -46,11 +49,18 @@ def test_late_ranks_and_slow_memory_are_named_by_the_probes_of_a_run():
     assert "memory was slow (2." in reasons["slow"]
 
 
-@pytest.mark.parametrize("path", sorted(recorded_directory().glob("*/*.jsonl")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(recorded_directory().glob("*/*.jsonl")), ids=lambda path: path.parent.name
+)
 def test_a_slow_phase_of_the_memory_is_told_from_what_the_probes_of_a_quiet_machine_vary(path):
-    """Copies of a quiet machine take up to 1.85 times the median; phases of slow memory, 2 to 4 times."""
+    """Copies of a quiet machine take up to 1.85 times the median; phases of slow memory, 2 to 4
+    times."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    loads = {line["point"]: Load(**line["load"]) for line in lines if line["kind"] == "end" and line.get("load")}
+    loads = {
+        line["point"]: Load(**line["load"])
+        for line in lines
+        if line["kind"] == "end" and line.get("load")
+    }
     assert busy_points(loads, 2) == {}
     copies = {point: load.copy_s for point, load in loads.items() if load.copy_s}
     for point in copies if len(copies) > 2 else ():
@@ -72,7 +82,9 @@ def _probe_twice():
 def test_two_ranks_answer_one_another_and_the_first_copies():
     (first, rank), *others = run_ranks(_probe_twice, world_size=3)
     assert rank == 0
-    assert all(one.keys() == {"ping_s", "exchange_s", "copy_s"} and min(one.values()) > 0 for one in first)
+    assert all(
+        one.keys() == {"ping_s", "exchange_s", "copy_s"} and min(one.values()) > 0 for one in first
+    )
     assert [probes for probes, _ in others] == [[{}, {}]] * 2
 
 
@@ -80,7 +92,10 @@ def test_a_point_that_starts_its_processes_itself_is_not_probed():
     def worker(point):
         yield {"seconds": 1.0}
 
-    names = {new: [next(iter(row)) for row in probed(worker, SimpleNamespace(fresh_ranks=new))] for new in (0, 1)}
+    names = {
+        new: [next(iter(row)) for row in probed(worker, SimpleNamespace(fresh_ranks=new))]
+        for new in (0, 1)
+    }
     assert names == {0: [PROBE, "seconds"], 1: ["seconds"]}
 
 

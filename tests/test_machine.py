@@ -31,8 +31,16 @@ def package(tmp_path):
     for name in ("__init__.py", *SOURCES):
         (folder / name).write_text("value = 1\n")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
-        subprocess.run(["git", "-C", str(folder.parent), *identity, *arguments], check=True, capture_output=True)
+    for arguments in (
+        ["init", "--quiet"],
+        ["add", "."],
+        ["commit", "--quiet", "--message", "first"],
+    ):
+        subprocess.run(
+            ["git", "-C", str(folder.parent), *identity, *arguments],
+            check=True,
+            capture_output=True,
+        )
     return folder
 
 

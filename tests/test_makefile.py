@@ -51,7 +51,15 @@ def test_all_has_what_the_quick_tests_leave_out_and_help_lists_both(checkout):
 
 
 def test_the_oldest_versions_are_the_least_that_are_allowed():
-    required = tomllib.loads((project.checkout() / "pyproject.toml").read_text())["project"]["dependencies"]
-    least = {name: least for line in required for name, _, least in [line.partition(";")[0].partition(">=")]}
-    tested = re.findall(r"^(\w+)==(.*)\.\*$", (project.checkout() / ".ci" / "oldest.txt").read_text(), flags=re.M)
+    required = tomllib.loads((project.checkout() / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    least = {
+        name: least
+        for line in required
+        for name, _, least in [line.partition(";")[0].partition(">=")]
+    }
+    tested = re.findall(
+        r"^(\w+)==(.*)\.\*$", (project.checkout() / ".ci" / "oldest.txt").read_text(), flags=re.M
+    )
     assert dict(tested) == {name: least[name] for name in ("torch", "triton")}

@@ -1,7 +1,8 @@
 """Notebooks through the users' own path: `labkit report`, papermill's command line, a browser.
 
-Every lab is executed once, at profile `smoke`; in `make test` some are, and two draw their recorded runs. The tests
-look at what that left. `tests/rehearsal/test_tries.py` runs the cells of all labs, and tests/studies their workers.
+Every lab is executed once, at profile `smoke`; in `make test` some are, and two draw their recorded
+runs. The tests look at what that left. `tests/rehearsal/test_tries.py` runs the cells of all labs,
+and tests/studies their workers.
 """
 
 import base64
@@ -34,7 +35,8 @@ from tests.lab.test_labs import check_headline
 
 TOUR = notebooks_directory() / "00_start_here.ipynb"
 # Labs that `make test` measures, or draws.
-MEASURED, DRAWN = ("limits", "precision", "all_reduce", "sync_batchnorm"), ("memory", "data_parallel")
+MEASURED = ("limits", "precision", "all_reduce", "sync_batchnorm")
+DRAWN = ("memory", "data_parallel")
 # All but the tuned step, which has a table.
 WITH_FIGURES = [lab for lab in LABS if any(question.figure for question in load_lab(lab).questions)]
 PAGES = thinned(["index", *LABS], lambda name: name in ("index", "all_reduce"))  # in a browser
@@ -44,21 +46,29 @@ VIEWS = [(name, *view) for name in ("index", *LABS) for view in (("light", 1280)
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
-    """The folder of the pages of all labs and of the tour: by commands, or in `make test` for less."""
+    """The folder of the pages of all labs and of the tour: by commands, or in `make test` for
+    less."""
     pages = tmp_path_factory.mktemp("smoke") / "pages"
     if "not slow" in request.config.option.markexpr:
         with pytest.MonkeyPatch.context() as patch:
             _report_in_one_kernel(pages, patch)
         return pages
-    program, tour = ["labkit", "report", "--profile", "smoke", "--output"], pages / "notebooks" / TOUR.name
-    for command in ([*program, str(pages)], ["papermill", str(TOUR), str(tour), "-p", "repeats", "6"]):
-        outcome = carry_out([sys.executable, "-m", *command], pages.parent, {"LABKIT_HOME": str(pages / "home")})
+    program = ["labkit", "report", "--profile", "smoke", "--output"]
+    tour = pages / "notebooks" / TOUR.name
+    for command in (
+        [*program, str(pages)],
+        ["papermill", str(TOUR), str(tour), "-p", "repeats", "6"],
+    ):
+        outcome = carry_out(
+            [sys.executable, "-m", *command], pages.parent, {"LABKIT_HOME": str(pages / "home")}
+        )
         assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return pages
 
 
 def _report_in_one_kernel(pages, patch):
-    """With half of the rounds of `smoke`, and ranks of the fork server that the processes of the tests share."""
+    """With half of the rounds of `smoke`, and ranks of the fork server that the processes of the
+    tests share."""
     pages.mkdir()
     patch.chdir(pages)
     patch.setenv("LABKIT_HOME", str(pages / "home"))
@@ -68,11 +78,20 @@ def _report_in_one_kernel(pages, patch):
     for study in studies:
         (recorded,) = (recorded_directory() / study.name).glob("*.jsonl")
         fewer = {"repeats": 3} if "repeats" in type(study.profiles["smoke"]).model_fields else {}
-        parameters = {"profile": "smoke", **fewer} if study.name in MEASURED else {"run": recorded.stem}
+        parameters = (
+            {"profile": "smoke", **fewer} if study.name in MEASURED else {"run": recorded.stem}
+        )
         assert report_lab(study, parameters, pages, kernel).error is None
     tour = pages / "notebooks" / TOUR.name
-    options = {"kernel": kernel, "on_progress": lambda _: None, "target": tour, "progress_bar": False}
-    papermill.execute_notebook(TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options)
+    options = {
+        "kernel": kernel,
+        "on_progress": lambda _: None,
+        "target": tour,
+        "progress_bar": False,
+    }
+    papermill.execute_notebook(
+        TOUR, tour, {"repeats": 3}, engine_name=ENGINE, kernel_name="python3", **options
+    )
     kernel.close()
     write_index(map(load_lab, LABS), pages)
 
@@ -87,7 +106,8 @@ def tour(report):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_parameters_cell_has_a_few_with_a_comment_and_a_place_for_all_others(lab):
-    study, path = load_lab(lab), notebook_path(lab)
+    study = load_lab(lab)
+    path = notebook_path(lab)
     profile, run, *own, config = notebook_parameters(path.read_text(), path.name)
     assert (profile, run, config) == COMMON_PARAMETERS
     assert len(own) <= 4
@@ -99,24 +119,42 @@ def test_a_parameters_cell_has_a_few_with_a_comment_and_a_place_for_all_others(l
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
-    study, cells = load_lab(lab), nbformat.read(notebook_path(lab), as_version=4).cells
+    study = load_lab(lab)
+    cells = nbformat.read(notebook_path(lab), as_version=4).cells
     for question in study.questions:
-        heading = next(index for index, cell in enumerate(cells) if cell.source.startswith(f"## {question.text}"))
-        following = [index for index, cell in enumerate(cells) if index > heading and cell.source.startswith("## ")]
+        heading = next(
+            index
+            for index, cell in enumerate(cells)
+            if cell.source.startswith(f"## {question.text}")
+        )
+        following = [
+            index
+            for index, cell in enumerate(cells)
+            if index > heading and cell.source.startswith("## ")
+        ]
         section = cells[heading : following[0] if following else None]
-        assert any(f'lab.answer("{question.id}"' in cell.source for cell in section if cell.cell_type == "code")
+        assert any(
+            f'lab.answer("{question.id}"' in cell.source
+            for cell in section
+            if cell.cell_type == "code"
+        )
 
 
 @pytest.mark.parametrize("lab", thinned(LABS, lambda lab: lab in MEASURED + DRAWN))
 def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(lab, report):
     executed = report / "notebooks" / f"{lab}.ipynb"
-    record, html = read_notebook_record(executed), (report / f"{lab}.html").read_text()
+    record = read_notebook_record(executed)
+    html = (report / f"{lab}.html").read_text()
     assert record.coverage.get("failed", 0) == 0
-    assert [answer.id for answer in record.answers] == [question.id for question in load_lab(lab).questions]
+    assert [answer.id for answer in record.answers] == [
+        question.id for question in load_lab(lab).questions
+    ]
     for answer in record.answers:
         check_headline(answer.headline)
         assert f'id="answer-{answer.id}"' in html
-    links = re.findall(r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " "))
+    links = re.findall(
+        r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " ")
+    )
     figures = html.count('<figure class="labkit-figure">')
     assert len(links) + html.count(".csv under figures/") == figures
     assert all(b"," in base64.b64decode(link) for link in links)
@@ -147,12 +185,17 @@ def axe(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_offline_stands_out_from_its_background_names_its_images_and_fits(name, report, visit):
-    """A narrow screen needs no scrolling, and a small laptop cuts no table and lays no text on another."""
+def test_a_page_opens_offline_stands_out_from_its_background_names_its_images_and_fits(
+    name, report, visit
+):
+    """A narrow screen needs no scrolling, and a small laptop cuts no table and lays no text on
+    another."""
     page, requests, errors = visit(report / f"{name}.html")
     assert page.title()
     texts = page.evaluate("[...document.images].map(image => image.alt)")
-    texts += page.evaluate("[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)")
+    texts += page.evaluate(
+        "[...document.querySelectorAll('.labkit-plot')].map(plot => plot.ariaLabel)"
+    )
     assert texts or name not in WITH_FIGURES
     assert all(texts)
     for scheme in ("light", "dark"):
@@ -163,26 +206,37 @@ def test_a_page_opens_offline_stands_out_from_its_background_names_its_images_an
     page.set_viewport_size({"width": 1200, "height": 800})
     assert page.evaluate(TOO_WIDE) == []
     assert page.evaluate(OVERLAPS) == []
-    assert [url for url in requests if not url.startswith("data:")] == [(report / f"{name}.html").as_uri()]
+    assert [url for url in requests if not url.startswith("data:")] == [
+        (report / f"{name}.html").as_uri()
+    ]
     assert errors == []
 
 
-@pytest.mark.parametrize(("name", "scheme", "width"), thinned(VIEWS, lambda *view: view in QUICK_VIEWS))
+@pytest.mark.parametrize(
+    ("name", "scheme", "width"), thinned(VIEWS, lambda *view: view in QUICK_VIEWS)
+)
 def test_a_page_has_no_serious_barrier(name, scheme, width, axe, report, visit):
     page, _, _ = visit(report / f"{name}.html", scheme, width)
     assert barriers(page, axe) == []
 
 
-def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_reduce_go_by_key(report, visit):
+def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_reduce_go_by_key(
+    report, visit
+):
     page, _, errors = visit(report / "all_reduce.html", width=1000)
-    numbers = page.locator("details.labkit-numbers", has=page.locator("thead th:nth-child(3)")).first
+    numbers = page.locator(
+        "details.labkit-numbers", has=page.locator("thead th:nth-child(3)")
+    ).first
     numbers.locator("summary").press("Enter")
     table = numbers.locator("table.labkit-table")
     heading = table.locator("thead button").nth(2)
     for key in ("ascending", "descending"):
         heading.press("Enter")
         assert table.locator(f"th[aria-sort={key}]").count() == 1
-        values = [float(cell.get_attribute("data-sort")) for cell in table.locator("tbody td:nth-child(3)").all()]
+        values = [
+            float(cell.get_attribute("data-sort"))
+            for cell in table.locator("tbody td:nth-child(3)").all()
+        ]
         assert values == sorted(values, reverse=key == "descending")
     plot = page.locator(".labkit-plot").first
     plot.press("ArrowRight")
@@ -204,20 +258,32 @@ def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_redu
 
 def test_a_drawn_run_has_its_answers(report):
     record = read_notebook_record(report / "notebooks" / "memory.ipynb")
-    run = Run.load(next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file()))
+    run = Run.load(
+        next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file())
+    )
     answers = load_lab("memory").answers(run.results())
-    assert [answer.headline for answer in record.answers] == [answer.headline for answer in answers.values()]
+    assert [answer.headline for answer in record.answers] == [
+        answer.headline for answer in answers.values()
+    ]
 
 
 # The tour for newcomers
 
 
 def _shown(tour, kind):
-    return [output.data[kind] for outputs in tour.values() for output in outputs if kind in output.get("data", {})]
+    return [
+        output.data[kind]
+        for outputs in tour.values()
+        for output in outputs
+        if kind in output.get("data", {})
+    ]
 
 
 def test_the_tour_runs_without_noise_on_ranks_and_measures_alone_the_point_that_is_added(tour):
-    assert {output.output_type for outputs in tour.values() for output in outputs} <= {"display_data", "execute_result"}
+    assert {output.output_type for outputs in tour.values() for output in outputs} <= {
+        "display_data",
+        "execute_result",
+    }
     pieces = _shown(tour, "text/html")
     assert sum(html.count("data:image/svg+xml;base64,") for html in pieces) == 2
     (table,) = [html for html in pieces if "average that each rank has" in html]
@@ -228,9 +294,19 @@ def test_the_tour_runs_without_noise_on_ranks_and_measures_alone_the_point_that_
 
 
 def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with():
-    (source,) = [cell.source for cell in nbformat.read(TOUR, as_version=4).cells if "One size more" in cell.source]
+    (source,) = [
+        cell.source
+        for cell in nbformat.read(TOUR, as_version=4).cells
+        if "One size more" in cell.source
+    ]
     lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
-    namespace = {"open_lab": lambda *_: lab, "load_lab": load_lab, "pd": pd, "frame": pd.DataFrame(), "more": None}
+    namespace = {
+        "open_lab": lambda *_: lab,
+        "load_lab": load_lab,
+        "pd": pd,
+        "frame": pd.DataFrame(),
+        "more": None,
+    }
     with pytest.raises(KeyboardInterrupt):
         exec(source, namespace)
     assert namespace["more"] is lab

@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench import check
-from labkit.bench.check import first_failing_rank, largest_difference, matrix_product, max_over_ranks, verdict
+from labkit.bench.check import (
+    first_failing_rank,
+    largest_difference,
+    matrix_product,
+    max_over_ranks,
+    verdict,
+)
 from labkit.parallel.launch import run_ranks
 
 
@@ -21,7 +27,10 @@ def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
     right = {str(index): torch.arange(1.0, 4.0) * 10.0**-index for index in range(6)}
     assert largest_difference(right, right) == 0
     for name, tensor in right.items():
-        assert largest_difference({key: value for key, value in right.items() if key != name}, right) == math.inf
+        assert (
+            largest_difference({key: value for key, value in right.items() if key != name}, right)
+            == math.inf
+        )
         assert largest_difference(right | {name: tensor * 0}, right) == 1
         assert largest_difference(right | {name: tensor * math.nan}, right) == math.inf
 
@@ -50,13 +59,16 @@ def test_a_matmul_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch, mo
     assert (work.check, work.flops, work.n_bytes) == expected
     right = torch.mm
     for wrong in (math.nan, 2.0**-12):  # as far off as TF32 is
-        monkeypatch.setattr(check.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong))
+        monkeypatch.setattr(
+            check.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong)
+        )
         assert matrix_product("cpu", torch.float32, 64, 64, 64).check.startswith("wrong: error")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_check_lets_rounding_pass_whatever_the_order_of_additions(dtype):
-    """A float32 sum of 8192 products, one after another, as some processors and libraries have it."""
+    """A float32 sum of 8192 products, one after another, as some processors and libraries have
+    it."""
     generator = torch.Generator().manual_seed(1)
     rows, columns = torch.randn(2, 64, 8192, generator=generator).to(dtype)
     one_by_one = torch.zeros(64)
@@ -65,4 +77,6 @@ def test_the_check_lets_rounding_pass_whatever_the_order_of_additions(dtype):
     exact = (rows.double() * columns.double()).sum(dim=1)
     error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
     assert verdict(error, check.rounding_limit(dtype, 8192)) == "ok"
-    assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, "more than blocks are off by"
+    assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, (
+        "more than blocks are off by"
+    )

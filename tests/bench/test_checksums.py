@@ -1,4 +1,5 @@
-"""Sums of whole numbers over ranks: in every type the right one is exact, and each single mistake is seen.
+"""Sums of whole numbers over ranks: in every type the right one is exact, and each single mistake
+is seen.
 
 Ranks are rows of a matrix here: no process is needed to add them up.
 """
@@ -44,10 +45,14 @@ def test_the_right_sum_is_exact_in_any_order(dtype, ranks):
     ("ranks", "length", "dtype"),
     thinned(
         product(WORLDS, LENGTHS, DTYPES),
-        lambda ranks, length, dtype: ranks in QUICK and (ranks < 64 if length > 1 else dtype == torch.bfloat16),
+        lambda ranks, length, dtype: (
+            ranks in QUICK and (ranks < 64 if length > 1 else dtype == torch.bfloat16)
+        ),
     ),
 )
-def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each_element(dtype, ranks, length):
+def test_each_rank_left_out_counted_twice_or_in_place_of_another_is_seen_at_each_element(
+    dtype, ranks, length
+):
     parts = _parts(ranks, length, dtype).double()
     right = parts.sum(0)
     for rank in range(ranks):
@@ -63,7 +68,9 @@ def test_a_chunk_or_an_element_that_is_not_reduced_stale_or_in_another_place_is_
     right = parts.double().sum(0).to(dtype)
     for own in parts[:2]:
         for chunk in (*range(ranks), "last element"):
-            where = slice(-1, None) if chunk == "last element" else slice(chunk * 1000 // ranks, None)
+            where = (
+                slice(-1, None) if chunk == "last element" else slice(chunk * 1000 // ranks, None)
+            )
             for stale in (own[where], torch.zeros_like(own[where]), own[where] * math.nan):
                 wrong = right.clone()
                 wrong[where] = stale

@@ -8,11 +8,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.bench.ledger import AllocationLedger, peak_between, timeline_between
-from labkit.bench.memory import measure_second_peak, process_peak, record_allocations, saved_for_backward
+from labkit.bench.memory import (
+    measure_second_peak,
+    process_peak,
+    record_allocations,
+    saved_for_backward,
+)
 from labkit.costs.transformer import SIZES
 from labkit.nn.training import TrainingStep
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 
 
 def _bytes(n):
@@ -70,7 +76,9 @@ def test_the_peak_of_the_process_counts_what_is_gone_and_no_earlier_peak():
 
 def test_a_saved_storage_counts_once_and_whole():
     x = torch.randn(10, 10, requires_grad=True)
-    result, saved = saved_for_backward(lambda: (x * x).sum() + (x.T @ x).sum() + x[:2].square().sum())
+    result, saved = saved_for_backward(
+        lambda: (x * x).sum() + (x.T @ x).sum() + x[:2].square().sum()
+    )
     assert saved == {x.data_ptr(): 400}
     result.backward()
     assert x.grad is not None
@@ -91,7 +99,9 @@ def test_a_storage_is_in_the_ledger_once_from_its_birth_to_its_end():
         c = _bytes(KIB)
     assert [x.n_bytes for x in ledger.allocations] == [KIB, 2 * KIB, KIB]
     assert [(x.born, x.freed) for x in ledger.allocations] == [(0, 2), (1, None), (3, None)]
-    assert all(x.line.startswith("test_memory.py:") and x.operator == "ones" for x in ledger.allocations)
+    assert all(
+        x.line.startswith("test_memory.py:") and x.operator == "ones" for x in ledger.allocations
+    )
     peak = peak_between(ledger.allocations, 0, ledger.moment)
     assert (peak.n_bytes, peak.moment, len(peak.live)) == (3 * KIB, 1, 2)
     assert peak_between(ledger.allocations, 3, 4).n_bytes == 3 * KIB
@@ -141,4 +151,7 @@ def test_the_peak_of_a_fake_step_is_that_of_pytorchs_own_tracker():
         step = build()
         start = ledger.moment
         step.run()
-    assert abs(peak_between(ledger.allocations, start, ledger.moment).n_bytes - theirs["Total"]) < 4 * KIB
+    assert (
+        abs(peak_between(ledger.allocations, start, ledger.moment).n_bytes - theirs["Total"])
+        < 4 * KIB
+    )

@@ -26,15 +26,21 @@ def test_operators_move_what_they_read_and_write_and_views_do_not():
 
 
 def test_matmuls_have_flops_and_lookups_read_their_rows_only():
-    table, rows = torch.zeros(1000, 10), torch.tensor([1, 2])
+    table = torch.zeros(1000, 10)
+    rows = torch.tensor([1, 2])
     weights = torch.ones(10, 8)
     calls = record_operators(
-        lambda: (torch.embedding(table, rows), torch.mm(table.T, table), table.view(10, 100, 10) @ weights)
+        lambda: (
+            torch.embedding(table, rows),
+            torch.mm(table.T, table),
+            table.view(10, 100, 10) @ weights,
+        )
     )
     lookup, product, batch = (call for call in calls if call.name in ("embedding", "mm"))
     assert lookup.n_bytes == 16 + 2 * 2 * 40
     assert (product.flops, product.dtype) == (2 * 10 * 1000 * 10, "float32")
-    assert (batch.name, batch.n_bytes) == ("mm", 4 * (1000 * 10 + 10 * 8 + 1000 * 8))  # rows in batches are one
+    # rows in batches are one
+    assert (batch.name, batch.n_bytes) == ("mm", 4 * (1000 * 10 + 10 * 8 + 1000 * 8))
 
 
 def test_a_backward_pass_on_fake_tensors_counts_too():

@@ -1,4 +1,5 @@
-"""Intervals cover what they say, and differences are claimed where the samples show them: simulated and worked out."""
+"""Intervals cover what they say, and differences are claimed where the samples show them: simulated
+and worked out."""
 
 from itertools import product
 
@@ -7,14 +8,22 @@ import pandas as pd
 import pytest
 
 from labkit.bench.intervals import estimate_paired, median_interval
-from labkit.bench.statistics import compare, compare_groups, median_groups, slowest_rank, with_verdicts
+from labkit.bench.statistics import (
+    compare,
+    compare_groups,
+    median_groups,
+    slowest_rank,
+    with_verdicts,
+)
 from tests.cases import thinned
 
 NONE = "no difference shown"
 NOISE = {
     "log-normal": lambda rng, n: rng.normal(0, 0.1, n),
     "t2": lambda rng, n: 0.07 * rng.standard_t(2, n),
-    "outliers": lambda rng, n: rng.normal(0, 0.1, n) + (rng.random(n) < 0.1) * rng.exponential(0.5, n),
+    "outliers": (
+        lambda rng, n: rng.normal(0, 0.1, n) + (rng.random(n) < 0.1) * rng.exponential(0.5, n)
+    ),
 }
 
 
@@ -42,7 +51,9 @@ def _verdict(*comparisons):
 )
 def test_comparisons_give_the_numbers_they_always_gave(n, expected, verdict):
     result = compare(_samples(n, seed=n), _samples(n, np.exp(0.06), seed=n + 1))
-    assert (result.value, result.low, result.high, result.p) == pytest.approx(expected, abs=2e-6, nan_ok=True)
+    assert (result.value, result.low, result.high, result.p) == pytest.approx(
+        expected, abs=2e-6, nan_ok=True
+    )
     assert _verdict(result) == verdict
 
 
@@ -57,19 +68,27 @@ def test_medians_of_known_samples():
 
 
 DRIFT = np.linspace(1, 3, 30)
-CERTAIN = [([seconds] * n, [2 * seconds] * n, "faster") for n in (6, 12, 20, 50) for seconds in (1.0, 0.0012)]
+CERTAIN = [
+    ([seconds] * n, [2 * seconds] * n, "faster")
+    for n in (6, 12, 20, 50)
+    for seconds in (1.0, 0.0012)
+]
 CERTAIN += [([1.01] * n, [1.0] * n, NONE) for n in (6, 12, 20, 50)]  # too small to matter
 UNKNOWN = [*(([1.0] * n, [9.0] * n) for n in (1, 3, 5)), ([1.0, -1.0, *[2.0] * 10], [1.0] * 12)]
 
 
-@pytest.mark.parametrize(("samples", "others", "verdict"), [*CERTAIN, (0.9 * DRIFT, DRIFT, "faster")])
+@pytest.mark.parametrize(
+    ("samples", "others", "verdict"), [*CERTAIN, (0.9 * DRIFT, DRIFT, "faster")]
+)
 def test_ratios_without_noise_but_drift_that_hits_both_are_certain(samples, others, verdict):
     assert _verdict(compare(samples, others)) == verdict
     assert compare(others, others).p == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("samples", "others"), UNKNOWN)
-def test_too_few_samples_and_such_that_are_not_above_zero_have_no_interval_and_no_verdict(samples, others):
+def test_too_few_samples_and_such_that_are_not_above_zero_have_no_interval_and_no_verdict(
+    samples, others
+):
     result = compare(samples, others)
     assert _verdict(result) == NONE
     assert np.isnan([result.low, result.high, result.p]).all()
@@ -80,7 +99,9 @@ def test_too_few_samples_and_such_that_are_not_above_zero_have_no_interval_and_n
 
 
 def test_slowest_rank_counts():
-    frame = pd.DataFrame({"size": 1, "rank": [0, 1, 0, 1], "repeat": [0, 0, 1, 1], "seconds": [1.0, 3.0, 4.0, 2.0]})
+    frame = pd.DataFrame(
+        {"size": 1, "rank": [0, 1, 0, 1], "repeat": [0, 0, 1, 1], "seconds": [1.0, 3.0, 4.0, 2.0]}
+    )
     assert slowest_rank(frame, "seconds", ["size"])["seconds"].tolist() == [3.0, 4.0]
     assert median_groups(frame, "seconds", ["rank"])["median"].tolist() == [2.5, 2.5]
 
@@ -93,27 +114,51 @@ def test_many_comparisons_are_corrected_together():
     for labels in (range(5), [0] * 5):
         assert with_verdicts(table.assign(p=0.02).set_axis(labels))["verdict"].tolist() == verdicts
     # Benjamini & Hochberg 1995, section 3: four of fifteen at 5%, three at 2.5%
-    p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240, 0.4262, 0.5719, 0.6528]
-    discoveries = with_verdicts(pd.DataFrame({"ratio": 0.5, "p": [*p, 0.7590, 1.0, np.nan]}))["verdict"]
+    p = [
+        0.0001,
+        0.0004,
+        0.0019,
+        0.0095,
+        0.0201,
+        0.0278,
+        0.0298,
+        0.0344,
+        0.0459,
+        0.3240,
+        0.4262,
+        0.5719,
+        0.6528,
+    ]
+    discoveries = with_verdicts(pd.DataFrame({"ratio": 0.5, "p": [*p, 0.7590, 1.0, np.nan]}))[
+        "verdict"
+    ]
     assert discoveries.tolist() == ["faster"] * 3 + [NONE] * 13
 
 
 @pytest.mark.parametrize("n", [6, 8, 30, 3000])
 def test_a_ratio_and_its_inverse_agree(n):
-    a, b = _samples(n, np.exp(0.3), seed=n), _samples(n, seed=n + 1)
-    there, back = compare(a, b), compare(b, a)
-    np.testing.assert_allclose([there.value, there.low, there.high], [1 / back.value, 1 / back.high, 1 / back.low])
+    a = _samples(n, np.exp(0.3), seed=n)
+    b = _samples(n, seed=n + 1)
+    there = compare(a, b)
+    back = compare(b, a)
+    np.testing.assert_allclose(
+        [there.value, there.low, there.high], [1 / back.value, 1 / back.high, 1 / back.low]
+    )
     assert there.p == pytest.approx(back.p)
     assert (_verdict(there), _verdict(back)) == ("slower", "faster")
 
 
-@pytest.mark.parametrize(("kind", "n"), thinned(product(NOISE, (6, 8, 11, 12, 15, 50)), lambda kind, n: n in (6, 15)))
+@pytest.mark.parametrize(
+    ("kind", "n"), thinned(product(NOISE, (6, 8, 11, 12, 15, 50)), lambda kind, n: n in (6, 15))
+)
 def test_intervals_cover_93_to_97_percent(kind, n):
-    rng, tries = np.random.default_rng(n), 800
+    rng = np.random.default_rng(n)
+    tries = 800
     true_median = np.median(NOISE[kind](np.random.default_rng(1), 400_000))
     covered = dict.fromkeys(("median", "paired"), 0)
     for _ in range(tries):
-        a, b = NOISE[kind](rng, n), NOISE[kind](rng, n)
+        a = NOISE[kind](rng, n)
+        b = NOISE[kind](rng, n)
         low, high = median_interval(a)
         covered["median"] += low <= true_median <= high
         ratio = estimate_paired(a - b)
@@ -133,10 +178,15 @@ def _correlated(rng, n, rho, spread=0.1):
 
 
 def _claims(settings, rounds, effect, noise, tries):
-    """Share of settings, per try, with a claim where one alternative takes `effect` of the other's time."""
-    rng, shares = np.random.default_rng(0), []
+    """Share of settings, per try, with a claim where one alternative takes `effect` of the other's
+    time."""
+    rng = np.random.default_rng(0)
+    shares = []
     for _ in range(tries):
-        pairs = [(effect * np.exp(noise(rng, rounds)), np.exp(noise(rng, rounds))) for _ in range(settings)]
+        pairs = [
+            (effect * np.exp(noise(rng, rounds)), np.exp(noise(rng, rounds)))
+            for _ in range(settings)
+        ]
         verdicts = _verdict(*(compare(a, b) for a, b in pairs))
         shares.append(np.mean(np.atleast_1d(verdicts) != NONE))
     return np.array(shares)
@@ -157,15 +207,24 @@ def test_at_most_5_percent_of_tables_without_a_difference_claim_any(settings, ro
     assert (claims > 0).mean() <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / len(claims))
 
 
-@pytest.mark.parametrize(("effect", "least", "settings"), [(0.9, 0.6, 1), (0.8, 0.85, 1), (0.9, 0.6, 12)])
+@pytest.mark.parametrize(
+    ("effect", "least", "settings"), [(0.9, 0.6, 1), (0.8, 0.85, 1), (0.9, 0.6, 12)]
+)
 def test_a_difference_of_10_or_20_percent_is_found(effect, least, settings):
-    assert _claims(settings, 20, effect, lambda rng, n: rng.normal(0, 0.1, n), tries=60).mean() >= least
+    assert (
+        _claims(settings, 20, effect, lambda rng, n: rng.normal(0, 0.1, n), tries=60).mean()
+        >= least
+    )
 
 
 def test_alternatives_that_share_a_baseline_do_not_claim_more_often():
-    rng, claimed, tries = np.random.default_rng(0), 0, 150
+    rng = np.random.default_rng(0)
+    claimed = 0
+    tries = 150
     for _ in range(tries):
-        frame = pd.DataFrame({"setting": 0, "name": np.repeat(range(8), 20), "s": np.exp(rng.normal(0, 0.1, 160))})
+        frame = pd.DataFrame(
+            {"setting": 0, "name": np.repeat(range(8), 20), "s": np.exp(rng.normal(0, 0.1, 160))}
+        )
         claimed += (compare_groups(frame, "s", ["setting"], "name", 0)["verdict"] != NONE).any()
     assert claimed / tries <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / tries)
 
@@ -173,6 +232,7 @@ def test_alternatives_that_share_a_baseline_do_not_claim_more_often():
 def test_correlated_rounds_are_worth_less():
     rng = np.random.default_rng(5)
     noise = _correlated(rng, 200, 0.8) - 0.05
-    related, independent = estimate_paired(noise), estimate_paired(rng.permutation(noise))
+    related = estimate_paired(noise)
+    independent = estimate_paired(rng.permutation(noise))
     assert related.high - related.low > 2 * (independent.high - independent.low)
     assert related.p > independent.p

@@ -1,4 +1,5 @@
-"""When rounds end: by the width of intervals and by the clock, alike on all ranks; and what coverage that leaves."""
+"""When rounds end: by the width of intervals and by the clock, alike on all ranks; and what
+coverage that leaves."""
 
 import numpy as np
 import pytest
@@ -34,12 +35,18 @@ def test_steady_alternatives_need_few_rounds_and_noisy_ones_more():
 
 
 def test_the_noisiest_of_all_alternatives_decides_and_each_part_counts():
-    steady, noisy = _noise(0.001), _noise(0.5)
+    steady = _noise(0.001)
+    noisy = _noise(0.5)
     assert _rounds(np.concatenate([steady, noisy[:1]])) == MOST
     rule = Stopping(0.05, 1e9)
-    parts = {"a": {"forward": steady[0, :20], "backward": noisy[0, :20]}, "b": {"forward": steady[1, :20]}}
+    parts = {
+        "a": {"forward": steady[0, :20], "backward": noisy[0, :20]},
+        "b": {"forward": steady[1, :20]},
+    }
     assert not rule.is_enough(parts)
-    assert Stopping(0.05, 1e9).is_enough({name: {"forward": of["forward"]} for name, of in parts.items()})
+    assert Stopping(0.05, 1e9).is_enough(
+        {name: {"forward": of["forward"]} for name, of in parts.items()}
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -58,7 +65,8 @@ def test_time_ends_rounds_once_there_is_an_interval(monkeypatch):
 
 def _until_narrow():
     rank = dist.get_rank()
-    slower = np.maximum(1.0, _noise(0.5, seed=3)) if rank else np.ones((2, MOST))  # what the steady rank waits for
+    # what the steady rank waits for
+    slower = np.maximum(1.0, _noise(0.5, seed=3)) if rank else np.ones((2, MOST))
     times = iter(slower.ravel())
     clock._time_calls = lambda action, calls, is_cuda: next(times)  # of this rank's process alone
     samples = time_interleaved({"a": int, "b": int}, warmup=0, repeats=30, ratio_within=0.1)
@@ -81,8 +89,10 @@ NOISES = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_intervals_hold_what_they_promise_where_their_width_decided_when_to_stop(noise):
-    tries, rng = 300, np.random.default_rng(7)
-    inside, rounds = 0, []
+    tries = 300
+    rng = np.random.default_rng(7)
+    inside = 0
+    rounds = []
     for _ in range(tries):
         times = np.exp(NOISES[noise](rng, (2, MOST)))
         rounds.append(_rounds(times, ratio_within=0.06))

@@ -1,4 +1,5 @@
-"""Traces: times without what ran inside add up, ranges hold what they should, kernels have families by name."""
+"""Traces: times without what ran inside add up, ranges hold what they should, kernels have families
+by name."""
 
 import pytest
 import torch
@@ -9,7 +10,14 @@ from labkit.bench.trace import profile_call, read_events
 
 
 def _event(name, start_us, duration_us, category="cpu_op", thread=1, **arguments):
-    fields = {"cat": category, "name": name, "ts": start_us, "dur": duration_us, "tid": thread, "args": arguments}
+    fields = {
+        "cat": category,
+        "name": name,
+        "ts": start_us,
+        "dur": duration_us,
+        "tid": thread,
+        "args": arguments,
+    }
     return {"ph": "X"} | fields
 
 
@@ -44,7 +52,9 @@ def _trace(*events):
 
 def test_times_add_up_nothing_counts_twice_and_ranges_hold_what_starts_in_them_on_any_thread():
     events = read_events(_trace(*reversed(HOST)))
-    assert [(e.name, e.ranges, round(e.self_s * 1e6, 6), round(e.duration_s * 1e6, 6)) for e in events] == [
+    assert [
+        (e.name, e.ranges, round(e.self_s * 1e6, 6), round(e.duration_s * 1e6, 6)) for e in events
+    ] == [
         ("forward", ("forward",), 30, 100),
         ("scores", ("forward", "scores"), 10, 50),
         ("aten::matmul", ("forward", "scores"), 10, 40),
@@ -64,14 +74,17 @@ def test_times_add_up_nothing_counts_twice_and_ranges_hold_what_starts_in_them_o
 
 def test_kernels_are_the_events_of_a_gpu_and_belong_to_the_range_of_their_launch():
     events = read_events(_trace(*GPU))
-    assert [(event.name, event.family, event.ranges, round(event.self_s * 1e6, 6)) for event in events] == [
+    assert [
+        (event.name, event.family, event.ranges, round(event.self_s * 1e6, 6)) for event in events
+    ] == [
         ("Memcpy HtoD", "copy", ("backward",), 1),
         ("sm90_xmma_gemm", "matmul", ("forward",), 40),
         ("softmax_warp_forward", "softmax", ("backward",), 10),
     ]
 
 
-NATIVE, HIDDEN = "void at::native::", "void at::native::(anonymous namespace)::"
+NATIVE = "void at::native::"
+HIDDEN = "void at::native::(anonymous namespace)::"
 ELEMENTWISE = NATIVE + "vectorized_elementwise_kernel<4, at::native::"
 CUTLASS = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8"
 CUDA_NAMES = {
@@ -88,29 +101,46 @@ CUDA_NAMES = {
     "reduction": [NATIVE + "reduce_kernel<512, 1, at::native::ReduceOp<float>>"],
     "embedding": [
         HIDDEN + name
-        for name in ("embedding_backward_feature_kernel<x>", "compute_grad_weight<x>", "sum_and_scatter<x>")
+        for name in (
+            "embedding_backward_feature_kernel<x>",
+            "compute_grad_weight<x>",
+            "sum_and_scatter<x>",
+        )
     ],
     "copy": ["Memset (Device)", ELEMENTWISE + "FillFunctor<float>>"],
     "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
     "optimizer": [NATIVE + "multi_tensor_apply_kernel<FusedAdamMathFunctor>"],
-    "dispatch": ["autograd::engine::evaluate_function: SoftmaxBackward0", "torch::autograd::AccumulateGrad"],
+    "dispatch": [
+        "autograd::engine::evaluate_function: SoftmaxBackward0",
+        "torch::autograd::AccumulateGrad",
+    ],
 }
 NAMES = {
-    "matmul": "aten::mm aten::bmm ampere_sgemm_128x64_nn nvjet_hsh_128x64 aten::mkldnn_convolution "
-    "triton_tem_fused_mm_3 aten::convolution_backward aten::_slow_conv2d_forward",
-    "attention": "aten::_flash_attention_forward forward_kernel grad_kv_kernel grad_q_kernel delta_kernel "
-    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80 cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+    "matmul": (
+        "aten::mm aten::bmm ampere_sgemm_128x64_nn nvjet_hsh_128x64 aten::mkldnn_convolution "
+        "triton_tem_fused_mm_3 aten::convolution_backward aten::_slow_conv2d_forward"
+    ),
+    "attention": (
+        "aten::_flash_attention_forward forward_kernel grad_kv_kernel grad_q_kernel delta_kernel"
+        " fmha_cutlassF_bf16_aligned_64x64_rf_sm80"
+        " cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7"
+    ),
     "softmax": "aten::_softmax aten::_softmax_backward_data triton_red_fused__softmax_1",
     "loss": "aten::_log_softmax aten::nll_loss_backward",
     "norm": "aten::native_layer_norm triton_per_fused_native_layer_norm_0",
-    "elementwise": "aten::mul aten::masked_fill_ aten::silu_backward aten::addcdiv_ aten::bernoulli_ "
-    "triton_poi_fused__to_copy_add_mul_0",
+    "elementwise": (
+        "aten::mul aten::masked_fill_ aten::silu_backward aten::addcdiv_ aten::bernoulli_ "
+        "triton_poi_fused__to_copy_add_mul_0"
+    ),
     "reduction": "aten::sum aten::avg_pool2d aten::max_pool2d_with_indices triton_red_fused_sum_2",
     "embedding": "aten::embedding_dense_backward",
     "copy": "aten::copy_ aten::cat aten::fill_",
     "communication": "gloo:all_reduce",
     "optimizer": "aten::_fused_adamw_",
-    "dispatch": "aten::view aten::matmul aten::conv2d aten::max_pool2d aten::t aten::empty_strided MmBackward0",
+    "dispatch": (
+        "aten::view aten::matmul aten::conv2d aten::max_pool2d aten::t aten::empty_strided"
+        " MmBackward0"
+    ),
     "other": "something_nobody_knows",
 }
 
@@ -125,9 +155,14 @@ def test_families_by_recorded_names(family):
     ("name", "short"),
     [
         ("aten::mm", "aten::mm"),
-        (ELEMENTWISE + "CUDAFunctor_add<float>, char*>(int)", "vectorized_elementwise_kernel<CUDAFunctor_add>"),
         (
-            ELEMENTWISE + "BinaryFunctor<float, float, at::native::binary_internal::MulFunctor<float>>, char*>(int)",
+            ELEMENTWISE + "CUDAFunctor_add<float>, char*>(int)",
+            "vectorized_elementwise_kernel<CUDAFunctor_add>",
+        ),
+        (
+            ELEMENTWISE
+            + "BinaryFunctor<float, float, at::native::binary_internal::MulFunctor<float>>,"
+            " char*>(int)",
             "vectorized_elementwise_kernel<MulFunctor>",
         ),
         (
@@ -135,11 +170,15 @@ def test_families_by_recorded_names(family):
             "vectorized_elementwise_kernel<exp_kernel_cuda>",
         ),
         (
-            NATIVE + "reduce_kernel<512, 1, ReduceOp<float, at::native::func_wrapper_t<float, sum_functor<float>>>>(x)",
+            NATIVE + "reduce_kernel<512, 1, ReduceOp<float, at::native::func_wrapper_t<float,"
+            " sum_functor<float>>>>(x)",
             "reduce_kernel<sum_functor>",
         ),
         (f"void cutlass::Kernel2<{CUTLASS}>(Params)", CUTLASS),
-        ("void cutlass::device_kernel<cutlass::GemmUniversal<int>>(Params)", "cutlass::device_kernel<GemmUniversal>"),
+        (
+            "void cutlass::device_kernel<cutlass::GemmUniversal<int>>(Params)",
+            "cutlass::device_kernel<GemmUniversal>",
+        ),
         (HIDDEN + "sum_and_scatter<float, long>(long*)", "sum_and_scatter"),
         ("x" * 500, "x" * 100),
     ],
@@ -159,7 +198,9 @@ def test_a_real_profile_has_the_operators_in_their_ranges():
 
     call()
     events = profile_call(call, before=lambda: torch.ones(8).exp())
-    assert {"aten::mm", "aten::_softmax", "aten::exp", "backward"} <= {event.name for event in events}
+    assert {"aten::mm", "aten::_softmax", "aten::exp", "backward"} <= {
+        event.name for event in events
+    }
     matmuls = [event for event in events if event.name == "aten::mm"]
     assert {event.within(("forward", "backward")) for event in matmuls} == {"forward", "backward"}
     longest = max(event.start_s + event.duration_s for event in events)

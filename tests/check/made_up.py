@@ -29,27 +29,43 @@ def made_run(
     threads=2,
     shared=0.0,
 ):
-    """A run of one CPU rank: time factors by quantity, noise of sessions and runs, `exchange` seconds by session.
+    """A run of one CPU rank: time factors by quantity, noise of sessions and runs, `exchange`
+    seconds by session.
 
     `shared`: noise that all quantities have in common, of runs and of rounds.
     """
     generator = np.random.default_rng(seed)
-    machine = machine or describe_machine().model_copy(update={"gpus": [], "cores": 2, "cpu_quota": None})
+    machine = machine or describe_machine().model_copy(
+        update={"gpus": [], "cores": 2, "cpu_quota": None}
+    )
     points = [
         point
         for point in CHECK.points(CHECK.configure("quick", {"sessions": sessions}), machine)
         if point.world_size == 1 and point.device == "cpu"
     ]
-    shift = dict(zip(QUANTITIES, np.exp(generator.normal(0, drift, size=len(QUANTITIES))), strict=True))
+    shift = dict(
+        zip(QUANTITIES, np.exp(generator.normal(0, drift, size=len(QUANTITIES))), strict=True)
+    )
     lines = [header(points, lab="check", profile="quick", machine=machine).model_dump(mode="json")]
     run_shift = generator.normal(0, shared)
     for point in points:
         common = np.exp(run_shift + generator.normal(0, shared, size=16))
         for quantity in QUANTITIES if status == "ok" else ():
-            base = 0.01 * (slower or {}).get(quantity, 1.0) * shift[quantity] * np.exp(generator.normal(0, between))
+            base = (
+                0.01
+                * (slower or {}).get(quantity, 1.0)
+                * shift[quantity]
+                * np.exp(generator.normal(0, between))
+            )
             for turn in ("first", "again"):
                 seconds = base * common * np.exp(np.abs(generator.normal(0, 0.03, size=16)))
-                values = {"quantity": quantity, "turn": turn, "unit": "s", "work": 0.0, "threads": threads}
+                values = {
+                    "quantity": quantity,
+                    "turn": turn,
+                    "unit": "s",
+                    "work": 0.0,
+                    "threads": threads,
+                }
                 values["seconds"] = seconds.tolist()
                 lines.append({"kind": "row", "point": point.id, "rank": 0, "values": values})
         reason = {} if status == "ok" else {"reason": "rank 0 died"}

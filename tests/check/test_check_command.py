@@ -1,4 +1,5 @@
-"""`labkit check` from its arguments to its exit status, with a set that is quickly measured or made up."""
+"""`labkit check` from its arguments to its exit status, with a set that is quickly measured or made
+up."""
 
 import fcntl
 import json
@@ -11,7 +12,13 @@ from jsonschema import validate
 
 from labkit.check import checking
 from labkit.check.archives import write_bundle
-from labkit.check.checking import CHECK, CheckConfig, baseline_folder, check_correctness, check_machine
+from labkit.check.checking import (
+    CHECK,
+    CheckConfig,
+    baseline_folder,
+    check_correctness,
+    check_machine,
+)
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
 from labkit.lab.user_checks import Correctness
@@ -50,21 +57,32 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
     frame = result.run.frame()
     assert (result.run.coverage()["status"] == "ok").all()
     assert frame.groupby(["world_size", "quantity"])["turn"].nunique().eq(2).all()
-    assert {"matmul float32", "copy", "attention", "training step, all ranks"} <= set(frame["quantity"])
+    assert {"matmul float32", "copy", "attention", "training step, all ranks"} <= set(
+        frame["quantity"]
+    )
     assert {one.verdict for one in result.changes} == {"not comparable: there is no baseline"}
     assert result.status == 0
 
 
 def test_correctness_says_each_implementation_at_each_place(monkeypatch):
-    monkeypatch.setattr(checking, "CORRECTNESS", {"sync_batchnorm": checking.CORRECTNESS["sync_batchnorm"]})
+    monkeypatch.setattr(
+        checking, "CORRECTNESS", {"sync_batchnorm": checking.CORRECTNESS["sync_batchnorm"]}
+    )
     rows = list(check_correctness(lambda _: None, None))
-    assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [("labkit", 2, "ok")]
+    assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [
+        ("labkit", 2, "ok")
+    ]
     assert not any(one.is_bad for one in rows)
 
 
 def test_status_3_is_for_lost_speed_or_hardware_and_1_for_wrong_results(measured):
-    baseline, slow = made_run(1), made_run(2, slower={"copy": 2.0})
-    for run, correctness, status in ((made_run(2), [OK], 0), (slow, [OK], 3), (slow, [OK, WRONG], 1)):
+    baseline = made_run(1)
+    slow = made_run(2, slower={"copy": 2.0})
+    for run, correctness, status in (
+        (made_run(2), [OK], 0),
+        (slow, [OK], 3),
+        (slow, [OK, WRONG], 1),
+    ):
         measured(run, correctness)
         assert _check(baseline).status == status
     measured(made_run(2, slower={"copy": 0.4}))
@@ -96,7 +114,9 @@ def test_a_baseline_is_saved_and_compared_with(home, measured, command):
         ({"status": "failed"}, "rank 0 died"),
     ],
 )
-def test_a_disturbed_machine_and_what_was_not_timed_is_status_1_and_no_baseline(fields, words, home, measured, command):
+def test_a_disturbed_machine_and_what_was_not_timed_is_status_1_and_no_baseline(
+    fields, words, home, measured, command
+):
     measured(made_run(1, home / "check.jsonl", **fields))
     status, *said = command("check", "--save")
     assert (status, words in "".join(said)) == (1, True)

@@ -1,4 +1,5 @@
-"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of twenty of them."""
+"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of
+twenty of them."""
 
 import json
 import zipfile
@@ -27,7 +28,9 @@ def _sums(tensor):
 
 
 def _adds_its_neighbor_only(tensor):
-    rank, ranks, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    other = torch.empty_like(tensor)
     exchange(tensor, (rank + 1) % ranks, other, (rank - 1) % ranks)
     tensor.add_(other)
 
@@ -54,7 +57,11 @@ def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, mo
     shortest["timeout_s"] = 4.0 if verdict == "hangs" else 60.0
     monkeypatch.setattr("labkit.lab.user_checks.SHORTEST", shortest)
     result = check_alternative(load_lab("all_reduce"), own)
-    assert (result.verdict, bool(result), result.status) == (verdict, verdict == "right", STATUS.index(verdict))
+    assert (result.verdict, bool(result), result.status) == (
+        verdict,
+        verdict == "right",
+        STATUS.index(verdict),
+    )
     assert where in result.details
 
 
@@ -66,7 +73,9 @@ def test_a_lab_that_compares_nothing_refuses_an_own_function():
 @pytest.mark.parametrize("lab", LABS)
 def test_a_students_notebook_has_no_answers_and_no_implementations(lab):
     takes_mine = load_lab(lab).plugin_parameter is not None
-    notebook = student_notebook(nbformat.read(notebook_path(lab), as_version=4), takes_mine=takes_mine)
+    notebook = student_notebook(
+        nbformat.read(notebook_path(lab), as_version=4), takes_mine=takes_mine
+    )
     nbformat.validate(notebook)
     text = "\n".join(cell.source for cell in notebook.cells)
     assert "lab.answer(" not in text
@@ -82,7 +91,11 @@ def _record(home, **changes):
     header, *lines = map(json.loads, source.read_text().splitlines())
     header |= changes.get("header", {})
     for line in lines:
-        if line["kind"] == "row" and line["values"].get("algorithm") == "ring" and "wrong" in changes:
+        if (
+            line["kind"] == "row"
+            and line["values"].get("algorithm") == "ring"
+            and "wrong" in changes
+        ):
             line["values"] |= {"check": "wrong: element 3"}
         if line["kind"] == "end" and "hangs" in changes:
             line |= {"status": "timeout", "reason": "rank 1 still running after 10 s"}
@@ -94,7 +107,12 @@ def _record(home, **changes):
 @pytest.mark.parametrize("students", thinned([5, 20], lambda students: students == 5))
 def test_hand_ins_make_one_page_that_says_what_to_look_at(students, home):
     folder = home / "class"
-    kinds = [{"wrong": True}, {"hangs": True}, {"header": {"profile": "smoke"}}, *[{}] * (students - 4)]
+    kinds = [
+        {"wrong": True},
+        {"hangs": True},
+        {"header": {"profile": "smoke"}},
+        *[{}] * (students - 4),
+    ]
     for number, changes in enumerate(kinds):
         _record(home, **changes)
         write_hand_in(f"Student {number:02}", ["all_reduce"], folder)
@@ -114,11 +132,13 @@ def test_hand_ins_make_one_page_that_says_what_to_look_at(students, home):
     assert "<circle" in html
 
 
-def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_are_told_apart(home, monkeypatch):
+def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_are_told_apart(
+    home, monkeypatch
+):
     _record(home)
     for folder in ("one", "two"):
         write_hand_in("Ann", ["all_reduce"], home / "class" / folder)
-    (one, _) = read_hand_ins(home / "class")
+    one, _ = read_hand_ins(home / "class")
     monkeypatch.setattr(type(one.runs["all_reduce"]), "busy", property(lambda run: 1 / 0))
     lines = write_class_page(home / "class", home / "class.html")
     assert [line.partition(":")[0] for line in lines] == ["Ann", "Ann (2)"]
@@ -127,7 +147,12 @@ def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_a
 
 @pytest.mark.parametrize(
     ("name", "labs", "notebooks"),
-    [("../x", ["all_reduce"], ()), ("", ["all_reduce"], ()), ("Ann", ["memory"], ()), ("Ann", ["all_reduce"], ("no",))],
+    [
+        ("../x", ["all_reduce"], ()),
+        ("", ["all_reduce"], ()),
+        ("Ann", ["memory"], ()),
+        ("Ann", ["all_reduce"], ("no",)),
+    ],
 )
 def test_what_cannot_be_handed_in_is_one_line(home, name, labs, notebooks):
     _record(home)
@@ -141,7 +166,9 @@ def test_a_hand_in_names_neither_host_nor_folders(home):
     page.parent.mkdir()
     page.write_text(f"<p>{describe_machine().host}</p><img src='data:image/png;base64,ab+/cd/ef'>")
     with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
-        text, html = (archive.read(f"all_reduce/{name}").decode() for name in ("run.jsonl", "all_reduce.html"))
+        text, html = (
+            archive.read(f"all_reduce/{name}").decode() for name in ("run.jsonl", "all_reduce.html")
+        )
     assert html == "<p>host</p><img src='data:image/png;base64,ab+/cd/ef'>"
     assert str(home) not in text
     assert describe_machine().host not in text
@@ -152,7 +179,10 @@ def test_scrubbed_text_keeps_names_of_files_and_keys_only(monkeypatch):
     host = describe_machine().host
     text = scrub(f"{host} zoé /home/someone/project/file.py 4/5 https://example.org/a/b x/y")
     assert text == "host user ELSEWHERE/file.py 4/5 https://example.org/a/b x/y"
-    lines = [{host: [0, 1], "zoé": "zoé", "trace": "at\n/home/zoé/file.py, zoé"}, {"host": "node7", "on": "node7"}]
+    lines = [
+        {host: [0, 1], "zoé": "zoé", "trace": "at\n/home/zoé/file.py, zoé"},
+        {"host": "node7", "on": "node7"},
+    ]
     first, second = (json.loads(scrub(json.dumps(line))) for line in lines)
     assert first == {"host": [0, 1], "zoé": "user", "trace": "at\nELSEWHERE/user/file.py, user"}
     assert second == {"host": "host", "on": "host"}

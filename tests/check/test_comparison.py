@@ -1,4 +1,5 @@
-"""What counts as a change since the baseline: rarely without one, surely with one, never where it cannot be told."""
+"""What counts as a change since the baseline: rarely without one, surely with one, never where it
+cannot be told."""
 
 from itertools import product
 
@@ -20,7 +21,9 @@ def _verdicts(changes):
     return {one.quantity: one.verdict for one in changes}
 
 
-@pytest.mark.parametrize(("runs", "drift"), thinned(product((1, 5), (0.0, 0.05)), lambda _, drift: drift > 0))
+@pytest.mark.parametrize(
+    ("runs", "drift"), thinned(product((1, 5), (0.0, 0.05)), lambda _, drift: drift > 0)
+)
 def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
     """A baseline of one run takes the usual drift; one of several knows this machine's."""
     changed = 0
@@ -32,7 +35,10 @@ def test_an_unchanged_machine_is_rarely_said_to_have_changed(runs, drift):
 
 def test_a_tenth_more_time_is_seen_on_a_steady_machine_that_was_measured_several_times():
     for seed in range(0, 100, 20):
-        changes = compare(_baseline(seed, 3, drift=0.01), made_run(500 + seed, drift=0.01, slower={"attention": 1.1}))
+        changes = compare(
+            _baseline(seed, 3, drift=0.01),
+            made_run(500 + seed, drift=0.01, slower={"attention": 1.1}),
+        )
         attention = next(one for one in changes if one.quantity == "attention")
         assert attention.verdict == "slower"
         assert attention.low < 1.1 < attention.high
@@ -40,11 +46,16 @@ def test_a_tenth_more_time_is_seen_on_a_steady_machine_that_was_measured_several
 
 
 def test_what_all_quantities_share_hides_no_change_of_one_and_is_none_itself():
-    """Cores whose speed varies by 10%: a fifth more time of one quantity is seen, and of nothing else."""
+    """Cores whose speed varies by 10%: a fifth more time of one quantity is seen, and of nothing
+    else."""
     for seed in range(0, 60, 20):
         baseline = _baseline(seed, 3, drift=0.01, shared=0.1)
-        changes = compare(baseline, made_run(700 + seed, drift=0.01, shared=0.1, slower={"attention": 1.2}))
-        assert [one.quantity for one in changes if one.verdict != "no change shown"] == ["attention"]
+        changes = compare(
+            baseline, made_run(700 + seed, drift=0.01, shared=0.1, slower={"attention": 1.2})
+        )
+        assert [one.quantity for one in changes if one.verdict != "no change shown"] == [
+            "attention"
+        ]
         assert all(0.7 < one.shared < 1.5 for one in changes)
         attention = next(one for one in changes if one.quantity == "attention")
         assert attention.low < 1.2 < attention.high
@@ -56,7 +67,9 @@ def test_the_smallest_change_that_would_be_seen_grows_with_drift_and_shrinks_wit
         for runs, drift in ((1, 0.0), (8, 0.0), (8, 0.05))
     )
     assert max(each.smallest_change for each in several) < min(each.smallest_change for each in one)
-    assert max(each.smallest_change for each in several) < min(each.smallest_change for each in unsteady)
+    assert max(each.smallest_change for each in several) < min(
+        each.smallest_change for each in unsteady
+    )
 
 
 def _machine(**changes):
@@ -79,17 +92,24 @@ GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0")
         ({"load": BUSY}, {}, "in the baseline"),
         ({}, {"status": "failed"}, "rank 0 died"),
         ({}, {"sessions": 2}, "too few sessions"),
-        ({"exchange": [1e-3] * 6}, {"exchange": [2.1e-3] * 6}, "cores exchange data for 2.1 times as long"),
+        (
+            {"exchange": [1e-3] * 6},
+            {"exchange": [2.1e-3] * 6},
+            "cores exchange data for 2.1 times as long",
+        ),
     ],
 )
 def test_what_cannot_be_compared_says_why(baseline, now, reason):
     changes = compare([] if baseline is None else [made_run(1, **baseline)], made_run(2, **now))
     assert changes
-    assert all(one.verdict.startswith("not comparable: ") and reason in one.verdict for one in changes)
+    assert all(
+        one.verdict.startswith("not comparable: ") and reason in one.verdict for one in changes
+    )
 
 
 def test_cores_that_a_host_moved_are_compared_with_runs_in_that_state():
-    """Moved cores slow some quantities only. A machine on which all is slower, the exchange too, has not moved any."""
+    """Moved cores slow some quantities only. A machine on which all is slower, the exchange too,
+    has not moved any."""
     near, apart, throttled = ([seconds] * 6 for seconds in (1e-3, 2e-3, 1.6e-3))
     baseline = [
         made_run(1, exchange=near),
@@ -105,7 +125,8 @@ def test_cores_that_a_host_moved_are_compared_with_runs_in_that_state():
 
 
 def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
-    less, more = made_run(1, machine=_machine(cores=1)), made_run(1)
+    less = made_run(1, machine=_machine(cores=1))
+    more = made_run(1)
     assert has_lost_hardware(more, less)
     assert not has_lost_hardware(less, more)
     assert not has_lost_hardware(more, more)

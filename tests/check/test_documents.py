@@ -37,9 +37,13 @@ def test_the_example_and_the_numbers_of_a_run_are_of_the_schema():
         ("predict", ["-"], True),
     ],
 )
-def test_a_command_prints_one_document_of_the_schema(command, arguments, has_numbers, home, monkeypatch):
+def test_a_command_prints_one_document_of_the_schema(
+    command, arguments, has_numbers, home, monkeypatch
+):
     monkeypatch.chdir(home)
-    (home / "later.jsonl").write_text(RUN.read_text().replace('"started":"2026', '"started":"2027', 1))
+    (home / "later.jsonl").write_text(
+        RUN.read_text().replace('"started":"2026', '"started":"2027', 1)
+    )
     result = CliRunner().invoke(app, [command, *arguments, "--json"], input=PLAIN)
     assert result.exit_code == 0, result.stderr
     printed = json.loads(result.stdout)

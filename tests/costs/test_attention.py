@@ -21,7 +21,9 @@ def test_flops_of_the_textbook_case():
 def test_what_explicit_and_tiled_attention_save_is_what_autograd_counts(causal, dtype):
     q, k, v = (torch.randn(3, 40, 16, dtype=dtype).requires_grad_() for _ in range(3))
     _, saved = saved_for_backward(lambda: naive_attention(q, k, v, causal))
-    assert sorted(saved.values()) == sorted(explicit_saved(3, 40, 16, dtype.itemsize, causal=causal).values())
+    assert sorted(saved.values()) == sorted(
+        explicit_saved(3, 40, 16, dtype.itemsize, causal=causal).values()
+    )
     _, saved = saved_for_backward(lambda: TiledAttention.apply(q, k, v, causal))
     assert sorted(saved.values()) == sorted(tiled_saved(3, 40, 16, dtype.itemsize).values())
 

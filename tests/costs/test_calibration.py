@@ -1,4 +1,5 @@
-"""A made-up machine: what it takes is read off its curves, and between ranks off what was measured."""
+"""A made-up machine: what it takes is read off its curves, and between ranks off what was
+measured."""
 
 import math
 from dataclasses import replace
@@ -17,7 +18,8 @@ def test_an_operator_takes_its_call_its_arithmetic_or_its_memory():
     assert rates.operator_s(0, 1e9) == pytest.approx(1e9 / BYTES_PER_S, rel=0.02)
     assert rates.operator_s(1e10, 1e6) == pytest.approx(1e10 / FLOPS_PER_S, rel=0.02)
     assert rates.operator_s(1e6, 1e8) == pytest.approx(1e8 / BYTES_PER_S, rel=0.02)
-    assert math.isnan(rates.operator_s(1e10, 1e6, "float16"))  # its products were not measured: no prediction
+    # its products were not measured: no prediction
+    assert math.isnan(rates.operator_s(1e10, 1e6, "float16"))
     assert rates.operator_s(0, 1e9, "float16") == rates.operator_s(0, 1e9)
     assert made_up().rates_on("cuda") is None
 
@@ -34,7 +36,11 @@ def test_operators_under_autograd_cost_more_than_calls_in_a_row():
 def test_a_transport_costs_its_call_its_messages_and_its_bytes():
     two = made_up().transport("gloo", MESSAGE, 2)
     assert two.predict_s(MessageCost(3, 1e6)) == pytest.approx(3e-4 + 1e-3)
-    assert made_up().transport("pigeons", MESSAGE, 2) is made_up().transport("gloo", MESSAGE, 3) is None
+    assert (
+        made_up().transport("pigeons", MESSAGE, 2)
+        is made_up().transport("gloo", MESSAGE, 3)
+        is None
+    )
 
 
 def test_the_calibration_survives_its_file():

@@ -24,15 +24,26 @@ def _softmax_in_float32(q, k, v, causal):
     return torch.softmax(scores.masked_fill(~seen, -math.inf).float(), dim=-1) @ v
 
 
-def _count(phase="full_step", precision="float32", source=SHAPE, batch=2, context_length=24, **others):
+def _count(
+    phase="full_step", precision="float32", source=SHAPE, batch=2, context_length=24, **others
+):
     return count_phases(
-        (phase,), source=source, batch=batch, context_length=context_length, precision=precision, **others
+        (phase,),
+        source=source,
+        batch=batch,
+        context_length=context_length,
+        precision=precision,
+        **others,
     )
 
 
 def _activations(counted):
     start = counted.spans["backward"][0]
-    alive = [a for a in counted.ledger.allocations if a.born < start and (a.freed is None or a.freed >= start)]
+    alive = [
+        a
+        for a in counted.ledger.allocations
+        if a.born < start and (a.freed is None or a.freed >= start)
+    ]
     return sum(a.n_bytes for a in alive if a.category == "activations")
 
 
@@ -43,7 +54,8 @@ def test_sixteen_bytes_a_parameter():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_activations_are_counted_tensor_by_tensor(precision):
     expected = activation_bytes(SHAPE, 2, 24, precision)
-    assert 0 <= _activations(_count(precision=precision)) - expected <= 16  # the loss and its total weight
+    # the loss and its total weight
+    assert 0 <= _activations(_count(precision=precision)) - expected <= 16
 
 
 def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
@@ -54,14 +66,22 @@ def test_on_cuda_autocast_keeps_the_softmax_in_float32_and_a_copy():
     assert activation_bytes(SHAPE, 2, 24, device="cuda") == activation_bytes(SHAPE, 2, 24)
     long = {"batch": 4, "sequence": 512, "precision": "bfloat16"}
     peak = _count(
-        precision="bfloat16", source=SIZES["nano"], batch=4, context_length=512, attention=_softmax_in_float32
+        precision="bfloat16",
+        source=SIZES["nano"],
+        batch=4,
+        context_length=512,
+        attention=_softmax_in_float32,
     )
-    assert peak_bytes(SIZES["nano"], **long, device="cuda") == pytest.approx(peak.peak("full_step").n_bytes, rel=0.02)
+    assert peak_bytes(SIZES["nano"], **long, device="cuda") == pytest.approx(
+        peak.peak("full_step").n_bytes, rel=0.02
+    )
 
 
 def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
     own = training.adamw
-    monkeypatch.setattr(training, "adamw", lambda parameters, device: own(parameters, torch.device("cuda")))
+    monkeypatch.setattr(
+        training, "adamw", lambda parameters, device: own(parameters, torch.device("cuda"))
+    )
     counted = _count()
     assert counted.part_of_step(counted.peak("full_step").moment) == "optimizer"
     expected = peak_bytes(SHAPE, 2, 24, device="cuda")
@@ -72,13 +92,16 @@ def test_the_optimizer_of_cuda_has_temporaries_of_all_parameters(monkeypatch):
 @pytest.mark.parametrize(
     ("precision", "context"),
     thinned(
-        product(("float32", "bfloat16"), (16, 128, 512)), lambda *case: case in (("float32", 16), ("bfloat16", 512))
+        product(("float32", "bfloat16"), (16, 128, 512)),
+        lambda *case: case in (("float32", 16), ("bfloat16", 512)),
     ),
 )
 def test_predicted_peaks_are_near_the_counted_ones(precision, context):
     shape = SIZES["nano"]
     phases = {"forward": False, "full_step": True}
-    counted = count_phases([*phases], source=shape, batch=4, context_length=context, precision=precision)
+    counted = count_phases(
+        [*phases], source=shape, batch=4, context_length=context, precision=precision
+    )
     for phase, is_full_step in phases.items():
         predicted = peak_bytes(shape, 4, context, is_full_step=is_full_step, precision=precision)
         assert predicted == pytest.approx(counted.peak(phase).n_bytes, rel=0.05), phase
@@ -86,12 +109,16 @@ def test_predicted_peaks_are_near_the_counted_ones(precision, context):
 
 @pytest.mark.parametrize(
     ("vocabulary", "segment"),
-    thinned([(10_000, 1), (10_000, 2), (10_000, 4), (300, 4)], lambda vocabulary, _: vocabulary == 300),
+    thinned(
+        [(10_000, 1), (10_000, 2), (10_000, 4), (300, 4)], lambda vocabulary, _: vocabulary == 300
+    ),
 )
 def test_predicted_peaks_with_checkpointing_are_near_the_counted_ones(vocabulary, segment):
     """With few words the segment that is computed again decides."""
     shape = replace(SIZES["nano"], vocabulary=vocabulary)
-    counted = count_phases(("full_step",), source=shape, batch=4, context_length=512, checkpoint_segment=segment).peak(
-        "full_step"
+    counted = count_phases(
+        ("full_step",), source=shape, batch=4, context_length=512, checkpoint_segment=segment
+    ).peak("full_step")
+    assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(
+        counted.n_bytes, rel=0.1
     )
-    assert peak_bytes(shape, 4, 512, checkpoint_segment=segment) == pytest.approx(counted.n_bytes, rel=0.1)

@@ -4,5 +4,6 @@
     worker.py     what its ranks run
     check.py      what must hold after a fault
 
-`make test` runs a part, `make faults` all of it. `tests/parallel/test_leftovers.py` has the kills of processes.
+`make test` runs a part, `make faults` all of it. `tests/parallel/test_leftovers.py` has the kills
+of processes.
 """

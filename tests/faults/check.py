@@ -15,7 +15,8 @@ class Victim(Program):
 
     def __init__(self, folder, lab="faulty", **variables):
         super().__init__(**variables)
-        self.folder, self.lab = Path(folder), lab
+        self.folder = Path(folder)
+        self.lab = lab
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, *arguments, prefix=()):

@@ -1,4 +1,5 @@
-"""What a reader may hand to labkit: parameters, runs, notebooks. A clear error, or pages in which text stays text."""
+"""What a reader may hand to labkit: parameters, runs, notebooks. A clear error, or pages in which
+text stays text."""
 
 import json
 import math
@@ -20,7 +21,25 @@ from labkit.studies import LABS, load_lab
 from tests.lab.fake_lab import FakePoint, header
 
 HTML = "<script>alert('labkit')</script>"
-WRONG = [HTML, "", "1", -1, 0, 1.5, True, 10**30, -(10**30), math.nan, math.inf, 1e308, [], {}, [[]], [None], {"a": 1}]
+WRONG = [
+    HTML,
+    "",
+    "1",
+    -1,
+    0,
+    1.5,
+    True,
+    10**30,
+    -(10**30),
+    math.nan,
+    math.inf,
+    1e308,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+]
 WRONG += ["x" * 10_000, "\0", "~nobody-of-that-name/x", "../../etc/passwd", "/etc"]
 WRONG += [[value] for value in (HTML, "", -1, 0, 1.5, True, 10**30, math.nan, math.inf, -1e308)]
 
@@ -35,7 +54,8 @@ def refusal(lab, study, parameters):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_parameter_with_every_wrong_value_stops_by_name_or_is_planned(lab):
-    study, machine = load_lab(lab), describe_machine()
+    study = load_lab(lab)
+    machine = describe_machine()
     refused = planned = 0
     for name in type(study.profiles["smoke"]).model_fields:
         for value in WRONG:
@@ -123,10 +143,13 @@ def test_a_run_with_any_value_of_any_record_damaged_is_read_or_refused_by_name(t
                 record = json.loads(line)
                 _damaged(record, place, value)
                 damaged.write_bytes(
-                    b"\n".join([*lines[:number], json.dumps(record).encode(), *lines[number + 1 :], b""])
+                    b"\n".join(
+                        [*lines[:number], json.dumps(record).encode(), *lines[number + 1 :], b""]
+                    )
                 )
                 good = read_all(damaged)
-                read, refused = read + good, refused + (not good)
+                read = read + good
+                refused = refused + (not good)
     assert refused > 0
 
 
@@ -144,7 +167,16 @@ def test_a_run_with_a_foreign_line_is_refused_by_name_and_left_as_it_is(tmp_path
     assert path.read_bytes() == before
 
 
-NO_LABS = ["../all_reduce", "all_reduce/../precision", "/etc/passwd", "all_reduce.ipynb", "", ".", HTML, "x" * 10_000]
+NO_LABS = [
+    "../all_reduce",
+    "all_reduce/../precision",
+    "/etc/passwd",
+    "all_reduce.ipynb",
+    "",
+    ".",
+    HTML,
+    "x" * 10_000,
+]
 
 
 @pytest.mark.parametrize("name", NO_LABS, ids=lambda name: repr(name[:30]))
@@ -154,7 +186,8 @@ def test_a_lab_name_with_a_path_in_it_is_no_lab(name):
 
 
 def test_text_of_an_output_stays_text_on_the_page(tmp_path):
-    """What a cell prints and raises, a rank's output and traceback among it, and a figure's alternative text."""
+    """What a cell prints and raises, a rank's output and traceback among it, and a figure's
+    alternative text."""
     cell = nbformat.v4.new_code_cell("1")
     output = nbformat.v4.new_output
     cell.outputs = [
@@ -162,9 +195,14 @@ def test_text_of_an_output_stays_text_on_the_page(tmp_path):
         output("stream", name="stderr", text=HTML),
         output("error", ename="ValueError", evalue=HTML, traceback=[HTML]),
         output("display_data", data={"text/plain": HTML}),
-        output("display_data", data={"image/png": "iVBORw0KGgo="}, metadata={"image/png": {"alt": f'"{HTML}'}}),
+        output(
+            "display_data",
+            data={"image/png": "iVBORw0KGgo="},
+            metadata={"image/png": {"alt": f'"{HTML}'}},
+        ),
     ]
-    source, page = tmp_path / "a.ipynb", tmp_path / "a.html"
+    source = tmp_path / "a.ipynb"
+    page = tmp_path / "a.html"
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), source)
     export_page(source, page, load_lab("all_reduce"), error=HTML)
     scripts = re.findall(r"<script[^>]*>\s*alert", page.read_text())
@@ -173,7 +211,8 @@ def test_text_of_an_output_stays_text_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tags", "source"), [([], "profile = 'quick'"), (["parameters"], "profile = f()"), (["parameters"], "import os")]
+    ("tags", "source"),
+    [([], "profile = 'quick'"), (["parameters"], "profile = f()"), (["parameters"], "import os")],
 )
 def test_a_notebook_without_parameters_is_refused_by_name(tmp_path, tags, source):
     cell = nbformat.v4.new_code_cell(source)

@@ -1,4 +1,5 @@
-"""A notebook's kernel that is interrupted, restarted or killed while a cell measures, and papermill that is ended."""
+"""A notebook's kernel that is interrupted, restarted or killed while a cell measures, and papermill
+that is ended."""
 
 import os
 import shlex
@@ -21,9 +22,11 @@ IMPORTS = """
 from tests.faults.victim import LAB, FaultyConfig
 from labkit.lab.runs.measure import measure
 """
-# A rank stops and the other waits for it; at any other moment, the parent itself pauses there, once.
+# A rank stops and the other waits for it; at any other moment, the parent itself pauses there,
+# once.
 STOPPING = """
-measure(LAB, FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=600.0), profile="smoke")
+config = FaultyConfig(action="SIGSTOP", moment="inside a collective", timeout_s=600.0)
+measure(LAB, config, profile="smoke")
 """
 AFTER = """
 measure(LAB, FaultyConfig(), profile="smoke").coverage()["status"].tolist()
@@ -54,7 +57,9 @@ class _InNotebook(Victim):
 
     def assert_kept(self):
         kept = KEPT[self.moment]
-        assert self.runs()[0].coverage()["status"].tolist() == ["ok"] * kept + ["pending"] * (3 - kept)
+        assert self.runs()[0].coverage()["status"].tolist() == ["ok"] * kept + ["pending"] * (
+            3 - kept
+        )
 
     def assert_kernel_alone(self, kernel_pid):
         """The fork server of a kernel that goes on may stay; no rank does, and no directory."""
@@ -63,7 +68,10 @@ class _InNotebook(Victim):
     def _left_with(self, kernel_pid):
         with suppress(psutil.Error):
             children = psutil.Process(kernel_pid).children()
-            own = {kernel_pid, *(each.pid for child in children for each in (child, *child.children()))}
+            own = {
+                kernel_pid,
+                *(each.pid for child in children for each in (child, *child.children())),
+            }
             ranks = [str(p.pid) for p in self.processes() if p.pid not in own]
             return [*ranks, *map(str, self.temporary.rglob("labkit-*/**"))]
         return ["the kernel is gone"]
@@ -73,8 +81,11 @@ class _InNotebook(Victim):
 def measuring(folder, moment):
     """A kernel in a cell that measures, at a moment."""
     hit = _InNotebook(folder, moment)
-    # Not TCP: a kernel's ports are free from when they are chosen until it is up, and another process may get one.
-    manager = KernelManager(kernel_name="python3", transport="ipc", connection_file=str(folder / "kernel.json"))
+    # Not TCP: a kernel's ports are free from when they are chosen until it is up, and another
+    # process may get one.
+    manager = KernelManager(
+        kernel_name="python3", transport="ipc", connection_file=str(folder / "kernel.json")
+    )
     with ExitStack() as over:
         over.callback(hit.kill)
         over.callback(_shut_down, manager)
@@ -94,7 +105,8 @@ def _shut_down(manager):
 
 
 def execute_reply(client):
-    """How the cell ended; a slow kernel is asked several times whether it is ready, and answers each time."""
+    """How the cell ended; a slow kernel is asked several times whether it is ready, and answers
+    each time."""
     while (message := client.get_shell_msg(timeout=PATIENCE_S))["msg_type"] != "execute_reply":
         pass
     return message["content"]
@@ -102,7 +114,8 @@ def execute_reply(client):
 
 def evaluate(client, code):
     """The text of a cell's value, once those before it are done."""
-    sent, attempt = client.execute(code), 1
+    sent = client.execute(code)
+    attempt = 1
     while True:
         message = client.get_iopub_msg(timeout=PATIENCE_S)
         if message["parent_header"].get("msg_id") != sent:
@@ -112,9 +125,11 @@ def evaluate(client, code):
         if message["msg_type"] == "error":
             return f"{message['content']['ename']}: {message['content']['evalue']}"
         if message["content"].get("execution_state") == "idle":
-            # Over without having run: what comes right after an interrupt, a kernel throws away with its queue.
+            # Over without having run: what comes right after an interrupt, a kernel throws away
+            # with its queue.
             assert attempt < 5, "the kernel does not run the cell"
-            sent, attempt = client.execute(code), attempt + 1
+            sent = client.execute(code)
+            attempt = attempt + 1
 
 
 @pytest.mark.parametrize("moment", KEPT)
@@ -141,18 +156,24 @@ def test_a_restarted_kernel_leaves_nothing(tmp_path, now, moment):
 
 @pytest.mark.parametrize(
     ("how", "moment"),
-    [*((how, INSIDE) for how in ("timeout", "SIGTERM", "SIGINT")), *(("SIGKILL", moment) for moment in KEPT)],
+    [
+        *((how, INSIDE) for how in ("timeout", "SIGTERM", "SIGINT")),
+        *(("SIGKILL", moment) for moment in KEPT),
+    ],
 )
 def test_papermill_that_is_ended(tmp_path, how, moment):
     hit = _InNotebook(tmp_path, moment)
-    source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+    source = tmp_path / "in.ipynb"
+    target = tmp_path / "out.ipynb"
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell(moment))],
         metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
     )
     nbformat.write(notebook, source)
     limit = "--execution-timeout 60" if how == "timeout" else ""
-    command = f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
+    command = (
+        f"{sys.executable} -m papermill {source} {target} -k python3 --no-progress-bar {limit}"
+    )
     try:
         hit.run(shlex.split(command), checkout())
         until(hit.is_at_its_moment)

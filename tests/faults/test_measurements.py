@@ -1,4 +1,5 @@
-"""Faults of ranks and of their parent at several moments: a rank costs one point, a parent costs no finished point.
+"""Faults of ranks and of their parent at several moments: a rank costs one point, a parent costs no
+finished point.
 
 tests/parallel/test_leftovers.py kills processes at more moments.
 """
@@ -39,7 +40,9 @@ NO_MOUNT = "a separate file system needs the right to mount one"
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("action", "moment"), [(action, moment) for action, row in RANKS.items() for moment in row[2]])
+@pytest.mark.parametrize(
+    ("action", "moment"), [(action, moment) for action, row in RANKS.items() for moment in row[2]]
+)
 def test_a_rank_costs_its_point(victim, action, moment):
     """The second of three points goes wrong; the others are measured."""
     ends, words, _ = RANKS[action]
@@ -65,7 +68,9 @@ def test_a_rank_costs_its_point(victim, action, moment):
             assert ended == "oom" or reason in output.replace("\n", " "), output
     assert status == (1 if {"failed", "timeout"} & set(statuses) else 0), output
     measured = run.frame()
-    assert sorted(measured["number"].unique()) == [n for n, ended in enumerate(statuses) if ended == "ok"]
+    assert sorted(measured["number"].unique()) == [
+        n for n, ended in enumerate(statuses) if ended == "ok"
+    ]
     assert set(measured.groupby("number")["rank"].nunique()) == {2}
     hit.assert_nothing_left()
 
@@ -76,7 +81,8 @@ def test_a_rank_costs_its_point(victim, action, moment):
 def test_a_parent_keeps_what_was_measured(victim, number, moment):
     hit = victim(LABKIT_FAULT_PAUSE=moment)
     if moment == INSIDE:
-        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=600.0))  # the others wait for it
+        # the others wait for it
+        hit.start(*settings(action="SIGSTOP", moment=INSIDE, timeout_s=600.0))
         until(lambda: any(p.status() == psutil.STATUS_STOPPED for p in hit.processes()))
     else:
         hit.start()
@@ -96,7 +102,9 @@ def test_a_parent_keeps_what_was_measured(victim, number, moment):
 
 
 def ended_lines(path):
-    return [line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"]
+    return [
+        line for line in path.read_bytes().split(b"\n")[:-1] if json.loads(line)["kind"] == "end"
+    ]
 
 
 def refused(hit, words, status=2):
@@ -116,7 +124,8 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
     hit.process.kill()
     hit.finish()
     (run,) = hit.runs()
-    before, runs = run.path.read_bytes(), hit.folder / "runs"
+    before = run.path.read_bytes()
+    runs = hit.folder / "runs"
     read_only = f"mount --bind {runs} {runs} && mount -o remount,bind,ro {runs}"
     hit.start("--resume", str(run.path), prefix=mounted(read_only) or pytest.skip(NO_MOUNT))
     assert f"{run.path}: " in refused(hit, "Read-only file system")
@@ -125,12 +134,16 @@ def test_a_directory_that_is_read_only_when_a_run_is_taken_up(victim):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("option", "words"), [("size=4k", "No space left"), ("ro", "Read-only file system")])
+@pytest.mark.parametrize(
+    ("option", "words"), [("size=4k", "No space left"), ("ro", "Read-only file system")]
+)
 def test_a_disk_that_takes_nothing_more(victim, option, words):
     hit = victim()
     runs = hit.folder / "runs"
     folder = runs / "faulty" if option == "size=4k" else runs
-    prefix = mounted(f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}") or pytest.skip(NO_MOUNT)
+    prefix = mounted(
+        f"mkdir -p {folder} && mount -t tmpfs -o {option} none {folder}"
+    ) or pytest.skip(NO_MOUNT)
     hit.start(*settings(moment=WRITING, action="writes much"), prefix=prefix)
     assert "faulty" in refused(hit, words)  # the place
 
@@ -161,7 +174,8 @@ def test_a_file_that_may_not_grow_keeps_what_was_measured(victim):
 
 @pytest.mark.slow
 def test_two_measurements_of_one_lab_at_the_same_time(victim):
-    one, two = victim(), victim()
+    one = victim()
+    two = victim()
     one.start()
     two.start()
     assert [running.finish()[0] for running in (one, two)] == [0, 0]

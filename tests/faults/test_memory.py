@@ -1,4 +1,5 @@
-"""Memory that runs out for real, in a cgroup with a limit: the kernel kills, and the message says that it did."""
+"""Memory that runs out for real, in a cgroup with a limit: the kernel kills, and the message says
+that it did."""
 
 import os
 import shlex
@@ -13,12 +14,15 @@ from tests.faults.worker import INSIDE, SHARED, WRITING
 
 pytestmark = pytest.mark.faults
 LIMIT_MIB = 1536  # the command line, its fork server and two ranks take less than half of it
-MOUNTS = {"memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")}
+MOUNTS = {
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+}
 MOUNTS[""] = ("/sys/fs/cgroup", "memory.max", "memory.swap.max")
 
 
 def _limited(limit_bytes):
-    """Return a new cgroup with a limit, inside this process's or else at the top; None if neither is possible."""
+    """Return a new cgroup with a limit, inside this process's or else at the top; None if neither
+    is possible."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers not in MOUNTS:
@@ -42,7 +46,11 @@ def _limited(limit_bytes):
 @pytest.fixture
 def cgroup():
     """A command prefix that starts in a separate cgroup."""
-    folder = _limited(LIMIT_MIB * 2**20) if os.geteuid() == 0 and Path("/proc/self/cgroup").exists() else None
+    folder = (
+        _limited(LIMIT_MIB * 2**20)
+        if os.geteuid() == 0 and Path("/proc/self/cgroup").exists()
+        else None
+    )
     if folder is None:
         pytest.skip("a memory limit needs a cgroup of its own, and none can be made here")
     yield ["sh", "-c", f'echo $$ > {shlex.quote(str(folder))}/cgroup.procs && exec "$@"', "sh"]
@@ -57,7 +65,9 @@ def _removed(folder):
 
 @pytest.mark.parametrize("moment", [SHARED, INSIDE, WRITING])
 def test_a_rank_that_the_kernel_kills_costs_a_point_that_says_so(victim, cgroup, moment):
-    hit = victim().start(*settings(action="fills memory", moment=moment, timeout_s=600.0), prefix=cgroup)
+    hit = victim().start(
+        *settings(action="fills memory", moment=moment, timeout_s=600.0), prefix=cgroup
+    )
     status, said = hit.finish()
     (run,) = hit.runs()
     coverage = run.coverage()

@@ -1,4 +1,5 @@
-"""Trainings on images that are killed, and archives that are torn or change meanwhile: no epoch is lost or mixed.
+"""Trainings on images that are killed, and archives that are torn or change meanwhile: no epoch is
+lost or mixed.
 
 All kinds of damaged archives are in `tests/nn/test_datasets.py`.
 """
@@ -31,12 +32,18 @@ def _with_members_elsewhere(path):
 
 def training(archive, **changes):
     """A training of two seeds, seconds long."""
-    few = {"implementations": json.dumps(["own + BatchNorm"]), "seeds": [0, 1], "train_images": 32, "epochs": 1}
+    few = {
+        "implementations": json.dumps(["own + BatchNorm"]),
+        "seeds": [0, 1],
+        "train_images": 32,
+        "epochs": 1,
+    }
     return ["--profile", "smoke", *settings(archive=archive, **(few | changes))]
 
 
 def assert_nothing_left(hit):
-    """Nor has anything escaped: neither into the folder of the victim, nor that of its test, nor above it."""
+    """Nor has anything escaped: neither into the folder of the victim, nor that of its test, nor
+    above it."""
     assert not any(ESCAPED in files for _, _, files in os.walk(hit.folder.parents[1]))
     hit.assert_nothing_left()
 
@@ -53,7 +60,8 @@ def test_a_damaged_archive_stops_before_there_is_a_run(command, tmp_path, monkey
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("change", "words"), [(_torn, "cannot be read as a whole .tar.gz"), (_with_members_elsewhere, "a file has changed")]
+    ("change", "words"),
+    [(_torn, "cannot be read as a whole .tar.gz"), (_with_members_elsewhere, "a file has changed")],
 )
 def test_an_archive_that_changes_costs_the_points_that_need_it_and_a_run_goes_on_with_the_same_only(
     victim, change, words
@@ -69,7 +77,10 @@ def test_an_archive_that_changes_costs_the_points_that_need_it_and_a_run_goes_on
     (run,) = hit.runs()
     coverage = run.coverage()
     assert coverage["status"].tolist() == ["ok", "failed"]
-    assert f"{archive}: not the archive that was there at the beginning" in coverage["reason"].tolist()[1]
+    assert (
+        f"{archive}: not the archive that was there at the beginning"
+        in coverage["reason"].tolist()[1]
+    )
     assert_nothing_left(hit)
     lines = run.path.read_bytes().splitlines(keepends=True)
     before = b"".join(lines[:-1])  # as if it had been killed before the end of the second point
@@ -86,7 +97,11 @@ def test_an_archive_that_changes_costs_the_points_that_need_it_and_a_run_goes_on
 def _epochs(path):
     """Values of the epochs in a run that may be half written."""
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    return [line["values"] for line in lines if line["kind"] == "row" and "accuracy_percent" in line["values"]]
+    return [
+        line["values"]
+        for line in lines
+        if line["kind"] == "row" and "accuracy_percent" in line["values"]
+    ]
 
 
 @pytest.mark.faults
@@ -110,7 +125,8 @@ def test_kill_9_costs_no_epoch_and_the_end_is_the_same(victim):
     expected = {(name, epoch) for name in NAMES for epoch in range(1, EPOCHS + 1)}
     assert set(zip(epochs["implementation"], epochs["epoch"], strict=True)) == expected
     assert len(epochs) == len(expected)
-    assert len(frame[frame["phase"] == "epoch"]) == 2 * EPOCHS * len(NAMES)  # of both ranks, each once
+    # of both ranks, each once
+    assert len(frame[frame["phase"] == "epoch"]) == 2 * EPOCHS * len(NAMES)
     seconds = epochs.set_index(["implementation", "epoch"])["epoch_s"]
     for row in before:  # what was measured before the kill is not measured again
         assert seconds[row["implementation"], row["epoch"]] == row["epoch_s"]
@@ -118,4 +134,5 @@ def test_kill_9_costs_no_epoch_and_the_end_is_the_same(victim):
     assert status == 0, output
     metrics = ["implementation", "epoch", "train_loss", "validation_loss", "accuracy_percent"]
     in_one_go = whole.runs()[0].frame().dropna(subset="accuracy_percent")[metrics]
-    assert epochs[metrics].reset_index(drop=True).equals(in_one_go.reset_index(drop=True))  # bit by bit
+    # bit by bit
+    assert epochs[metrics].reset_index(drop=True).equals(in_one_go.reset_index(drop=True))

@@ -1,7 +1,8 @@
-"""`labkit` with one lab, whose points fail as requested: `python -m tests.faults.victim FOLDER measure faulty ...`.
+"""`labkit` with one lab, whose points fail as requested: `python -m tests.faults.victim FOLDER
+measure faulty ...`.
 
-The parent pauses at the moment that LABKIT_FAULT_PAUSE names, and creates the file `paused` in FOLDER.
-LABKIT_FAULT_CLOCK makes the time of day jump.
+The parent pauses at the moment that LABKIT_FAULT_PAUSE names, and creates the file `paused` in
+FOLDER. LABKIT_FAULT_CLOCK makes the time of day jump.
 """
 
 import os
@@ -14,7 +15,9 @@ import pandas as pd
 from labkit import studies
 from labkit.lab import project
 
-FOLDER = Path(sys.argv.pop(1)) if __name__ == "__main__" else Path(os.environ["LABKIT_FAULT_FOLDER"])
+FOLDER = (
+    Path(sys.argv.pop(1)) if __name__ == "__main__" else Path(os.environ["LABKIT_FAULT_FOLDER"])
+)
 os.environ["LABKIT_FAULT_FOLDER"] = str(FOLDER)
 project.runs_directory = lambda: FOLDER / "runs"
 
@@ -23,7 +26,14 @@ from labkit.lab.config import LabConfig  # noqa: E402
 from labkit.lab.declaration import Lab  # noqa: E402
 from labkit.lab.runs.records import RunWriter  # noqa: E402
 from labkit.parallel.ranks import group as rank_group  # noqa: E402
-from tests.faults.worker import BEFORE, BETWEEN, WRITING, FaultyPoint, first_time, measure_point  # noqa: E402
+from tests.faults.worker import (  # noqa: E402
+    BEFORE,
+    BETWEEN,
+    WRITING,
+    FaultyPoint,
+    first_time,
+    measure_point,
+)
 
 
 class FaultyConfig(LabConfig):
@@ -36,7 +46,10 @@ def points(config, machine):
     """Three points, of which the second fails."""
     fault = {"action": config.action, "moment": config.moment}
     common = {"world_size": 2, "backend": "gloo", "timeout_s": config.timeout_s}
-    return [FaultyPoint(number=number, **common, **(fault if number == 1 else {})) for number in range(3)]
+    return [
+        FaultyPoint(number=number, **common, **(fault if number == 1 else {}))
+        for number in range(3)
+    ]
 
 
 def count_rows(results):
@@ -71,7 +84,10 @@ def pause_at(moment):
         rank_group.fork_server.open_group = lambda *args: (start(*args), pause())[0]
     if moment == BETWEEN:
         end = RunWriter.end_point
-        RunWriter.end_point = lambda writer, *args, **options: (end(writer, *args, **options), pause())[0]
+        RunWriter.end_point = lambda writer, *args, **options: (
+            end(writer, *args, **options),
+            pause(),
+        )[0]
     if moment == WRITING:
         write = os.write
 
@@ -86,7 +102,8 @@ def pause_at(moment):
 
 
 def let_the_clock_jump():
-    real, jumps = time.time, iter(range(10**9))
+    real = time.time
+    jumps = iter(range(10**9))
     time.time = lambda: real() + (-1) ** next(jumps) * 1e6
 
 

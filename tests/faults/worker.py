@@ -19,13 +19,11 @@ import torch.distributed as dist
 from labkit.lab.point import Point
 from labkit.parallel.collectives import all_reduce
 
-BEFORE, INSIDE, SHARED, BETWEEN, WRITING = (
-    "before rendezvous",
-    "inside a collective",
-    "inside a shared-memory collective",
-    "between points",
-    "while a row is written",
-)
+BEFORE = "before rendezvous"
+INSIDE = "inside a collective"
+SHARED = "inside a shared-memory collective"
+BETWEEN = "between points"
+WRITING = "while a row is written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,8 @@ def act(action):
 def fill_memory(parent_first):
     """Allocate until the kernel kills a process, or far beyond the limit.
 
-    It kills the process with the most memory, after adding its score. The parent is its choice only once, so that a
-    resumed run completes.
+    It kills the process with the most memory, after adding its score. The parent is its choice only
+    once, so that a resumed run completes.
     """
     if parent_first and not first_time("filled"):
         return
@@ -116,7 +114,8 @@ def measure_point(point):
     else:
         yield {"value": float(point.number)}
     if point.moment in (INSIDE, SHARED):
-        tensor, transport = torch.ones(200_000), "shared" if point.moment == SHARED else "point_to_point"
+        tensor = torch.ones(200_000)
+        transport = "shared" if point.moment == SHARED else "point_to_point"
         all_reduce(tensor, transport=transport)
         if faulty:
             act_meanwhile(point.action)

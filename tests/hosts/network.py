@@ -1,7 +1,9 @@
-"""Network namespaces as hosts `node-a` and `node-b`: made, used, and removed again, whatever happens.
+"""Network namespaces as hosts `node-a` and `node-b`: made, used, and removed again, whatever
+happens.
 
-Each has a host name, which for itself stands for a loopback address, as Debian sets it up, and for the others for the
-real one: the case in which software that asks for its own name's address finds nobody.
+Each has a host name, which for itself stands for a loopback address, as Debian sets it up, and for
+the others for the real one: the case in which software that asks for its own name's address finds
+nobody.
 """
 
 import os
@@ -33,7 +35,9 @@ class Network:
 
     def __init__(self):
         self.names = ["node-a", "node-b"]
-        self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)}
+        self.addresses = {
+            name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)
+        }
         self.namespaces = {name: f"lk{os.getpid()}-{name[-1]}" for name in self.names}
         self._undo = ExitStack()
 
@@ -51,16 +55,31 @@ class Network:
     def start(self, host, command, **options):
         """A process on a host, with that host's name; `command` is a line for the shell."""
         script = f"hostname {host} && exec sh -c {shlex.quote(command)}"
-        inside = ["ip", "netns", "exec", self.namespaces[host], "unshare", "--uts", "sh", "-c", script]
-        return subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespaces[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            script,
+        ]
+        return subprocess.Popen(
+            inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        )
 
     def run_on_all(self, commands, *, timeout_s, **options):
         """The same moment on every host; what each printed and its exit status, by host."""
         running = {
-            host: self.start(host, command, start_new_session=True, **options) for host, command in commands.items()
+            host: self.start(host, command, start_new_session=True, **options)
+            for host, command in commands.items()
         }
         try:
-            printed = {host: process.communicate(timeout=timeout_s)[0] for host, process in running.items()}
+            printed = {
+                host: process.communicate(timeout=timeout_s)[0] for host, process in running.items()
+            }
             return {host: (process.returncode, printed[host]) for host, process in running.items()}
         finally:
             for process in running.values():
@@ -75,7 +94,10 @@ class Network:
         folder = HOSTS_FILES / namespace
         folder.mkdir(parents=True)
         undo.callback(shutil.rmtree, folder)
-        lines = [f"{'127.0.1.1' if other == name else address} {other}" for other, address in self.addresses.items()]
+        lines = [
+            f"{'127.0.1.1' if other == name else address} {other}"
+            for other, address in self.addresses.items()
+        ]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         self._in(name, "ip", "link", "set", "lo", "up")
 
@@ -88,7 +110,21 @@ class Network:
         for number, name in enumerate(self.names):
             port = f"port{number}"
             namespace = self.namespaces[name]
-            _run("ip", "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _run(
+                "ip",
+                "-n",
+                namespace,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             self._in(name, "ip", "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             self._in(name, "ip", "link", "set", "eth0", "up")
@@ -104,4 +140,6 @@ def _run(*command):
 def _try(*command):
     """What a command said when it failed, or None."""
     result = subprocess.run(command, check=False, capture_output=True, text=True)
-    return None if result.returncode == 0 else result.stderr.strip() or f"status {result.returncode}"
+    return (
+        None if result.returncode == 0 else result.stderr.strip() or f"status {result.returncode}"
+    )

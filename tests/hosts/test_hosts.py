@@ -18,8 +18,8 @@ from tests.hosts.network import HOSTS_FILES, Network, why_no_hosts
 
 pytestmark = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 
-# The first `python` and `torchrun` are those of this environment, and find this checkout. The docs want the interface
-# named, since each host's name stands for a loopback address.
+# The first `python` and `torchrun` are those of this environment, and find this checkout. The docs
+# want the interface named, since each host's name stands for a loopback address.
 ENVIRONMENT = os.environ | {
     "GLOO_SOCKET_IFNAME": "eth0",
     "OMP_NUM_THREADS": "1",
@@ -30,7 +30,8 @@ ENVIRONMENT = os.environ | {
 
 def measured(lab, network, commands, directory, **variables):
     """Run a command on every host at once; return the one run that it wrote below `directory`."""
-    environment = ENVIRONMENT | {"LABKIT_HOME": str(directory)} | variables  # others measure several hosts, too
+    # others measure several hosts, too
+    environment = ENVIRONMENT | {"LABKIT_HOME": str(directory)} | variables
     ended = network.run_on_all(commands, timeout_s=900, env=environment, cwd=checkout())
     assert [status for status, _ in ended.values()] == [0] * len(commands), ended
     (path,) = directory.glob(f"data/runs/{lab}/*.jsonl")
@@ -75,7 +76,9 @@ def test_the_slurm_script_of_the_readme_with_every_node_that_srun_would_start(tm
     variables = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]"}
     lab = "data_parallel --profile smoke --set warmup=0"
     with Network() as network:
-        commands = dict.fromkeys(network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}")
+        commands = dict.fromkeys(
+            network.names, f"PATH={tmp_path}:$PATH bash {tmp_path}/job.sh {lab}"
+        )
         run = measured("data_parallel", network, commands, tmp_path, **variables)
     assert set(run.coverage()["status"]) == {"ok"}
     assert run.header.ranks_by_host == {"node-a": [0], "node-b": [1]}

@@ -98,6 +98,15 @@ FAKE = Lab(
 
 def header(points, **changes):
     """The header of a run of these points on this machine."""
-    fields = {"lab": "fake", "profile": "smoke", "config": {}, "machine": describe_machine(), "command": "labkit"}
-    fields |= {"started": datetime(2030, 1, 2, tzinfo=UTC), "planned": {point.id: point.describe() for point in points}}
+    fields = {
+        "lab": "fake",
+        "profile": "smoke",
+        "config": {},
+        "machine": describe_machine(),
+        "command": "labkit",
+    }
+    fields |= {
+        "started": datetime(2030, 1, 2, tzinfo=UTC),
+        "planned": {point.id: point.describe() for point in points},
+    }
     return RunHeader(**(fields | changes))

@@ -15,9 +15,18 @@ from labkit.scaling.runs import PRECISIONS, RECOMPUTE, SHARDS, Layout
 from labkit.scaling.slowdown_causes import explain
 from tests.scaling.test_files import LLAMA
 
-USUAL = {"model": "llama-3-8b", "gpus": "16", "gpu": "h100", "tokens_per_step": "1M", "sequence": "4096"}
+USUAL = {
+    "model": "llama-3-8b",
+    "gpus": "16",
+    "gpu": "h100",
+    "tokens_per_step": "1M",
+    "sequence": "4096",
+}
 ROW = "gpu,gpus,layers,hidden,heads,vocab,seq_len,tp,pp,dp,micro_batch,global_batch,shard,step_s"
-OWN_RUNS = [f"h100,8,16,2048,32,128256,4096,1,1,8,{batch},256,zero3,{step_s}" for batch, step_s in ((1, 4), (2, 3.7))]
+OWN_RUNS = [
+    f"h100,8,16,2048,32,128256,4096,1,1,8,{batch},256,zero3,{step_s}"
+    for batch, step_s in ((1, 4), (2, 3.7))
+]
 OWN_RUNS += ["h100,16,16,2048,32,128256,4096,1,1,16,2,256,zero3,2.0"]
 
 
@@ -34,7 +43,9 @@ def run_program(command, monkeypatch, tmp_path):
 
 def _options(**changes):
     options = {name: value for name, value in (USUAL | changes).items() if value is not None}
-    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    return [
+        text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)
+    ]
 
 
 WRONG = {
@@ -78,7 +89,8 @@ def test_options_offer_what_the_predictor_knows():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("4M", 4e6), ("1.5b", 1.5e9), ("4,000,000", 4e6), ("1_024", 1024), ("2e6", 2e6), (8, 8)]
+    ("text", "number"),
+    [("4M", 4e6), ("1.5b", 1.5e9), ("4,000,000", 4e6), ("1_024", 1024), ("2e6", 2e6), (8, 8)],
 )
 def test_numbers_are_read_as_people_write_them(text, number):
     assert read_options({"tokens_per_step": text}).tokens_per_step == number
@@ -87,8 +99,12 @@ def test_numbers_are_read_as_people_write_them(text, number):
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_question_is_one_line_status_2_and_nothing_written(case, run_program, tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "untimed.csv").write_text("\n".join([ROW, *(row.rpartition(",")[0] + "," for row in OWN_RUNS)]))
-    (tmp_path / "predicted.csv").write_text("\n".join([f"{ROW},step_low,step_high", *(f"{r},1,9" for r in OWN_RUNS)]))
+    (tmp_path / "untimed.csv").write_text(
+        "\n".join([ROW, *(row.rpartition(",")[0] + "," for row in OWN_RUNS)])
+    )
+    (tmp_path / "predicted.csv").write_text(
+        "\n".join([f"{ROW},step_low,step_high", *(f"{r},1,9" for r in OWN_RUNS)])
+    )
     (tmp_path / "mixtral.json").write_text(json.dumps(LLAMA | {"model_type": "mixtral"}))
     before = sorted(tmp_path.iterdir())
     page = [] if "--output" in WRONG[case] else ["--output", "page.html"]
@@ -108,7 +124,14 @@ def test_the_answer_stands_on_one_screen_with_the_verdict_first(run_program):
     assert screen[0].startswith("Yes, it fits")
     assert len(screen) <= 56
     assert max(len(line) for line in screen) <= 150
-    for word in ("tokens per second", "tokens per day", "GPU-hours", "MFU", "network twice as fast", "(predicted)"):
+    for word in (
+        "tokens per second",
+        "tokens per day",
+        "GPU-hours",
+        "MFU",
+        "network twice as fast",
+        "(predicted)",
+    ):
         assert word in out
 
 
@@ -116,7 +139,9 @@ def test_a_page_is_one_file_without_requests_and_escapes_its_input(run_program, 
     folder = tmp_path / "<b>model & co"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    status, out, _ = run_program(*_options(model=str(folder), gpus="64"), "--pp", "8", "--output", "page.html")
+    status, out, _ = run_program(
+        *_options(model=str(folder), gpus="64"), "--pp", "8", "--output", "page.html"
+    )
     assert status == 0
     assert out.splitlines()[-1] == "page: page.html"
     page = (tmp_path / "page.html").read_text()
@@ -134,7 +159,9 @@ def test_what_does_not_fit_comes_with_a_change(run_program):
     assert "Change first: " in out
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": "llama-3-70b"}, {"gpus": "256", "network_gbps": "100"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"model": "llama-3-70b"}, {"gpus": "256", "network_gbps": "100"}]
+)
 def test_advice_adds_up(changes):
     question = ask(**changes)
     advice = advise(question.request)
@@ -144,13 +171,17 @@ def test_advice_adds_up(changes):
         assert sum(sums_s(one).values()) == pytest.approx(one.step_s)
     peak = max(sum(parts.values()) for parts in advice.first.memory_gib)
     assert peak == pytest.approx(advice.first.peak_gib)
-    assert not {one.layout for one in advice.best} & {one.prediction.layout for one in advice.runners_up}
+    assert not {one.layout for one in advice.best} & {
+        one.prediction.layout for one in advice.runners_up
+    }
     assert {one.cause for one in advice.runners_up} <= {*SUMS, "memory", "unstable"}
     assert bool(advice.remedies) != advice.first.has_room
     report = report_advice(question, advice, nearest(question.request.run(advice.first.layout)))
     assert [section.mark for section in report.sections].count("published") == 1
     assert "nearest published" in report.notes[-1] + report.notes[0] + report.notes[1]
-    assert list((report.sections[1].steps or report.sections[2].steps).values()) == list(advice.best)
+    assert list((report.sections[1].steps or report.sections[2].steps).values()) == list(
+        advice.best
+    )
 
 
 def test_a_reserve_is_kept_free():
@@ -173,7 +204,13 @@ def test_a_faster_network_and_more_gpus_never_hurt():
 
 @pytest.mark.parametrize(
     ("tokens", "seq_len", "gpus", "sequences"),
-    [(4e6, 8192, 64, 512), (4194304, 4096, 64, 1024), (4096 * 7, 4096, 8, 7), (4e6, 4096, 24, 960), (5000, 4096, 8, 1)],
+    [
+        (4e6, 8192, 64, 512),
+        (4194304, 4096, 64, 1024),
+        (4096 * 7, 4096, 8, 7),
+        (4e6, 4096, 24, 960),
+        (5000, 4096, 8, 1),
+    ],
 )
 def test_a_batch_is_whole_and_near(tokens, seq_len, gpus, sequences):
     assert round_batch(tokens, seq_len, gpus) == sequences
@@ -190,15 +227,27 @@ def test_calibration_narrows_the_intervals(tmp_path):
         for one in (advise(calibrated.request).first, advise(ask().request).first)
     ]
     assert widths[0] < widths[1]
-    path.write_text("\n".join([ROW, *OWN_RUNS]).replace(",", ";").replace(".", ","))  # as spreadsheets may save it
-    assert ask(calibrate=str(path), tokens_per_step="1M").calibration_error == calibrated.calibration_error
+    # as spreadsheets may save it
+    path.write_text("\n".join([ROW, *OWN_RUNS]).replace(",", ";").replace(".", ","))
+    assert (
+        ask(calibrate=str(path), tokens_per_step="1M").calibration_error
+        == calibrated.calibration_error
+    )
 
 
 def _explain(**options):
     read = read_options(USUAL | {"shard": "zero3", "tp": "1", "pp": "1", "cp": "1"} | options)
-    question, mfu = make_request(read), None if read.mfu is None else read.mfu / 100
-    result = explain(question.request, tokens_per_s=read.tokens_per_second, mfu=mfu, unspecified=question.unspecified)
-    return result, "\n".join(report_diagnosis(question, result, nearest(question.request.run(Layout()))).lines())
+    question = make_request(read)
+    mfu = None if read.mfu is None else read.mfu / 100
+    result = explain(
+        question.request,
+        tokens_per_s=read.tokens_per_second,
+        mfu=mfu,
+        unspecified=question.unspecified,
+    )
+    return result, "\n".join(
+        report_diagnosis(question, result, nearest(question.request.run(Layout()))).lines()
+    )
 
 
 def test_a_fault_that_was_put_in_explains_all_of_the_gap():
@@ -217,7 +266,10 @@ def test_a_fault_that_was_put_in_explains_all_of_the_gap():
 def test_a_named_option_is_no_cause():
     free = {"tokens_per_step": None, "sequence": None}
     named = {"tokens_per_step": "4M", "sequence": "4096", "micro_batch": "1", "recompute": "none"}
-    before, after = ({one.name.split(":")[0] for one in _explain(mfu="13", **one)[0].causes} for one in (free, named))
+    before, after = (
+        {one.name.split(":")[0] for one in _explain(mfu="13", **one)[0].causes}
+        for one in (free, named)
+    )
     gone = {"little work at once", "every layer recomputed"}
     assert gone <= before
     assert not gone & after

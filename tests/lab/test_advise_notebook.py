@@ -1,4 +1,5 @@
-"""The notebooks without a lab: their cells run as they are, and with the changes that they propose."""
+"""The notebooks without a lab: their cells run as they are, and with the changes that they
+propose."""
 
 import ast
 
@@ -18,8 +19,13 @@ TRIED += [{"model": "llama-3-70b", "sequence": 32768, "tokens_per_step": "16M"}]
 
 def _results(notebook, changes):
     """The value of each code cell's last expression, if it ends in one."""
-    cells = [cell for cell in nbformat.read(notebook_path(notebook), as_version=4).cells if cell.cell_type == "code"]
-    names, results = {}, []
+    cells = [
+        cell
+        for cell in nbformat.read(notebook_path(notebook), as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    names = {}
+    results = []
     for cell in cells:
         *statements, last = ast.parse(cell.source).body
         exec(compile(ast.Module([*statements], []), "cell", "exec"), names)
@@ -41,7 +47,9 @@ def test_the_reader_sees_an_answer_a_ranking_and_the_parts_of_a_step(changes):
     assert ranking["layout"].is_unique
     firsts = questions.groupby(level=0, sort=False).first()
     for plot, table in ((layouts, ranking), (steps, firsts)):
-        parts = plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["duration_s"].sum()
+        parts = (
+            plot.data[plot.data["part"] != "step"].groupby("layout", sort=False)["duration_s"].sum()
+        )
         whole = table["step_s"].to_numpy()[: len(parts)]
         assert ((parts > 0.96 * whole) & (parts < 1.001 * whole)).all()
     assert firsts["tokens_per_s"]["half the GPUs"] < firsts["tokens_per_s"]["as asked"]
@@ -58,9 +66,14 @@ def test_the_reader_sees_how_wrong_predictions_are_and_a_training_taken_apart():
 
 
 def test_a_changed_question_keeps_the_rest_and_refuses_other_options():
-    plan = ask({"model": "llama-3-8b", "gpu": "h100", "gpus": 16, "tokens_per_step": "1M", "else": 3})
+    plan = ask(
+        {"model": "llama-3-8b", "gpu": "h100", "gpus": 16, "tokens_per_step": "1M", "else": 3}
+    )
     changed = plan.but(gpus=32)
-    assert (changed.question.request.gpus, changed.question.request.model) == (32, plan.question.request.model)
+    assert (changed.question.request.gpus, changed.question.request.model) == (
+        32,
+        plan.question.request.model,
+    )
     assert plan.but(tokens_per_step=None).question.unspecified == {"sequence", "tokens_per_step"}
     with pytest.raises(ParameterError, match="expected options among"):
         plan.but(networks=3)

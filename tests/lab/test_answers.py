@@ -1,4 +1,5 @@
-"""Verdicts of comparisons, checks and reports: made-up frames, and the claims that noise must not make."""
+"""Verdicts of comparisons, checks and reports: made-up frames, and the claims that noise must not
+make."""
 
 import numpy as np
 import pandas as pd
@@ -13,20 +14,28 @@ ROUNDS = 20
 
 
 def frame(ratios, noise=0.02, rounds=ROUNDS, seed=0):
-    """Samples of a baseline and of alternatives: `ratios[alternative][size]` is the time over the baseline's."""
+    """Samples of a baseline and of alternatives: `ratios[alternative][size]` is the time over the
+    baseline's."""
     rng = np.random.default_rng(seed)
     rows = []
     for way, by_size in {"base": [1.0] * len(next(iter(ratios.values()))), **ratios}.items():
         for size, ratio in enumerate(by_size):
             for repeat in range(rounds):
                 seconds = ratio * np.exp(rng.normal(0, noise))
-                rows.append({"size": size, "way": way, "rank": 0, "repeat": repeat, "seconds": seconds})
+                rows.append(
+                    {"size": size, "way": way, "rank": 0, "repeat": repeat, "seconds": seconds}
+                )
     return pd.DataFrame(rows)
 
 
 def ask(table, **options):
     question = Compare(
-        id="q", text="Is it faster?", metric=METRIC, baseline="base", advice="Use {name}{where}.", **options
+        id="q",
+        text="Is it faster?",
+        metric=METRIC,
+        baseline="base",
+        advice="Use {name}{where}.",
+        **options,
     )
     return question.answer(Results(table))
 
@@ -37,7 +46,12 @@ def ask(table, **options):
         ({"a": [0.5, 0.5, 0.5]}, "yes", "all 3 configurations", True),
         ({"a": [0.5, 0.5, 1.0]}, "yes", "faster in 2 of 3 configurations", True),
         ({"a": [0.5, 1.0, 1.0]}, "it depends", "faster in 1 of 3 configurations", True),
-        ({"a": [0.5, 1.0, 2.0]}, "it depends", "faster in 1 of 3 configurations, slower in 1", False),
+        (
+            {"a": [0.5, 1.0, 2.0]},
+            "it depends",
+            "faster in 1 of 3 configurations, slower in 1",
+            False,
+        ),
         ({"a": [1.0, 1.0, 1.0]}, "no clear difference", "all 3 configurations", False),
         ({"a": [1.0, 1.0, 2.0]}, "no", "slower in 1 of 3 configurations", False),
         ({"a": [2.0, 2.0, 2.0]}, "no", "all 3 configurations", False),
@@ -65,7 +79,9 @@ def test_too_few_rounds_are_undecided_and_no_rows_are_not_measured():
 
 def test_an_alternative_with_wrong_results_is_named_and_not_compared():
     table = frame({"a": [0.5]})
-    wrong = pd.DataFrame([{"size": 0, "way": "b", "rank": 0, "repeat": 0, "check": "wrong: rank 1, element 5"}])
+    wrong = pd.DataFrame(
+        [{"size": 0, "way": "b", "rank": 0, "repeat": 0, "check": "wrong: rank 1, element 5"}]
+    )
     answer = ask(pd.concat([table, wrong]))
     assert answer.verdict == "yes"
     assert any("wrong" in note and "b" in note for note in answer.notes)
@@ -86,7 +102,8 @@ def test_counts_need_no_interval_and_the_largest_rank_stands_for_all():
 
 def test_sessions_that_disagree_show_no_difference():
     """A gain in one set of processes, and the same loss in another, is chance."""
-    one, other = frame({"a": [0.8]}, seed=1), frame({"a": [1.25]}, seed=2)
+    one = frame({"a": [0.8]}, seed=1)
+    other = frame({"a": [1.25]}, seed=2)
     both = pd.concat([one.assign(session=1), other.assign(session=2)])
     assert ask(both).verdict in ("no clear difference", "undecided")
     agree = pd.concat([one.assign(session=1), frame({"a": [0.8]}, seed=2).assign(session=2)])
@@ -95,17 +112,36 @@ def test_sessions_that_disagree_show_no_difference():
 
 @pytest.mark.parametrize(
     ("measured", "verdict"),
-    [([1.0, 1.2, 0.9], "yes"), ([1.0, 1.2, 2.0], "it depends"), ([3.0, 2.0, 1.0], "no"), ([0.0, 1.0, 9.0], "no")],
+    [
+        ([1.0, 1.2, 0.9], "yes"),
+        ([1.0, 1.2, 2.0], "it depends"),
+        ([3.0, 2.0, 1.0], "no"),
+        ([0.0, 1.0, 9.0], "no"),
+    ],
 )
 def test_a_check_counts_the_rows_within_its_factor(measured, verdict):
     table = pd.DataFrame({"measured": measured, "predicted": 1.0})
-    check = Check(id="q", text="?", table=lambda results: table, measured="measured", predicted="predicted", within=1.5)
+    check = Check(
+        id="q",
+        text="?",
+        table=lambda results: table,
+        measured="measured",
+        predicted="predicted",
+        within=1.5,
+    )
     assert check.answer(Results(pd.DataFrame())).verdict == verdict
 
 
 def test_a_report_fills_its_sentence_with_units():
-    table = pd.DataFrame({"size": ["nano", "mini"], "seconds": [0.001, 0.002], "peak_bytes": [2**20, 2**30]})
-    report = Report(id="q", text="?", table=lambda results: table, says="{size} takes {seconds} and {peak_bytes}.")
+    table = pd.DataFrame(
+        {"size": ["nano", "mini"], "seconds": [0.001, 0.002], "peak_bytes": [2**20, 2**30]}
+    )
+    report = Report(
+        id="q",
+        text="?",
+        table=lambda results: table,
+        says="{size} takes {seconds} and {peak_bytes}.",
+    )
     answer = report.answer(Results(pd.DataFrame()))
     assert answer.verdict == "measured"
     assert answer.headline == "mini takes 2 ms and 1 GiB."
@@ -113,14 +149,16 @@ def test_a_report_fills_its_sentence_with_units():
 
 @pytest.mark.parametrize("noise", thinned([0.1, 0.4], lambda noise: noise == 0.4))
 def test_noise_claims_next_to_nothing(noise):
-    """Of 60 questions on runs in which nothing differs, 12 comparisons each, at most 5 %, beyond chance, claim one."""
+    """Of 60 questions on runs in which nothing differs, 12 comparisons each, at most 5 %, beyond
+    chance, claim one."""
     same = {"a": [1.0] * 4, "b": [1.0] * 4, "c": [1.0] * 4}
     answers = [ask(frame(same, noise=noise, seed=seed)).verdict for seed in range(60)]
     assert sum(verdict != "no clear difference" for verdict in answers) <= 60 * 0.05 + 4
 
 
 def test_the_median_of_several_sessions_has_an_interval_over_all_of_them():
-    one, other = frame({"a": [0.8, 0.8]}, seed=1), frame({"a": [1.2, 1.2]}, seed=2)
+    one = frame({"a": [0.8, 0.8]}, seed=1)
+    other = frame({"a": [1.2, 1.2]}, seed=2)
     both = METRIC.medians(pd.concat([one.assign(session=1), other.assign(session=2)]))
     alone = METRIC.medians(one.assign(session=1))
     merged = both.merge(alone, on=METRIC.columns, suffixes=("", "_alone"))

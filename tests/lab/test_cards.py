@@ -1,4 +1,5 @@
-"""Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML unescaped."""
+"""Pieces of a page: units, and nothing that a run or a parameter holds gets into the HTML
+unescaped."""
 
 import re
 
@@ -25,7 +26,8 @@ POINTS = [FakePoint(action="fine", size=size) for size in range(3)]
 
 
 def answer_pieces(text):
-    """An answer with a figure, in a notebook and on a page; everything in it is named by the text."""
+    """An answer with a figure, in a notebook and on a page; everything in it is named by the
+    text."""
     question = Question(id=text, text=text)
     answer = Answer(text, text, pd.DataFrame({text: [text]}), text, 0.5, text, text, (text,))
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
@@ -34,10 +36,14 @@ def answer_pieces(text):
     return [answered.data, answered.on_page]
 
 
-@pytest.mark.parametrize(("text", "escaped"), [(EVIL, "&lt;script"), (QUOTED, "&#34; onerror=&#39;alert(1)")])
+@pytest.mark.parametrize(
+    ("text", "escaped"), [(EVIL, "&lt;script"), (QUOTED, "&#34; onerror=&#39;alert(1)")]
+)
 def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
     names = dict.fromkeys(("cpu", "host", "system", "python"), text)
-    machine = describe_machine().model_copy(update=names | {"versions": {text: text}, "source": Source(commit=text)})
+    machine = describe_machine().model_copy(
+        update=names | {"versions": {text: text}, "source": Source(commit=text)}
+    )
     pieces = [
         *answer_pieces(text),
         piece("progress", text=Progress(1, 2, text).line()),
@@ -45,15 +51,27 @@ def test_nothing_becomes_markup_or_ends_an_attribute(text, escaped, tmp_path):
         cards.machine_card(machine).data,
     ]
     with RunWriter.create(
-        tmp_path, header(POINTS, config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]})
+        tmp_path,
+        header(
+            POINTS, config={text: text}, command=text, ranks_by_host={text: [0], f"{text}2": [1]}
+        ),
     ) as writer:
-        writer.end_point(POINTS[0], "failed", reason=text, facts={"world_size": 2, "backend": text, "scheduling": text})
+        writer.end_point(
+            POINTS[0],
+            "failed",
+            reason=text,
+            facts={"world_size": 2, "backend": text, "scheduling": text},
+        )
         writer.start_resumption(text, Source(commit=text))
     run = Run.load(writer.path)
     assert provenance_rows(FAKE, run)["Resumed at"].endswith(f", by {text}")
-    pieces += [cards.coverage(run).data, piece("provenance", rows=provenance_rows(FAKE, run).items())]
+    pieces += [
+        cards.coverage(run).data,
+        piece("provenance", rows=provenance_rows(FAKE, run).items()),
+    ]
     for html in pieces:
-        assert text not in re.sub(r"<text[^>]*>[^<]*</text>", "", html)  # in an element's text a quote is a quote
+        # in an element's text a quote is a quote
+        assert text not in re.sub(r"<text[^>]*>[^<]*</text>", "", html)
         assert escaped in html
 
 
@@ -100,7 +118,9 @@ def test_a_cell_says_its_value_as_a_reader_would(name, value, text):
 
 
 def test_a_wide_table_says_once_what_is_the_same_in_all_rows():
-    frame = pd.DataFrame({"n_bytes": [4096, 1024], "device": "cpu"} | {f"c{at}": [1.0, 2.0] for at in range(8)})
+    frame = pd.DataFrame(
+        {"n_bytes": [4096, 1024], "device": "cpu"} | {f"c{at}": [1.0, 2.0] for at in range(8)}
+    )
     html = cards.table(frame).data
     assert "The same in all rows: device cpu." in html
     assert ">device</th>" not in html
@@ -108,7 +128,9 @@ def test_a_wide_table_says_once_what_is_the_same_in_all_rows():
 
 
 def test_numbers_are_aligned_and_sorted_by_value_and_text_is_not():
-    html = cards.table(pd.DataFrame({"name": ["b", "a"], "seconds": [0.002, 1.5], "fits": [True, False]})).data
+    html = cards.table(
+        pd.DataFrame({"name": ["b", "a"], "seconds": [0.002, 1.5], "fits": [True, False]})
+    ).data
     assert html.count('class="text"') == 2 * 3  # two of the three columns, with their headings
     assert '<td data-sort="0.002">2 ms</td><td class="text">yes</td>' in html
     assert '<td data-sort="1.5">1.5 s</td>' in html
@@ -132,7 +154,10 @@ def test_a_console_that_shows_no_html_gets_text():
     assert "Memory" in text
     assert text.count(machine.cpu) == 1  # of a CPU the label says its name
     other = cards.machine_card(machine.model_copy(update={"host": "elsewhere"}))
-    assert ["not measured here" in repr(card) for card in (cards.machine_card(machine), other)] == [False, True]
+    assert ["not measured here" in repr(card) for card in (cards.machine_card(machine), other)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_functions_source_is_shown_with_its_docstring_folded_on_a_page():

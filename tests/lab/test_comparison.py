@@ -1,4 +1,5 @@
-"""Runs side by side by their answers: what agrees, differs or is lost, which runs are copies, and bad input by name."""
+"""Runs side by side by their answers: what agrees, differs or is lost, which runs are copies, and
+bad input by name."""
 
 import json
 import os
@@ -28,23 +29,56 @@ TIME = Metric("seconds", "algorithm", ("world_size", "n_elements"))
 
 
 def load_lab(name):
-    predicted = {"measured": "b", "predicted": "c", "table": lambda results: pd.DataFrame(columns=["b", "c"])}
+    predicted = {
+        "measured": "b",
+        "predicted": "c",
+        "table": lambda results: pd.DataFrame(columns=["b", "c"]),
+    }
     questions = [
         Compare(id="faster", text="Is the ring faster?", metric=TIME, baseline="torch"),
         Check(id="predicted", text="Is it predicted?", **predicted),
     ]
-    about = {"config": LabConfig, "points": lambda config, machine: [], "worker": lambda point: None}
+    about = {
+        "config": LabConfig,
+        "points": lambda config, machine: [],
+        "worker": lambda point: None,
+    }
     return Lab(name=name, title=f"Lab {name}", summary="", questions=questions, **about)
 
 
-def run_file(path, *, lab="lab", ring=0.5, sizes=SIZES, point=(), config=(), started=0, seed=0, repeats=20, **machine):
+def run_file(
+    path,
+    *,
+    lab="lab",
+    ring=0.5,
+    sizes=SIZES,
+    point=(),
+    config=(),
+    started=0,
+    seed=0,
+    repeats=20,
+    **machine,
+):
     """A run of one point per size, in which a ring takes `ring` times as long as torch."""
-    facts = describe_machine().model_dump(mode="json") | {"source": {"commit": "abc1234def"}} | machine
+    facts = (
+        describe_machine().model_dump(mode="json") | {"source": {"commit": "abc1234def"}} | machine
+    )
     fields = {"world_size": 2, "device": "cpu", "timeout_s": 60 + seed} | dict(point)
     points = {f"p{n}": fields | {"n_elements": n // 4} for n in sizes}
-    header = {"kind": "header", "format_version": 1, "lab": lab, "profile": "quick", "config": dict(config)}
-    header |= {"machine": facts, "command": "labkit measure", "started": f"2026-01-01T00:0{started}:00Z"}
-    lines, generator = [header | {"planned": points}], np.random.default_rng(seed)
+    header = {
+        "kind": "header",
+        "format_version": 1,
+        "lab": lab,
+        "profile": "quick",
+        "config": dict(config),
+    }
+    header |= {
+        "machine": facts,
+        "command": "labkit measure",
+        "started": f"2026-01-01T00:0{started}:00Z",
+    }
+    lines = [header | {"planned": points}]
+    generator = np.random.default_rng(seed)
     for name, of_point in points.items():
         for rank in (0, 1):
             for algorithm, slower in (("ring", ring), ("torch", 1.0)):
@@ -52,7 +86,9 @@ def run_file(path, *, lab="lab", ring=0.5, sizes=SIZES, point=(), config=(), sta
                 seconds = list(slower * of_point["n_elements"] * 1e-8 * noise)
                 values = {"algorithm": algorithm, "check": "ok", "seconds": seconds}
                 lines.append({"kind": "row", "point": name, "rank": rank, "values": values})
-        lines.append({"kind": "end", "point": name, "status": "ok", "reason": None, "elapsed_s": 1.0})
+        lines.append(
+            {"kind": "end", "point": name, "status": "ok", "reason": None, "elapsed_s": 1.0}
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return Run.load(path)
@@ -82,20 +118,30 @@ def first(tmp_path):
 def test_verdicts_agree_differ_or_are_lost_or_gained(changes, outcome, first, tmp_path):
     other = run_file(tmp_path / "b.jsonl", cpu="Two", seed=1, **changes)
     assert pair_of(first, other).outcomes() == {"faster": outcome}
-    assert pair_of(other, first).outcomes() == {"faster": "gained" if outcome == "lost" else outcome}
+    assert pair_of(other, first).outcomes() == {
+        "faster": "gained" if outcome == "lost" else outcome
+    }
 
 
-@pytest.mark.parametrize(("ring", "difference"), [(0.5, "none measurable"), (0.6, "higher"), (0.4, "lower")])
-def test_ratios_stand_side_by_side_and_differ_if_their_intervals_are_apart(ring, difference, first, tmp_path):
+@pytest.mark.parametrize(
+    ("ring", "difference"), [(0.5, "none measurable"), (0.6, "higher"), (0.4, "lower")]
+)
+def test_ratios_stand_side_by_side_and_differ_if_their_intervals_are_apart(
+    ring, difference, first, tmp_path
+):
     ratios = pair_of(first, run_file(tmp_path / "b.jsonl", cpu="Two", ring=ring, seed=1)).ratios
     assert set(ratios["difference"]) == {difference}
     assert len(ratios) == len(SIZES)
     assert ratios["ratio"].between(0.97 * ring, 1.03 * ring).all()
 
 
-@pytest.mark.parametrize("name", ["seed", "rounds_s", "warmup", "ratio_within", "sessions", "timeout_s"])
+@pytest.mark.parametrize(
+    "name", ["seed", "rounds_s", "warmup", "ratio_within", "sessions", "timeout_s"]
+)
 def test_how_often_and_how_long_makes_no_two_runs_incomparable(name, first, tmp_path):
-    pair = pair_of(first, run_file(tmp_path / "b.jsonl", cpu="Two", point={name: 7}, config={name: 7}))
+    pair = pair_of(
+        first, run_file(tmp_path / "b.jsonl", cpu="Two", point={name: 7}, config={name: 7})
+    )
     assert (pair.n_shared, pair.n_others) == (len(SIZES), 0)
     assert pair.parameters == {}
 
@@ -108,20 +154,30 @@ def test_only_shared_points_are_compared_and_the_parameter_that_differs_is_named
     assert pair.parameters == {"sizes_bytes": (None, list(sizes))}
     assert len(pair.ratios) == 4
     apart = run_file(tmp_path / "c.jsonl", cpu="Two", sizes=(28,), config={"sizes_bytes": [28]})
-    with pytest.raises(ParameterError, match=r"runs of lab share no point: sizes_bytes: None and \[28\]"):
+    with pytest.raises(
+        ParameterError, match=r"runs of lab share no point: sizes_bytes: None and \[28\]"
+    ):
         pair_of(first, apart)
 
 
 def test_a_copy_of_a_run_is_left_out_and_so_is_a_partial_copy(tmp_path):
     whole = run_file(tmp_path / "run.jsonl")
-    copy, partial = tmp_path / "run(1).jsonl", tmp_path / "before.jsonl"
+    copy = tmp_path / "run(1).jsonl"
+    partial = tmp_path / "before.jsonl"
     copy.write_bytes(whole.path.read_bytes())
     partial.write_text("".join(whole.path.read_text().splitlines(keepends=True)[:8]))
     again = run_file(tmp_path / "again.jsonl", started=1)
-    runs, left_out = without_copies([Run.load(path) for path in (partial, whole.path, copy, again.path)])
+    runs, left_out = without_copies(
+        [Run.load(path) for path in (partial, whole.path, copy, again.path)]
+    )
     assert [run.path for run in runs] == [whole.path, again.path]
-    assert left_out == {str(partial): f"a partial copy of {whole.path}", str(copy): f"a copy of {whole.path}"}
-    with pytest.raises(RunFileError, match=r"two different runs, got 1; .*run\(1\)\.jsonl: a copy of"):
+    assert left_out == {
+        str(partial): f"a partial copy of {whole.path}",
+        str(copy): f"a copy of {whole.path}",
+    }
+    with pytest.raises(
+        RunFileError, match=r"two different runs, got 1; .*run\(1\)\.jsonl: a copy of"
+    ):
         load_runs([str(whole.path), str(copy)])
 
 
@@ -137,7 +193,9 @@ def test_runs_are_named_by_machine_and_by_start_if_they_share_it(tmp_path):
     assert names(a, c) == ["One, 2026-01-01 00:00:00", "One, 2026-01-01 00:01:00"]
 
 
-@pytest.mark.parametrize("lab", thinned(LABS, lambda lab: lab in ("training_step", "sharding", "cifar100")))
+@pytest.mark.parametrize(
+    "lab", thinned(LABS, lambda lab: lab in ("training_step", "sharding", "cifar100"))
+)
 def test_every_recorded_run_is_compared_with_itself_and_agrees(lab):
     (path,) = (recorded_directory() / lab).glob("*.jsonl")
     run = Run.load(path)
@@ -166,14 +224,22 @@ def test_nothing_that_a_run_says_becomes_markup(evil, tmp_path):
     runs = []
     for number in range(2):
         machine = {"cpu": f"{evil} {number}", "host": evil, "source": {"commit": evil}}
-        run = run_file(tmp_path / f"{number}.jsonl", lab=f"l {evil}", config={"a": [evil, number]}, **machine)
+        run = run_file(
+            tmp_path / f"{number}.jsonl", lab=f"l {evil}", config={"a": [evil, number]}, **machine
+        )
         run.path.write_text(run.path.read_text().replace(json.dumps("ring"), json.dumps(evil)))
         runs.append(Run.load(run.path))
     page = tmp_path / "compare.html"
-    write_comparison(compare_runs(runs, load_lab), f"labkit compare {evil}", page, {f"a {evil}.jsonl": evil})
-    tags, attributes = [], set()
+    write_comparison(
+        compare_runs(runs, load_lab), f"labkit compare {evil}", page, {f"a {evil}.jsonl": evil}
+    )
+    tags = []
+    attributes = set()
     reader = HTMLParser()
-    reader.handle_starttag = lambda tag, pairs: (tags.append(tag), attributes.update(name for name, _ in pairs))
+    reader.handle_starttag = lambda tag, pairs: (
+        tags.append(tag),
+        attributes.update(name for name, _ in pairs),
+    )
     reader.feed(page.read_text())
     assert tags.count("script") == 1
     assert "b" not in tags
@@ -185,11 +251,16 @@ def test_folders_of_runs_are_read_and_what_cannot_be_is_listed(tmp_path, monkeyp
         student = tmp_path / f"student{number}"
         run_file(student / f"data/runs/lab/{number}.jsonl", cpu=f"cpu {number}", seed=number)
     (tmp_path / "student0/data/runs/empty.jsonl").touch()
-    scandir, gone = os.scandir, tmp_path / "gone"
+    scandir = os.scandir
+    gone = tmp_path / "gone"
     gone.mkdir()
-    monkeypatch.setattr(os, "scandir", lambda path: scandir(path if str(path) != str(gone) else gone / "elsewhere"))
+    monkeypatch.setattr(
+        os, "scandir", lambda path: scandir(path if str(path) != str(gone) else gone / "elsewhere")
+    )
     runs, left_out = load_runs([str(tmp_path)])
     assert [run.name for run in runs] == ["0", "1"]
-    write_comparison(compare_runs(runs, load_lab), "labkit compare", tmp_path / "compare.html", left_out)
+    write_comparison(
+        compare_runs(runs, load_lab), "labkit compare", tmp_path / "compare.html", left_out
+    )
     assert left_out.pop(str(tmp_path / "student0/data/runs/empty.jsonl")).startswith("not a run")
     assert "empty.jsonl</code>: not a run" in (tmp_path / "compare.html").read_text()

@@ -54,7 +54,15 @@ def test_an_unknown_profile_is_named_with_the_nearest():
 
 
 def test_assignments_are_json_python_or_text():
-    given = ["sizes=[1, 2]", "flag=True", "other=false", "rate=1e-3", "name=bfloat16", "nothing=null", "equal=a=b"]
+    given = [
+        "sizes=[1, 2]",
+        "flag=True",
+        "other=false",
+        "rate=1e-3",
+        "name=bfloat16",
+        "nothing=null",
+        "equal=a=b",
+    ]
     assert parse_assignments(given) == {
         "sizes": [1, 2],
         "flag": True,

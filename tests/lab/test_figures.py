@@ -52,7 +52,12 @@ def test_the_files_of_a_figure_have_exactly_what_is_drawn(tmp_path):
     plot.save(tmp_path / "figure_2.7B")
     assert {path.name for path in tmp_path.iterdir()} == {"figure_2.7B.svg", "figure_2.7B.csv"}
     saved = pd.read_csv(tmp_path / "figure_2.7B.csv")
-    points = {tuple(point) for axis in plot.figure.axes for line in axis.get_lines() for point in line.get_xydata()}
+    points = {
+        tuple(point)
+        for axis in plot.figure.axes
+        for line in axis.get_lines()
+        for point in line.get_xydata()
+    }
     assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} == points
 
 
@@ -63,7 +68,9 @@ def test_several_points_at_one_x_are_dots_and_in_the_legend_what_ends_highest_is
 
 
 def test_a_panel_has_few_lines_and_many_panels_take_several_rows():
-    many = pd.concat([FRAME.iloc[:2].assign(algorithm=f"algorithm {number}") for number in range(8)])
+    many = pd.concat(
+        [FRAME.iloc[:2].assign(algorithm=f"algorithm {number}") for number in range(8)]
+    )
     axes = draw(many, panel="world_size").figure.axes
     assert [sum(len(line.get_xdata()) > 1 for line in axis.get_lines()) for axis in axes] == [4, 4]
     panels = pd.concat([FRAME.assign(panel=f"panel {index}") for index in range(5)])
@@ -87,7 +94,11 @@ def test_ticks_are_written_exactly(values, log):
 
 @pytest.mark.parametrize("end", [1.5e-6, 3e-6, *(10.0 ** (decades - 6) for decades in range(1, 9))])
 def test_a_logarithmic_axis_has_ticks_to_read_it_by_and_room_for_their_labels(end):
-    ticks = [tick for tick in log_ticks("seconds", 1e-6, end).tick_values(1e-6, end) if 1e-6 <= tick <= end]
+    ticks = [
+        tick
+        for tick in log_ticks("seconds", 1e-6, end).tick_values(1e-6, end)
+        if 1e-6 <= tick <= end
+    ]
     assert 3 <= len(ticks) <= 10
 
 
@@ -108,11 +119,14 @@ def test_axes_carry_units_say_which_way_is_better_and_are_logarithmic_where_that
 
 
 def test_a_drawing_has_its_text_as_text_the_colors_of_the_page_and_values_to_point_at():
-    plot, again = draw(panel="world_size"), draw(panel="world_size")
+    plot = draw(panel="world_size")
+    again = draw(panel="world_size")
     svg = plot.page_svg()
     assert (svg, plot.places()) == (again.page_svg(), again.places())
     elements = ElementTree.fromstring(svg).iter()
-    assert {"1 KiB", "ring", "torch"} <= {element.text for element in elements if element.tag.endswith("text")}
+    assert {"1 KiB", "ring", "torch"} <= {
+        element.text for element in elements if element.tag.endswith("text")
+    }
     assert not re.findall(r"#[0-9a-fA-F]{6}\b", svg)
     other = draw(FRAME.assign(seconds=1.0)).page_svg()
     assert not set(re.findall(r'id="([^"]*)"', svg)) & set(re.findall(r'id="([^"]*)"', other))
@@ -130,24 +144,31 @@ def test_bars_stand_side_by_side_around_their_tick_or_on_one_another():
     axis = Bars(**BY_MODEL).plot(STEPS).figure.axes[0]
     assert heights(axis) == [1, 2, 10, 20]
     assert {patch.get_y() for patch in axis.patches} == {0}
-    assert sum(patch.get_x() + patch.get_width() / 2 for patch in axis.patches) == pytest.approx(2 * 1)
+    assert sum(patch.get_x() + patch.get_width() / 2 for patch in axis.patches) == pytest.approx(
+        2 * 1
+    )
     stacked = Bars(**BY_MODEL, stacked=True).plot(STEPS).figure.axes[0]
     assert {patch.get_y() for patch in stacked.patches} == {0, 1, 10}
     assert texts(stacked.figure.legends[0].get_texts()) == ["backward", "forward"]
     both = pd.concat([STEPS.assign(precision="float32"), STEPS.assign(precision="bfloat16")])
-    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):  # which would hide one another
+    # which would hide one another
+    with pytest.raises(ValueError, match=r"one row per bar, got several for .*nano"):
         Bars(**BY_MODEL).plot(both)
     assert len(Bars(**BY_MODEL, panel="precision").plot(both).figure.axes) == 2
 
 
 def test_areas_are_steps_that_add_up():
-    frame = pd.DataFrame({"at_s": [0, 1, 1, 2], "kind": ["a", "a", "b", "a"], "bytes": [1.0, 2.0, 5.0, 3.0]})
+    frame = pd.DataFrame(
+        {"at_s": [0, 1, 1, 2], "kind": ["a", "a", "b", "a"], "bytes": [1.0, 2.0, 5.0, 3.0]}
+    )
     axis = Areas(x="at_s", y="bytes", hue="kind", order=("a", "b")).plot(frame).figure.axes[0]
     assert [area.get_paths()[0].vertices[:, 1].max() for area in axis.collections] == [3.0, 7.0]
 
 
 def test_a_timeline_starts_at_its_first_box():
-    frame = pd.DataFrame({"start_s": [5.0, 6.0, 7.0], "duration_s": [1.0, 0.5, 0.5], "lane": ["x", "y", "y"]})
+    frame = pd.DataFrame(
+        {"start_s": [5.0, 6.0, 7.0], "duration_s": [1.0, 0.5, 0.5], "lane": ["x", "y", "y"]}
+    )
     plot = Timeline(x="start_s", y="duration_s", lane="lane").plot(frame)
     assert plot.data["start_s"].tolist() == [0, 1, 2]
     axis = plot.figure.axes[0]
@@ -157,11 +178,17 @@ def test_a_timeline_starts_at_its_first_box():
 
 
 def test_a_timeline_of_one_box_per_lane_has_their_values_inside_the_axis():
-    frame = pd.DataFrame({"part": ["a", "b", "step"], "at": [0.0, 1.0, 0.0], "seconds": [1.0, 2.0, 3.0]})
+    frame = pd.DataFrame(
+        {"part": ["a", "b", "step"], "at": [0.0, 1.0, 0.0], "seconds": [1.0, 2.0, 3.0]}
+    )
     frame = frame.assign(low=[None, None, 2.5], high=[None, None, 9.0])
     plot = Timeline(x="at", y="seconds", lane="part").plot(frame)
     axis = plot.figure.axes[0]
-    assert [(box.get_x(), box.get_x() + box.get_width()) for box in axis.patches] == [(0, 1), (1, 3), (0, 3)]
+    assert [(box.get_x(), box.get_x() + box.get_width()) for box in axis.patches] == [
+        (0, 1),
+        (1, 3),
+        (0, 3),
+    ]
     assert texts(axis.texts) == ["1 s", "2 s", "3 s"]
     assert axis.get_xlim()[1] > 9
     assert plot.marks[2].text == "step · 3 s [2.5 s, 9 s]"
@@ -194,7 +221,8 @@ def test_an_interval_is_drawn_around_its_own_column_alone(kind):
     by_rate = kind(**BY_SIZE | {"y": "busbw_gb_per_s"}).plot(rates)
     assert interval_lines(by_rate) == 0
     assert not {"low", "high"} & set(by_rate.data)
-    assert interval_lines(kind(**BY_SIZE).plot(by_time.data)) == 2  # what is saved can be drawn again
+    # what is saved can be drawn again
+    assert interval_lines(kind(**BY_SIZE).plot(by_time.data)) == 2
 
 
 @pytest.mark.parametrize("kind", [Lines, Bars])
@@ -207,6 +235,8 @@ def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
     if kind is Bars:
         assert heights(axis) == [1e-4, 2e-4]
     else:
-        points = sorted(tuple(line.get_xydata()[0]) for line in axis.get_lines() if line.get_marker() in "os")
+        points = sorted(
+            tuple(line.get_xydata()[0]) for line in axis.get_lines() if line.get_marker() in "os"
+        )
         assert [(round(x), y) for x, y in points] == [(0, 2e-4), (1, 1e-4)]
         assert (points[0][0] == 0) == (hue == "algorithm")

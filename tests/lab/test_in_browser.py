@@ -1,4 +1,5 @@
-"""In a browser: the stepper by keyboard, tables that are printed, the page that compares many machines."""
+"""In a browser: the stepper by keyboard, tables that are printed, the page that compares many
+machines."""
 
 import json
 import re
@@ -28,16 +29,21 @@ def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_r
 
 def test_the_stepper_is_used_by_keyboard_alone(tmp_path, visit):
     steps = stepper(world_sizes=[3, 4])
-    title, head = "<title>stepper</title>", f"{render('head.html.j2')}<style>{style_sheet()}</style>"
+    title = "<title>stepper</title>"
+    head = f"{render('head.html.j2')}<style>{style_sheet()}</style>"
     notebook = f"<!DOCTYPE html>{title}{steps.data}"  # which has nothing of a page
     body = f"{steps.on_page}<script>{script()}</script>"
-    for html in (f"<!DOCTYPE html><html><head>{head}{title}</head><body>{body}</body></html>", notebook):
+    for html in (
+        f"<!DOCTYPE html><html><head>{head}{title}</head><body>{body}</body></html>",
+        notebook,
+    ):
         (tmp_path / "page.html").write_text(html)
         _go_through(*visit(tmp_path / "page.html", width=380))
 
 
 def _go_through(page, _, errors):
-    status, arrows = page.locator("[role=status]"), page.locator(".labkit-stepper .message")
+    status = page.locator("[role=status]")
+    arrows = page.locator(".labkit-stepper .message")
     page.keyboard.press("Tab")
     page.keyboard.type("halv")
     page.keyboard.press("Tab")
@@ -54,11 +60,14 @@ def _go_through(page, _, errors):
 
 
 UNCUT = """() => [...document.querySelectorAll(".labkit-scroll")].map((box) =>
-  [box.checkVisibility(), box.scrollHeight - box.clientHeight <= 1, box.scrollWidth - box.clientWidth <= 1])"""
+  [box.checkVisibility(), box.scrollHeight - box.clientHeight <= 1,
+    box.scrollWidth - box.clientWidth <= 1])"""
 
 
 def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path, visit):
-    frame = pd.DataFrame({f"name of column {at}": [f"value {at} {row}" for row in range(60)] for at in range(14)})
+    frame = pd.DataFrame(
+        {f"name of column {at}": [f"value {at} {row}" for row in range(60)] for at in range(14)}
+    )
     page_file = write_page(tmp_path, piece=cards.table(frame))
     page, _, _ = visit(page_file, width=794)  # a sheet of A4
     page.emulate_media(media="print")
@@ -69,14 +78,24 @@ def test_folded_tables_are_printed_whole_however_long_and_wide_they_are(tmp_path
     assert page.locator("details[open]").count() == 0
 
 
-def test_the_page_of_many_machines_opens_offline_fits_a_narrow_screen_and_runs_its_own_script_alone(tmp_path, visit):
+def test_the_page_of_many_machines_opens_offline_fits_a_narrow_screen_and_runs_its_own_script_alone(
+    tmp_path, visit
+):
     cpus = [f"CPU {number}" for number in range(12)]
     runs = [
-        run_file(tmp_path / lab / f"{cpu}.jsonl", lab=lab, cpu=cpu, ring=0.5 + at / 10, seed=at, sizes=SIZES[:2])
+        run_file(
+            tmp_path / lab / f"{cpu}.jsonl",
+            lab=lab,
+            cpu=cpu,
+            ring=0.5 + at / 10,
+            seed=at,
+            sizes=SIZES[:2],
+        )
         for lab, machines in (("one", cpus), ("two", cpus[:2]))
         for at, cpu in enumerate(machines)
     ]
-    page_file, foreign = Path(tmp_path / "compare.html"), "<script>document.title = 'run'</script>"
+    page_file = Path(tmp_path / "compare.html")
+    foreign = "<script>document.title = 'run'</script>"
     lines = write_comparison(compare_runs(runs, load_lab), "labkit compare", page_file, {})
     assert len(lines) == 11 + 1
     page_file.write_text(page_file.read_text().replace("<h1>", f"{foreign}<h1>"))

@@ -1,4 +1,5 @@
-"""The index over records: what to do here, what is largest, which labs are of another machine, busy, failed or old."""
+"""The index over records: what to do here, what is largest, which labs are of another machine,
+busy, failed or old."""
 
 import base64
 import hashlib
@@ -10,7 +11,14 @@ import pytest
 
 from labkit.lab.answers import TOPICS, Answer
 from labkit.lab.pages.html import split_change, statement, with_nonbreaking_units
-from labkit.lab.pages.record import OTHER_FORMAT, PAGE_MIME, AnswerRecord, LabRecord, RunRecord, write_index
+from labkit.lab.pages.record import (
+    OTHER_FORMAT,
+    PAGE_MIME,
+    AnswerRecord,
+    LabRecord,
+    RunRecord,
+    write_index,
+)
 from labkit.lab.pages.report import export_page
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
@@ -19,16 +27,39 @@ from tests.lab.fake_lab import FAKE
 MAX_WORDS = 1500
 
 
-def answer(name="which", *, lab="fake", topic=None, is_expected=False, verdict="yes", headline="Yes: it is.", **others):
-    about = {"lab": lab, "lab_title": "Fake", "id": name, "text": "Which?", "topic": topic, "is_expected": is_expected}
+def answer(
+    name="which",
+    *,
+    lab="fake",
+    topic=None,
+    is_expected=False,
+    verdict="yes",
+    headline="Yes: it is.",
+    **others,
+):
+    about = {
+        "lab": lab,
+        "lab_title": "Fake",
+        "id": name,
+        "text": "Which?",
+        "topic": topic,
+        "is_expected": is_expected,
+    }
     values = vars(Answer(verdict, headline, **others))
-    return AnswerRecord(**about, **{name: value for name, value in values.items() if name != "table"})
+    return AnswerRecord(
+        **about, **{name: value for name, value in values.items() if name != "table"}
+    )
 
 
 def run_record(*answers, **changes):
     machine = describe_machine()
     values = {"run": "a.jsonl", "started": "2030-01-02T00:00:00Z", "profile": "smoke"}
-    values |= {"identity": machine.identity, "machine": machine.label, "machine_rows": [], "provenance": []}
+    values |= {
+        "identity": machine.identity,
+        "machine": machine.label,
+        "machine_rows": [],
+        "provenance": [],
+    }
     values |= {"coverage": {"ok": 2, "pending": 5}, "missing": [], "is_busy": False, "python": None}
     return RunRecord(**(values | {"answers": answers} | changes))
 
@@ -47,7 +78,11 @@ BETTER = answer(topic="precision", advice="use bf16.", effect=0.5, change="2 tim
 
 def test_what_is_better_is_recommended_with_its_gain_and_a_link(tmp_path):
     html = index(tmp_path, BETTER)
-    assert re.search(r'<dt>Precision</dt>\s*<dd>Use bf16\. .*2 times faster · <a href="fake\.html#answer-which">', html)
+    assert re.search(
+        r"<dt>Precision</dt>\s*<dd>Use bf16\. .*2 times faster · <a"
+        r' href="fake\.html#answer-which">',
+        html,
+    )
 
 
 @pytest.mark.parametrize("reason", [0, 1, 2, "busy"], ids=["host", "label", "instructions", "busy"])
@@ -62,8 +97,17 @@ def test_a_record_of_another_or_a_busy_machine_recommends_and_finds_nothing_here
 
 
 def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
-    keep = answer("keep", topic="precision", verdict="no", advice="keep float32.", effect=9.0, change="9 times as long")
-    small = answer("small", topic="precision", advice="use fp16.", effect=0.9, change="10% less time")
+    keep = answer(
+        "keep",
+        topic="precision",
+        verdict="no",
+        advice="keep float32.",
+        effect=9.0,
+        change="9 times as long",
+    )
+    small = answer(
+        "small", topic="precision", advice="use fp16.", effect=0.9, change="10% less time"
+    )
     html = index(tmp_path, keep, small, BETTER)
     assert "Use bf16" in html
     assert "Use fp16" not in html
@@ -72,8 +116,12 @@ def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
 
 
 @pytest.mark.parametrize(("verdict", "is_better"), [("yes", True), ("no", False)])
-def test_the_joined_configuration_comes_first_and_nothing_contradicts_it(verdict, is_better, tmp_path):
-    gain = answer("gain", verdict=verdict, headline="So: together.", effect=0.6, change="40% less time")
+def test_the_joined_configuration_comes_first_and_nothing_contradicts_it(
+    verdict, is_better, tmp_path
+):
+    gain = answer(
+        "gain", verdict=verdict, headline="So: together.", effect=0.6, change="40% less time"
+    )
     html = index(tmp_path, gain, BETTER, python="import torch")
     assert ("import torch" in html) is is_better
     assert "Use bf16" not in html  # a part of it, or refuted with it
@@ -83,23 +131,39 @@ def test_the_joined_configuration_comes_first_and_nothing_contradicts_it(verdict
 def test_the_largest_findings_come_by_size_and_what_everybody_expects_is_not_among_them(tmp_path):
     sizes = {"least": 0.95, "slower": 4.0, "faster": 0.3}
     answers = [
-        answer(name, lab=name, headline=f"No: {name}.", effect=size, change="1% less") for name, size in sizes.items()
+        answer(name, lab=name, headline=f"No: {name}.", effect=size, change="1% less")
+        for name, size in sizes.items()
     ]
-    answers.append(answer("smaller", lab="faster", headline="No: smaller.", effect=0.8, change="20% less"))
-    answers.append(answer("memory", headline="No: memory.", effect=0.01, change="1% of it", is_expected=True))
+    answers.append(
+        answer("smaller", lab="faster", headline="No: smaller.", effect=0.8, change="20% less")
+    )
+    answers.append(
+        answer("memory", headline="No: memory.", effect=0.01, change="1% of it", is_expected=True)
+    )
     answers.append(answer("counted", headline="Counted.", verdict="counted"))
     largest = index(tmp_path, *answers).split('id="largest"')[1].split("</section>")[0]
     assert re.findall(r"</span> (\w+)\.", largest) == ["Slower", "Faster", "Least"]
 
 
 def test_a_failed_lab_a_failed_point_and_another_format_are_named_and_end_nothing(tmp_path):
-    assert "failed:</a> it broke" in index(tmp_path, error="it broke").replace("</a> failed:", "failed:</a>")
+    assert "failed:</a> it broke" in index(tmp_path, error="it broke").replace(
+        "</a> failed:", "failed:</a>"
+    )
     failed = [{"status": "failed", "reason": "no room", "count": 2}]
     assert "2 points failed: no room" in index(tmp_path, missing=failed)
     record = json.loads((tmp_path / "fake.json").read_text())
-    for text in (json.dumps(record | {"format_version": 5}), json.dumps([]), json.dumps({"lab": "fake"}), "{", ""):
+    for text in (
+        json.dumps(record | {"format_version": 5}),
+        json.dumps([]),
+        json.dumps({"lab": "fake"}),
+        "{",
+        "",
+    ):
         (tmp_path / "fake.json").write_text(text)
-        assert f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}' in write_index([FAKE], tmp_path).read_text()
+        assert (
+            f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}'
+            in write_index([FAKE], tmp_path).read_text()
+        )
 
 
 def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
@@ -109,14 +173,17 @@ def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
 
 def test_the_index_of_all_labs_stays_short(tmp_path):
     """Five answers per lab of fifteen words each, and advice on every topic."""
-    headline, advice = "Yes: " + "word " * 14 + "end.", "word " * 12 + "end."
+    headline = "Yes: " + "word " * 14 + "end."
+    advice = "word " * 12 + "end."
     for lab, topic in zip(LABS[:11], TOPICS, strict=False):
         same = {"headline": headline, "effect": 0.5, "change": "2 times faster"}
         answers = [answer(f"q{number}", **same) for number in range(4)]
         gain = {"topic": topic, "advice": advice, "effect": 0.4, "change": "60% less time"}
         answers.append(answer("gain", headline=headline, **gain))
         run = run_record(*answers, python="word\n" * 40 if lab == LABS[0] else None)
-        (tmp_path / f"{lab}.json").write_text(LabRecord(lab=lab, title=lab, run=run).model_dump_json())
+        (tmp_path / f"{lab}.json").write_text(
+            LabRecord(lab=lab, title=lab, run=run).model_dump_json()
+        )
     html = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
     text = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL)
     assert len(text.split()) <= MAX_WORDS
@@ -162,7 +229,10 @@ def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tm
 
 
 def test_a_number_stays_on_one_line_with_its_unit_and_nothing_but_text_is_changed():
-    text = '<p title="3 s">9{0}ms, [1, 2]{0}s</p><script>"3 s"</script><svg><text>5 s</text></svg><td>7 steps</td>'
+    text = (
+        '<p title="3 s">9{0}ms, [1, 2]{0}s</p><script>"3 s"</script><svg><text>5'
+        " s</text></svg><td>7 steps</td>"
+    )
     assert with_nonbreaking_units(text.format(" ")) == text.format("\N{NO-BREAK SPACE}")
 
 

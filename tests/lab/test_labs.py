@@ -1,4 +1,5 @@
-"""Every lab as it is declared: its profiles, its plan, its questions, the published rows it shows, its recorded run."""
+"""Every lab as it is declared: its profiles, its plan, its questions, the published rows it shows,
+its recorded run."""
 
 import re
 from functools import cache
@@ -16,13 +17,15 @@ from tests import small_steps  # noqa: F401
 
 RECORDED = sorted(recorded_directory().glob("*/*.jsonl"))
 READERS = ("labkit", "notebooks", "benchmarks")
-MAX_WORDS, MAX_NUMBERS = 25, 3
+MAX_WORDS = 25
+MAX_NUMBERS = 3
 NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d[\d,]*(?:\.\d+)?(?!\w|\.\d)")
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_profiles_are_valid_and_plan_points(lab):
-    declared, machine = load_lab(lab), describe_machine()
+    declared = load_lab(lab)
+    machine = describe_machine()
     for profile, config in declared.profiles.items():
         assert type(config).model_validate(config.model_dump()) == config, profile
         assert declared.plan(config, machine), profile
@@ -38,7 +41,9 @@ def test_questions_have_ids_that_fit_a_link_and_end_with_a_question_mark(lab):
 
 
 @pytest.mark.parametrize("lab", LABS)
-@pytest.mark.parametrize("columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")])
+@pytest.mark.parametrize(
+    "columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")]
+)
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     results = Results(pd.DataFrame(columns=list(columns)), missing=("needs 51 GiB (2 points)",))
     answers = load_lab(lab).answers(results)
@@ -49,10 +54,15 @@ def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
 def test_every_published_measurement_is_shown():
     """By a lab, a notebook, or a script that names its table."""
     sources = [
-        path for folder in READERS for path in (checkout() / folder).rglob("*") if path.suffix in (".py", ".ipynb")
+        path
+        for folder in READERS
+        for path in (checkout() / folder).rglob("*")
+        if path.suffix in (".py", ".ipynb")
     ]
     text = "".join(path.read_text() for path in sources).replace('\\"', '"')
-    assert [path.stem for path in reference_directory().glob("*.csv") if not _is_read(path.stem, text)] == []
+    assert [
+        path.stem for path in reference_directory().glob("*.csv") if not _is_read(path.stem, text)
+    ] == []
 
 
 def _is_read(name: str, text: str) -> bool:

@@ -45,13 +45,19 @@ def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp
     run = _measure(tmp_path, "fine", "break", "fine")
     assert run.coverage()["status"].tolist() == ["ok"] * 3
     assert run.frame().groupby("size").size().tolist() == [2, 2, 2]
-    (again,) = [line for line in map(json.loads, run.path.read_text().splitlines()) if line["kind"] == "again"]
+    (again,) = [
+        line
+        for line in map(json.loads, run.path.read_text().splitlines())
+        if line["kind"] == "again"
+    ]
     assert again["alternative"] == "broken"
     assert "SIGABRT" in again["reason"]
     assert "fake_lab.py" in again["details"]  # where the rank was
 
 
-@pytest.mark.parametrize(("action", "status", "reason"), [("oom", "oom", "ran out of memory"), ("slow", "ok", "took")])
+@pytest.mark.parametrize(
+    ("action", "status", "reason"), [("oom", "oom", "ran out of memory"), ("slow", "ok", "took")]
+)
 def test_larger_points_of_a_series_are_skipped_once_memory_ran_out_or_rounds_took_far_too_long(
     action, status, reason, tmp_path
 ):
@@ -108,10 +114,25 @@ def _begun(tmp_path, *actions):
     [
         ('"lab":"fake"', '"lab":"other"', RunFileError, "a run of the lab 'other', not of 'fake'"),
         ('"host":"', '"host":"another-', RunFileError, "numbers of two machines do not mix"),
-        ('"instructions":"', '"instructions":"other than ', RunFileError, "numbers of two machines do not mix"),
-        ('"ranks_by_host":null', '"ranks_by_host":{"here":[0,1]}', RunFileError, "two layouts of ranks do not mix"),
+        (
+            '"instructions":"',
+            '"instructions":"other than ',
+            RunFileError,
+            "numbers of two machines do not mix",
+        ),
+        (
+            '"ranks_by_host":null',
+            '"ranks_by_host":{"here":[0,1]}',
+            RunFileError,
+            "two layouts of ranks do not mix",
+        ),
         ('"config":{', '"config":{"gone":1,', ParameterError, "unknown parameter 'gone'"),
-        ('"timeout_s":20', '"timeout_s":21', RunFileError, "plans other points, or a file has changed"),
+        (
+            '"timeout_s":20',
+            '"timeout_s":21',
+            RunFileError,
+            "plans other points, or a file has changed",
+        ),
     ],
 )
 def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
@@ -129,7 +150,8 @@ def test_a_run_that_cannot_go_on_is_refused_before_anything_is_fetched(
 
 
 def test_a_run_that_somebody_completed_meanwhile_is_not_measured_twice(tmp_path, monkeypatch):
-    path, reopen = _begun(tmp_path, "fine"), RunWriter.reopen
+    path = _begun(tmp_path, "fine")
+    reopen = RunWriter.reopen
 
     def reopen_late(path):
         with monkeypatch.context() as patched:
@@ -185,7 +207,9 @@ def test_what_cannot_be_prepared_is_skipped_with_the_reason_and_nothing_runs(tmp
 
 
 def test_what_the_caller_must_change_stops_before_there_is_a_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(vars(FAKE), "prepare", Mock(side_effect=ParameterError("fake: the file is damaged")))
+    monkeypatch.setitem(
+        vars(FAKE), "prepare", Mock(side_effect=ParameterError("fake: the file is damaged"))
+    )
     with pytest.raises(ParameterError, match="damaged"):
         _measure(tmp_path, "fine")
     assert list(tmp_path.iterdir()) == []
@@ -229,11 +253,18 @@ def interrupt_after_a_point(monkeypatch):
 
 
 def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, home):
-    lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})))
+    lab = OpenLab(
+        FAKE,
+        Parameters(
+            "smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 3})
+        ),
+    )
     with pytest.raises(ValueError, match="nothing was interrupted"):
         lab.resume()
     interrupt_after_a_point(monkeypatch)
-    with pytest.raises(KeyboardInterrupt, match=r"lab\.resume\(\) goes on, or in a terminal `labkit measure"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"lab\.resume\(\) goes on, or in a terminal `labkit measure"
+    ):
         lab.measure()
     monkeypatch.undo()
     frame = lab.resume()
@@ -244,7 +275,12 @@ def test_an_interrupted_measurement_goes_on_in_its_notebook(monkeypatch, home):
 
 
 def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, home):
-    lab = OpenLab(FAKE, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
+    lab = OpenLab(
+        FAKE,
+        Parameters(
+            "smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})
+        ),
+    )
     interrupt_after_a_point(monkeypatch)
     with pytest.raises(KeyboardInterrupt, match=r"lab\.resume"):
         lab.measure()
@@ -256,8 +292,15 @@ def test_a_run_that_was_interrupted_is_not_taken_for_a_later_one(monkeypatch, ho
 
 
 def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monkeypatch, home):
-    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
-    lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})))
+    study = replace(
+        FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative}
+    )
+    lab = OpenLab(
+        study,
+        Parameters(
+            "smoke", None, FAKE.profiles["smoke"].model_copy(update={"actions": ["fine"] * 2})
+        ),
+    )
     with pytest.raises(ParameterError, match="only=True"):
         lab.measure(only=True)
     assert set(lab.measure({"mine": print}, only=True)["action"]) == {"mine"}
@@ -269,7 +312,9 @@ def test_only_what_is_new_is_measured_with_the_baseline_and_can_be_resumed(monke
 
 
 def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, home):
-    check = Check(id="c", text="", table=lambda results: pd.DataFrame(), measured="a", predicted="b")
+    check = Check(
+        id="c", text="", table=lambda results: pd.DataFrame(), measured="a", predicted="b"
+    )
     study = replace(FAKE, questions=[replace(check, needs_calibration=True)])
     assert not needs_calibration([study], "smoke")
     assert not needs_calibration([FAKE, replace(FAKE, questions=[check])], "quick")
@@ -284,7 +329,11 @@ def test_a_lab_that_predicts_calibrates_the_machine_first(monkeypatch, home):
 def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys):
     def rename(_, row):
         is_ring = row["values"].get("algorithm") == "ring"
-        return row | {"values": row["values"] | ({"algorithm": "mine", "check": "wrong: here"} if is_ring else {})}
+        return row | {
+            "values": (
+                row["values"] | ({"algorithm": "mine", "check": "wrong: here"} if is_ring else {})
+            )
+        }
 
     run = run_of(recorded("all_reduce"), rename)
     monkeypatch.setattr(notebook, "measure", lambda *_, **__: run)
@@ -294,9 +343,13 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
 
 
 def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, home):
-    study = replace(FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative})
+    study = replace(
+        FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative}
+    )
     monkeypatch.setattr(
-        notebook, "check_alternative", lambda *_: AlternativeCheck("hangs", "rank 1 still running after 20 s, in mine")
+        notebook,
+        "check_alternative",
+        lambda *_: AlternativeCheck("hangs", "rank 1 still running after 20 s, in mine"),
     )
     lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"]))
     with pytest.raises(ParameterError, match="mine hangs: rank 1 still"):

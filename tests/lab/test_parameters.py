@@ -1,4 +1,5 @@
-"""Parameters cells as readers write them: every name they set is checked, and nothing that is set is ignored."""
+"""Parameters cells as readers write them: every name they set is checked, and nothing that is set
+is ignored."""
 
 import nbformat
 import pytest
@@ -49,7 +50,9 @@ def test_a_parameters_cell_may_hold_other_lines(beside, shell, capsys):
     shell(f'{beside}\nprofile = "smoke"\nrepeats = 8')
     assert open_lab(STUDY, namespace).config.repeats == 8
     shell(f'{beside}\nprofile = "smoke"\nrepaets = 9')
-    with pytest.raises(ParameterError, match=r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)"):
+    with pytest.raises(
+        ParameterError, match=r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)"
+    ):
         open_lab(STUDY, namespace)
     shell('profile = "smoke"')  # mended: what was mistyped before is no parameter any more
     assert open_lab(STUDY, namespace).config.repeats == STUDY.profiles["smoke"].repeats
@@ -65,7 +68,10 @@ def test_what_follows_the_opening_of_a_lab_in_one_cell_is_no_parameter(shell):
 
 
 def test_a_parameter_that_a_later_cell_sets_counts_and_other_variables_do_not(shell):
-    namespace = shell('profile = "smoke"\nrepeats = 7', 'mine = 1\ndtype = "float64"\nlab = open_lab(study, globals())')
+    namespace = shell(
+        'profile = "smoke"\nrepeats = 7',
+        'mine = 1\ndtype = "float64"\nlab = open_lab(study, globals())',
+    )
     assert namespace["lab"].config.dtype == "float64"
     shell('dtype = "fp64"')
     with pytest.raises(ParameterError, match="parameter 'dtype'"):
@@ -79,10 +85,14 @@ def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_the_one_of_paper
 
 
 def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
-    namespace = shell('profile = "quick"\nrepeats = None', '# Parameters\nprofile = "smoke"\nrepeats = 7\n')
+    namespace = shell(
+        'profile = "quick"\nrepeats = None', '# Parameters\nprofile = "smoke"\nrepeats = 7\n'
+    )
     lab = open_lab(STUDY, namespace)
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
-    with pytest.raises(ParameterError, match=r"unknown parameter 'wrold_sizes' \(did you mean 'world_sizes'\?\)"):
+    with pytest.raises(
+        ParameterError, match=r"unknown parameter 'wrold_sizes' \(did you mean 'world_sizes'\?\)"
+    ):
         open_lab(STUDY, shell('profile = "quick"', "# Parameters\nwrold_sizes = [2]\n"))
 
 
@@ -99,7 +109,10 @@ def test_config_holds_any_other_parameter_by_name(shell):
         shell(f'profile = "smoke"\n{cell}')
         with pytest.raises(ParameterError, match=expected):
             open_lab(STUDY, namespace)
-    shell('profile = "smoke"\nrepeats = None\nconfig = {"repeats": 8}', '# Parameters\nconfig = {"repeats": 9}')
+    shell(
+        'profile = "smoke"\nrepeats = None\nconfig = {"repeats": 8}',
+        '# Parameters\nconfig = {"repeats": 9}',
+    )
     assert open_lab(STUDY, namespace).config.repeats == 9
 
 
@@ -120,14 +133,19 @@ def test_a_script_has_no_cells():
 
 
 def test_literals_are_read_beside_lines_that_set_nothing():
-    cell = '"""Which."""\nimport math\n%matplotlib inline\nprofile = "smoke"\nrepeats: int = 7\nprint(profile)'
+    cell = (
+        '"""Which."""\nimport math\n%matplotlib inline\nprofile = "smoke"\nrepeats: int ='
+        " 7\nprint(profile)"
+    )
     assert literal_assignments(cell) == {"profile": "smoke", "repeats": 7}
     with pytest.raises(ValueError, match="malformed"):
         literal_assignments('profile = "smoke"\nrepeats = len(profile)')
 
 
 def test_a_report_s_values_win_over_the_config_of_a_notebook():
-    cell = new_code_cell('profile = "smoke"\nconfig = {"repeats": 7, "warmup": 0}', metadata={"tags": ["parameters"]})
+    cell = new_code_cell(
+        'profile = "smoke"\nconfig = {"repeats": 7, "warmup": 0}', metadata={"tags": ["parameters"]}
+    )
     text = nbformat.writes(new_notebook(cells=[cell]))
     assert join_parameters(STUDY, text, {"repeats": 8}) == {"config": {"repeats": 8, "warmup": 0}}
     with pytest.raises(ParameterError, match="set twice"):
@@ -135,7 +153,8 @@ def test_a_report_s_values_win_over_the_config_of_a_notebook():
 
 
 @pytest.mark.parametrize(
-    ("lab", "name"), [("model_parallel", "pipeline"), ("context_parallel", "ring, zigzag"), ("limits", "gloo")]
+    ("lab", "name"),
+    [("model_parallel", "pipeline"), ("context_parallel", "ring, zigzag"), ("limits", "gloo")],
 )
 def test_a_verdict_names_the_way_axis_or_schedule(lab, name):
     (path,) = (recorded_directory() / lab).glob("*.jsonl")

@@ -1,4 +1,5 @@
-"""Recorded schedules of all-reduces: as many messages in a row, and as many bytes, as the formulas say."""
+"""Recorded schedules of all-reduces: as many messages in a row, and as many bytes, as the formulas
+say."""
 
 from collections import Counter
 
@@ -21,7 +22,9 @@ def test_a_schedule_is_what_its_cost_formula_counts(name, world_size):
     sent = Counter()
     for message in messages:
         sent[message.round, message.source] += message.stop - message.start
-    busiest = [max(sent[number, rank] for rank in range(world_size)) for number in range(1, len(held))]
+    busiest = [
+        max(sent[number, rank] for rank in range(world_size)) for number in range(1, len(held))
+    ]
     assert sum(busiest) == pytest.approx(cost.n_bytes)
     assert held[0] == [[1 << rank] * elements for rank in range(world_size)]
     assert held[-1] == [[2**world_size - 1] * elements] * world_size
@@ -31,7 +34,12 @@ def test_a_schedule_is_what_its_cost_formula_counts(name, world_size):
 def test_what_a_rank_holds_after_a_step_came_with_its_messages(name):
     _, messages, held = record_schedule(ALGORITHMS[name], 6)
     for number in range(1, len(held)):
-        came = {(m.target, at, m.source) for m in messages if m.round == number for at in range(m.start, m.stop)}
+        came = {
+            (m.target, at, m.source)
+            for m in messages
+            if m.round == number
+            for at in range(m.start, m.stop)
+        }
         for rank, elements in enumerate(held[number]):
             for at, who in enumerate(elements):
                 possible = held[number - 1][rank][at]
@@ -43,7 +51,9 @@ def test_what_a_rank_holds_after_a_step_came_with_its_messages(name):
 
 def test_a_readers_function_is_recorded_and_what_it_raises_on_one_rank_comes_through(monkeypatch):
     def send_around(tensor, group=None, op="mean", *, transport):
-        rank, p, part = transport.rank, transport.world_size, tensor.clone()
+        rank = transport.rank
+        p = transport.world_size
+        part = tensor.clone()
         for _ in range(p - 1):
             received = torch.zeros_like(part)
             transport.run([Step(part, (rank + 1) % p, received, (rank - 1) % p)])

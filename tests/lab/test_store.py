@@ -40,7 +40,12 @@ def test_a_run_comes_back_as_it_was_written(writer):
     assert run.header == HEADER
     assert [_Point(size=size).id for size in (1, 2, 3)] == [*run.header.planned]
     frame = run.frame()
-    assert frame[["rank", "repeat", "seconds"]].values.tolist() == [[0, 0, 1], [0, 1, 2], [1, 0, 3], [1, 1, 4]]
+    assert frame[["rank", "repeat", "seconds"]].values.tolist() == [
+        [0, 0, 1],
+        [0, 1, 2],
+        [1, 0, 3],
+        [1, 1, 4],
+    ]
     assert set(frame["size"]) == {1}
     assert "kinds" not in frame
     coverage = run.coverage()
@@ -60,7 +65,8 @@ def test_rows_of_a_point_that_failed_or_did_not_end_give_no_numbers(writer):
     writer.end_point(POINTS[0], "failed", reason="rank 1 was killed")
     writer.add_row(POINTS[1], 0, {"seconds": [1.0]})
     assert Run.load(writer.path).frame().empty
-    for status, reason in (("failed", None), ("ok", "fine"), ("lost", "x")):  # an end needs a reason unless it is ok
+    # an end needs a reason unless it is ok
+    for status, reason in (("failed", None), ("ok", "fine"), ("lost", "x")):
         with pytest.raises(ValueError, match=r"status"):
             writer.end_point(POINTS[0], status, reason=reason)
 
@@ -89,7 +95,9 @@ def test_a_run_says_when_and_from_which_source_it_was_resumed(writer):
             again.start_resumption(command, source)
     run = Run.load(writer.path)
     assert {again.command: again.source for again in run.resumptions} == sources
-    assert all(abs(datetime.now(UTC) - again.at) < timedelta(minutes=5) for again in run.resumptions)
+    assert all(
+        abs(datetime.now(UTC) - again.at) < timedelta(minutes=5) for again in run.resumptions
+    )
     assert run.sources == [*sources.values()]
 
 
@@ -125,7 +133,10 @@ def test_a_damaged_record_is_refused_by_name(writer, record, words):
         (b'{"kind": "header", "format_version": 99}\n', "format 99"),
         (b'{"kind": "header", "format_version": 1}\n', "damaged header"),
         (b"[1, 2]\n", "not an object"),
-        (b'{"kind": "header", "format_version": 2, "machine": {"source": {"version": "9.1"}}}\n', "by labkit 9.1 in"),
+        (
+            b'{"kind": "header", "format_version": 2, "machine": {"source": {"version": "9.1"}}}\n',
+            "by labkit 9.1 in",
+        ),
     ],
 )
 def test_a_foreign_or_damaged_file_is_refused_by_name(tmp_path, content, words):
@@ -142,9 +153,13 @@ def test_a_run_is_found_by_path_and_by_the_beginning_of_its_name(writer, tmp_pat
     with pytest.raises(RunFileError, match=f"^'1999' is neither a run file nor .* in {tmp_path}$"):
         find_run([tmp_path], "1999")
     with pytest.raises(RunFileError, match=r"in data/recorded or data/runs$"):
-        find_run([project.recorded_directory() / lab for lab in "ab"] + [project.runs_directory() / "a"], "1999")
+        find_run(
+            [project.recorded_directory() / lab for lab in "ab"] + [project.runs_directory() / "a"],
+            "1999",
+        )
     (tmp_path / "20300102T-other.jsonl").touch()
     with pytest.raises(
-        RunFileError, match=r"begins the names of 2 runs: \S+/20300102T-other, \S+/20300102.*; give more"
+        RunFileError,
+        match=r"begins the names of 2 runs: \S+/20300102T-other, \S+/20300102.*; give more",
     ):
         find_run([tmp_path], "20300102")

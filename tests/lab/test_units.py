@@ -13,8 +13,21 @@ from labkit.lab.units import (
 )
 
 NUMBERS = {
-    format_seconds: {1.5: "1.5 s", 0.00123: "1.23 ms", 4.56e-6: "4.56 µs", 0: "0 s", 125: "2 min 5 s", 0.999: "999 ms"},
-    format_bytes: {0: "0 B", 1023: "1023 B", 65536: "64 KiB", 1.5 * 2**30: "1.5 GiB", 2**20: "1 MiB"},
+    format_seconds: {
+        1.5: "1.5 s",
+        0.00123: "1.23 ms",
+        4.56e-6: "4.56 µs",
+        0: "0 s",
+        125: "2 min 5 s",
+        0.999: "999 ms",
+    },
+    format_bytes: {
+        0: "0 B",
+        1023: "1023 B",
+        65536: "64 KiB",
+        1.5 * 2**30: "1.5 GiB",
+        2**20: "1 MiB",
+    },
     format_rate: {1.5e9: "1.5 GB/s", 200e6: "200 MB/s", 12: "12 B/s"},
     format_flops: {2.5e9: "2.5 GFLOP", 1.2e15: "1.2 PFLOP", 999: "999 FLOP"},
     format_number: {0.78412: "0.784", 1822.4: "1,822", -12.34: "-12.3", 2e12: "2e+12"},
@@ -27,11 +40,18 @@ def test_numbers_have_units_and_three_digits(form):
 
 
 def test_a_missing_value_has_no_number():
-    assert {show(float("nan")) for show in (format_seconds, format_bytes, format_rate)} == {"not measured"}
+    assert {show(float("nan")) for show in (format_seconds, format_bytes, format_rate)} == {
+        "not measured"
+    }
 
 
 def test_words_are_joined_as_in_a_sentence():
-    assert [join_words(words) for words in ([], ["a"], ["a", "b"], list("abc"))] == ["", "a", "a and b", "a, b and c"]
+    assert [join_words(words) for words in ([], ["a"], ["a", "b"], list("abc"))] == [
+        "",
+        "a",
+        "a and b",
+        "a, b and c",
+    ]
     assert join_words(["ring, zigzag", "one rank"]) == "ring, zigzag; one rank"
 
 

@@ -1,4 +1,5 @@
-"""A user's own models and alternatives: which are refused, and that they are registered only while measured."""
+"""A user's own models and alternatives: which are refused, and that they are registered only while
+measured."""
 
 from dataclasses import replace
 
@@ -21,7 +22,13 @@ from labkit.lab.user_models import (
     recorded_shapes,
     registered_models,
 )
-from labkit.lab.user_plugins import Plugins, check_plugins, registered, with_plugin_names, worker_with_plugins
+from labkit.lab.user_plugins import (
+    Plugins,
+    check_plugins,
+    registered,
+    with_plugin_names,
+    worker_with_plugins,
+)
 from labkit.machine.description import describe_machine
 from labkit.nn.training import TrainingStep, build_workload
 from labkit.studies import LABS, load_lab
@@ -32,10 +39,16 @@ SHAPE = TransformerShape(d_model=8, d_ff=16, n_layers=1, n_heads=2, vocabulary=1
 
 def tied():
     """Two layers with one weight, a frozen bias and dropout."""
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    first = nn.Linear(4, 4)
+    second = nn.Linear(4, 4)
     second.weight = first.weight
     first.bias.requires_grad_(False)
-    return nn.Sequential(first, nn.Dropout(0.5), second), torch.randn(8, 4), torch.randn(8, 4), mse_loss
+    return (
+        nn.Sequential(first, nn.Dropout(0.5), second),
+        torch.randn(8, 4),
+        torch.randn(8, 4),
+        mse_loss,
+    )
 
 
 def _user_models():
@@ -64,11 +77,13 @@ def needs_numbers():
 
 def test_models_are_made_anew_with_the_same_parameters_and_other_batches(models):
     rank0, rank1 = (build_workload(model_source("tied"), batch=1, seed=seed) for seed in (0, 1))
-    one, other = rank0.build(), rank1.build()
+    one = rank0.build()
+    other = rank1.build()
     assert torch.equal(one[0].weight, other[0].weight)
     assert one[0].weight is one[2].weight is not other[0].weight
     assert [parameter.requires_grad for parameter in one.parameters()] == [True, False, True]
-    assert rank0.loss(one).item() == rank0.loss(other).item() != rank1.loss(one).item()  # dropout leaves out the same
+    # dropout leaves out the same
+    assert rank0.loss(one).item() == rank0.loss(other).item() != rank1.loss(one).item()
 
 
 def test_a_model_that_was_there_before_is_copied(models):
@@ -83,7 +98,9 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
     assert count_parameters("shape") == n_parameters(SHAPE)
     assert count_parameters("needs_numbers") is None
     assert describe_model("nano") == {}
-    frame = pd.DataFrame([{"size": name, **describe_model(name)} for name in ("needs_numbers", "shape", "nano")])
+    frame = pd.DataFrame(
+        [{"size": name, **describe_model(name)} for name in ("needs_numbers", "shape", "nano")]
+    )
     with registered_models(dict.fromkeys(_user_models(), print)), recorded_shapes(frame):
         assert (find_shape("shape"), find_shape("needs_numbers")) == (SHAPE, None)
     with recorded_shapes(pd.DataFrame()):
@@ -96,9 +113,18 @@ def test_what_is_known_of_a_model_stands_in_its_rows(models):
         (lambda: nn.Linear(2, 2), r"expected \(model, inputs, targets, loss\), got Linear"),
         (lambda: (1, 2, 3, 4), "expected the model to be an nn.Module, got int"),
         (lambda: (nn.ReLU(), 1, 1, mse_loss), "expected a model with parameters"),
-        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, None), "expected the loss to be a function"),
-        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y), r"one number, got a tensor of shape \(3, 1\)"),
-        (lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y.detach().sum()), "a loss with a gradient"),
+        (
+            lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, None),
+            "expected the loss to be a function",
+        ),
+        (
+            lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y),
+            r"one number, got a tensor of shape \(3, 1\)",
+        ),
+        (
+            lambda: (nn.Linear(1, 1), torch.ones(3, 1), 1, lambda y, _: y.detach().sum()),
+            "a loss with a gradient",
+        ),
         (lambda: (nn.Linear(1, 1), torch.ones(3, 2), 1, mse_loss), "cannot be multiplied .*line"),
         (lambda: (nn.Linear(1, 1), 1 / 0), "ZeroDivisionError.*, line"),
     ],
@@ -128,7 +154,9 @@ def test_what_is_no_model_is_refused_before_anything_runs(study, given, expected
         check_plugins(study, Plugins(models=given))
 
 
-@pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter or load_lab(lab).takes_models])
+@pytest.mark.parametrize(
+    "lab", [lab for lab in LABS if load_lab(lab).plugin_parameter or load_lab(lab).takes_models]
+)
 def test_a_users_own_is_registered_only_while_it_is_measured(lab):
     declared = load_lab(lab)
     alternatives = {"mine": print} if declared.plugin_parameter else {}
@@ -154,7 +182,9 @@ def test_a_rank_registers_a_users_own_for_the_time_of_a_point():
         table[name] = alternative
         return table
 
-    declared = replace(FAKE, register=register, worker=lambda point: [{"has_mine": "mine" in table}])
+    declared = replace(
+        FAKE, register=register, worker=lambda point: [{"has_mine": "mine" in table}]
+    )
     plugins = Plugins({"mine": print})
     work = worker_with_plugins(declared, plugins)
     assert list(work(None)) == [{"has_mine": True}]
@@ -162,13 +192,22 @@ def test_a_rank_registers_a_users_own_for_the_time_of_a_point():
 
 
 @pytest.mark.parametrize("lab", [lab for lab in LABS if load_lab(lab).plugin_parameter is not None])
-def test_only_a_reader_s_alternative_is_planned_with_its_baseline_and_with_the_models_of_the_lab(lab):
-    study, plugins = load_lab(lab), Plugins({"mine": print})
+def test_only_a_reader_s_alternative_is_planned_with_its_baseline_and_with_the_models_of_the_lab(
+    lab,
+):
+    study = load_lab(lab)
+    plugins = Plugins({"mine": print})
     with registered(study.register, plugins):
         config = with_plugin_names(study, study.profiles["smoke"], plugins, only=True)
-        points = [point for point in study.plan(config, describe_machine()) if point.mentions({"mine"})]
+        points = [
+            point for point in study.plan(config, describe_machine()) if point.mentions({"mine"})
+        ]
     assert points
     assert all(getattr(config, place) for place in study.model_parameters)
     for point in points:
-        (names,) = [value for value in point.describe().values() if isinstance(value, list) and "mine" in value]
+        (names,) = [
+            value
+            for value in point.describe().values()
+            if isinstance(value, list) and "mine" in value
+        ]
         assert 2 <= len(names) < 5

@@ -7,11 +7,13 @@ import numpy as np
 
 from labkit.nn.datasets import RECORD_BYTES
 
-TRAIN, TEST = "cifar-100-binary/train.bin", "cifar-100-binary/test.bin"
+TRAIN = "cifar-100-binary/train.bin"
+TEST = "cifar-100-binary/test.bin"
 
 
 def records(number, *, seed=0, classes=100):
-    """Records with random labels; pixels that depend on the class, so that something can be learned."""
+    """Records with random labels; pixels that depend on the class, so that something can be
+    learned."""
     generator = np.random.default_rng(seed)
     table = generator.integers(0, 256, (number, RECORD_BYTES), dtype=np.uint8)
     table[:, 1] = generator.integers(0, classes, number)

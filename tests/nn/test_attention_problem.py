@@ -1,4 +1,5 @@
-"""The check of the attention labs: right results pass, also in half precision; a single wrong row fails."""
+"""The check of the attention labs: right results pass, also in half precision; a single wrong row
+fails."""
 
 from functools import cache
 from itertools import product
@@ -12,11 +13,17 @@ from labkit.nn.attention_problem import ROWS_AT_ONCE, AttentionProblem, Passes, 
 from tests.cases import thinned
 
 LONG = ROWS_AT_ONCE + 37
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-# Every length with and without a mask, each dtype with each length; `make test-all` has them all with each other.
+F64 = torch.float64
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
+# Every length with and without a mask, each dtype with each length; `make test-all` has them all
+# with each other.
 TOGETHER = [(50, False, F32), (50, True, BF16), (50, True, F64), (50, False, F16)]
 TOGETHER += [(LONG, True, F32), (LONG, False, BF16)]
-EVERY = thinned(product([50, LONG], [False, True], [F64, F32, BF16, F16]), lambda *case: case in TOGETHER)
+EVERY = thinned(
+    product([50, LONG], [False, True], [F64, F32, BF16, F16]), lambda *case: case in TOGETHER
+)
 FEW_ROWS = [(16, True, F32), (16, False, BF16), (16, True, F16)]
 
 
@@ -33,7 +40,9 @@ def _verdict(attend, sequence, causal, dtype):
 RIGHT = product([16, 50, LONG], [False, True], [F32, BF16, F16])
 
 
-@pytest.mark.parametrize(("sequence", "causal", "dtype"), thinned(RIGHT, lambda *case: case in [*TOGETHER, *FEW_ROWS]))
+@pytest.mark.parametrize(
+    ("sequence", "causal", "dtype"), thinned(RIGHT, lambda *case: case in [*TOGETHER, *FEW_ROWS])
+)
 @pytest.mark.parametrize("name", ["explicit", "tiled", "sdpa_math", "sdpa"])
 def test_right_results_pass(name, dtype, sequence, causal):
     assert _verdict(IMPLEMENTATIONS[name], sequence, causal, dtype) == "ok"
@@ -44,7 +53,8 @@ def test_right_results_pass(name, dtype, sequence, causal):
 
 NAN = float("nan")
 ROWS = [((0, row), value) for row in (-1, 7) for value in (0.0, NAN)]
-CHANGES = [*ROWS, ((0, 7), (0, 6)), (1, 0.0), (1, NAN), (..., 0.0), (..., NAN)]  # of rows, a head, all
+# of rows, a head, all
+CHANGES = [*ROWS, ((0, 7), (0, 6)), (1, 0.0), (1, NAN), (..., 0.0), (..., NAN)]
 
 
 @pytest.mark.parametrize(("sequence", "causal", "dtype"), EVERY)
@@ -66,17 +76,24 @@ def _masked(q, k, v, hidden):
 
 
 def _a_block_of_keys_forgotten(q, k, v, causal):
-    keys, start = torch.arange(k.shape[1]), min(128, k.shape[1] // 2)
+    keys = torch.arange(k.shape[1])
+    start = min(128, k.shape[1] // 2)
     hidden = (keys >= start) & (keys < start + 16)
     return _masked(q, k, v, hidden | ((keys > torch.arange(q.shape[1])[:, None]) & causal))
 
 
 WRONG = {
     "a block of keys is forgotten": _a_block_of_keys_forgotten,
-    "the last key is forgotten": lambda q, k, v, causal: naive_attention(q, k[:, :-1], v[:, :-1], causal),
+    "the last key is forgotten": lambda q, k, v, causal: naive_attention(
+        q, k[:, :-1], v[:, :-1], causal
+    ),
     "the scale": lambda q, k, v, causal: naive_attention(q * 1.02, k, v, causal),
-    "the gradient of k": lambda q, k, v, causal: naive_attention(q, k.detach() + 0.97 * (k - k.detach()), v, causal),
-    "the mask is off by one": lambda q, k, v, _: _masked(q, k, v, torch.ones(q.shape[1], k.shape[1]).triu(2) > 0),
+    "the gradient of k": lambda q, k, v, causal: naive_attention(
+        q, k.detach() + 0.97 * (k - k.detach()), v, causal
+    ),
+    "the mask is off by one": lambda q, k, v, _: _masked(
+        q, k, v, torch.ones(q.shape[1], k.shape[1]).triu(2) > 0
+    ),
 }
 
 
@@ -87,7 +104,9 @@ def test_wrong_results_fail(wrong, dtype, causal, sequence):
 
 
 def test_another_shape_fails_and_a_problem_is_the_same_on_every_call():
-    first, second = (AttentionProblem((2, 30, 16), torch.float32, "cpu", causal=True, seed=3) for _ in range(2))
+    first, second = (
+        AttentionProblem((2, 30, 16), torch.float32, "cpu", causal=True, seed=3) for _ in range(2)
+    )
     assert torch.equal(first.q, second.q)
     assert not torch.equal(first.q, first.k)
     _, verdict = check(first, [first.inputs[0][:, :-1]])

@@ -1,4 +1,5 @@
-"""CIFAR-100's archive is read right, or refused with a clear reason; the digits are what they are."""
+"""CIFAR-100's archive is read right, or refused with a clear reason; the digits are what they
+are."""
 
 import http.server
 import tarfile
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from labkit.nn import datasets
-from labkit.nn.datasets import CIFAR100_BYTES, RECORD_BYTES, DatasetError, digits, fetch_cifar100, read_cifar100
+from labkit.nn.datasets import (
+    CIFAR100_BYTES,
+    RECORD_BYTES,
+    DatasetError,
+    digits,
+    fetch_cifar100,
+    read_cifar100,
+)
 from tests.nn.cifar_archive import TEST, TRAIN, records, write_archive
 
 
@@ -22,7 +30,8 @@ def test_records_become_images_and_fine_labels(tmp_path):
         assert pixels.shape == (len(table), 3, 32, 32)
         assert (pixels.dtype, labels.dtype) == (torch.uint8, torch.int64)
         assert labels.tolist() == table[:, 1].tolist()
-        assert pixels[5, 2, 31, 30] == table[5, 2 + 2 * 1024 + 31 * 32 + 30]  # plane by plane, row by row
+        # plane by plane, row by row
+        assert pixels[5, 2, 31, 30] == table[5, 2 + 2 * 1024 + 31 * 32 + 30]
 
 
 def test_other_members_and_leading_dots_do_not_matter(tmp_path):
@@ -36,7 +45,8 @@ def test_other_members_and_leading_dots_do_not_matter(tmp_path):
 
 def _link():
     link = tarfile.TarInfo(TRAIN)
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    link.type = tarfile.SYMTYPE
+    link.linkname = "/etc/passwd"
     return link
 
 
@@ -50,11 +60,20 @@ def _with_label(value):
     ("members", "message"),
     [
         ({TEST: records(2).tobytes()}, f"expected {TRAIN} and {TEST} inside, got no {TRAIN}"),
-        ({TRAIN: records(2).tobytes()[:-1], TEST: records(2).tobytes()}, "records of 3074 bytes, got 6,147 bytes"),
+        (
+            {TRAIN: records(2).tobytes()[:-1], TEST: records(2).tobytes()},
+            "records of 3074 bytes, got 6,147 bytes",
+        ),
         ({TRAIN: b"", TEST: records(2).tobytes()}, "got 0 bytes"),
-        ({TRAIN: records(2).tobytes(), TEST: bytes(10_001 * RECORD_BYTES)}, "expected 1 to 10,000 records"),
+        (
+            {TRAIN: records(2).tobytes(), TEST: bytes(10_001 * RECORD_BYTES)},
+            "expected 1 to 10,000 records",
+        ),
         ({TRAIN: _link(), TEST: records(2).tobytes()}, f"got no {TRAIN}"),
-        ({TRAIN: _with_label(100), TEST: records(2).tobytes()}, "expected fine labels below 100, got 100"),
+        (
+            {TRAIN: _with_label(100), TEST: records(2).tobytes()},
+            "expected fine labels below 100, got 100",
+        ),
     ],
 )
 def test_other_contents_than_records_are_refused(tmp_path, members, message):
@@ -98,7 +117,9 @@ def server(tmp_path):
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as serving:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=folder)
+    ) as serving:
         thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield folder, f"http://127.0.0.1:{serving.server_address[1]}"
@@ -142,5 +163,6 @@ def test_digits_are_real_images_of_ten_classes():
     assert sorted(set(labels.tolist())) == sorted(set(others.tolist())) == list(range(10))
     assert trained.max() == 255
     blocks = trained.view(-1, 3, 8, 4, 8, 4)
-    assert (blocks == blocks[:, :1, :, :1, :, :1]).all()  # each pixel is a square of equal ones in every channel
+    # each pixel is a square of equal ones in every channel
+    assert (blocks == blocks[:, :1, :, :1, :, :1]).all()
     assert all(torch.equal(a, b) for a, b in zip(images.training, digits().training, strict=True))

@@ -1,7 +1,9 @@
-"""The Triton kernels against the float64 oracle: compiled where there is a GPU, else under Triton's interpreter.
+"""The Triton kernels against the float64 oracle: compiled where there is a GPU, else under Triton's
+interpreter.
 
-The interpreter must be chosen before Triton is imported, and then nothing can be compiled.  So the interpreted tests
-are this same file in processes of their own, which `test_passes_under_the_interpreter` waits for.
+The interpreter must be chosen before Triton is imported, and then nothing can be compiled. So the
+interpreted tests are this same file in processes of their own, which
+`test_passes_under_the_interpreter` waits for.
 """
 
 import math
@@ -21,11 +23,18 @@ from labkit.nn import flash_attention
 from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_kernel
 from tests.cases import thinned
 from tests.commands import carry_out
-from tests.nn.against_oracle import Case, assert_output_may_change, assert_saves_one_logsumexp, check_against_oracle
+from tests.nn.against_oracle import (
+    Case,
+    assert_output_may_change,
+    assert_saves_one_logsumexp,
+    check_against_oracle,
+)
 
 INTERPRETED = flash_attention.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32 = torch.float32
+F16 = torch.float16
+BF16 = torch.bfloat16
 runs_kernels = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),
     reason="needs a CUDA device; test_passes_under_the_interpreter runs it there",
@@ -39,24 +48,46 @@ def flash_forward(q: Any, k: Any, v: Any, causal: bool, *, scale: float | None) 
 
 
 def _random_cases(number: int) -> list[Case]:
-    """Shapes, lengths, head dimensions, masks, groups and scales; interpreted tiles are 64x32: few of several."""
+    """Shapes, lengths, head dimensions, masks, groups and scales; interpreted tiles are 64x32: few
+    of several."""
     choose = random.Random(0)
     cases = []
     for _ in range(number):
-        queries, keys = choose.randint(1, 200), choose.randint(1, 200)
-        head_dim = choose.choice((16, 32, 64, 128, 256, choose.randint(16, 128), choose.randint(129, 256)))
+        queries = choose.randint(1, 200)
+        keys = choose.randint(1, 200)
+        head_dim = choose.choice(
+            (16, 32, 64, 128, 256, choose.randint(16, 128), choose.randint(129, 256))
+        )
         group = choose.choice((1, 1, 2, 3, 4))
         options: dict[str, Any] = {"group": group, "contiguous": choose.random() < 0.8}
-        options["leading"] = choose.choice(((1,), (1,), (2,), (1, 2), (2, 1, 1))) if group < 3 else (1,)
+        options["leading"] = (
+            choose.choice(((1,), (1,), (2,), (1, 2), (2, 1, 1))) if group < 3 else (1,)
+        )
         options["scale"] = choose.choice((None, None, choose.uniform(0.5, 2) * head_dim**-0.5))
-        cases.append(Case(queries, keys, head_dim, choose.random() < 0.5, choose.choice((F32, F16, BF16)), **options))
+        cases.append(
+            Case(
+                queries,
+                keys,
+                head_dim,
+                choose.random() < 0.5,
+                choose.choice((F32, F16, BF16)),
+                **options,
+            )
+        )
     return cases
 
 
-# Full, diagonal and ragged blocks, either side longer, each dtype, groups, strides, a scale; then random ones.
+# Full, diagonal and ragged blocks, either side longer, each dtype, groups, strides, a scale; then
+# random ones.
 FIXED_CASES = [
-    *(Case(n, n, 64, causal, leading=(1,)) for n, causal in ((1, False), (64, True), (130, False), (130, True))),
-    *(Case(q, k, 32, causal, leading=(1,)) for q, k, causal in ((17, 100, True), (130, 17, False), (130, 70, True))),
+    *(
+        Case(n, n, 64, causal, leading=(1,))
+        for n, causal in ((1, False), (64, True), (130, False), (130, True))
+    ),
+    *(
+        Case(q, k, 32, causal, leading=(1,))
+        for q, k, causal in ((17, 100, True), (130, 17, False), (130, 70, True))
+    ),
     Case(70, 70, 256, True, BF16, leading=(1,)),
     Case(70, 100, 48, True, F16, leading=()),
     Case(50, 40, 64, False, BF16, leading=(1, 1), group=3, scale=0.3),
@@ -64,11 +95,16 @@ FIXED_CASES = [
 ]
 QUICK_CASES = [FIXED_CASES[place] for place in (3, 4, 5, 8, 9, 10)]
 RANDOM_CASES = _random_cases(200)
-DESCRIPTOR_CASES = [case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous]
+DESCRIPTOR_CASES = [
+    case for case in FIXED_CASES + RANDOM_CASES if case.head_dim % 8 == 0 and case.contiguous
+]
 TILES = Tile(16, 64, 4, 1), Tile(64, 16, 4, 1)
 QUICK_TILES = [("forward", True, TILES[1])]
 LONG_CASES = [
-    Case(1000, 1000, d, causal, dtype) for d in (64, 128, 256) for causal in (False, True) for dtype in (F32, BF16)
+    Case(1000, 1000, d, causal, dtype)
+    for d in (64, 128, 256)
+    for causal in (False, True)
+    for dtype in (F32, BF16)
 ]
 
 
@@ -76,22 +112,42 @@ LONG_CASES = [
 def test_passes_under_the_interpreter(request: pytest.FixtureRequest) -> None:
     """The cases of this run, in one thread: every one is a second of interpreted Python."""
     selected = f"not gpu and ({request.config.option.markexpr or 'not gpu'})"
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", selected]
-    interpreted = carry_out(command, Path(__file__).parents[2], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        __file__,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        selected,
+    ]
+    interpreted = carry_out(
+        command, Path(__file__).parents[2], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    )
     assert interpreted.returncode == 0, interpreted.stdout[-10_000:] + interpreted.stderr[-2_000:]
     (passed,) = re.findall(r"(\d+) passed", interpreted.stdout)
     assert int(passed) > len(FIXED_CASES), "skipped cases show nothing"
 
 
 @runs_kernels
-@pytest.mark.parametrize("case", thinned(FIXED_CASES + RANDOM_CASES, lambda case: case in QUICK_CASES), ids=str)
+@pytest.mark.parametrize(
+    "case", thinned(FIXED_CASES + RANDOM_CASES, lambda case: case in QUICK_CASES), ids=str
+)
 def test_matches_the_oracle(case: Case) -> None:
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the tile is compared with float64 before its first use")
-@pytest.mark.parametrize("case", thinned(DESCRIPTOR_CASES, lambda case: case == FIXED_CASES[9]), ids=str)
-def test_specialized_warps_with_descriptors_match_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not INTERPRETED, reason="on a GPU the tile is compared with float64 before its first use"
+)
+@pytest.mark.parametrize(
+    "case", thinned(DESCRIPTOR_CASES, lambda case: case == FIXED_CASES[9]), ids=str
+)
+def test_specialized_warps_with_descriptors_match_the_oracle(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(INTERPRETER_TILES, "forward", Tile(64, 32, 4, 1, specialize=2))
     check_against_oracle(FlashAttention.apply, flash_forward, case, DEVICE)
 
@@ -113,13 +169,19 @@ def test_any_tile_agrees_with_float64(name: str, causal: bool, tile: Tile) -> No
 
 
 @pytest.mark.parametrize("name", INTERPRETER_TILES)
-def test_a_tile_that_is_wrong_or_does_not_compile_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_is_wrong_or_does_not_compile_is_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before its first use; the launches are stand-ins."""
-    good, wrong, broken = Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)
+    good = Tile(64, 64, 4, 2)
+    wrong = Tile(64, 32, 4, 2)
+    broken = Tile(32, 32, 4, 2)
     device = torch.device("cpu")
     results = flash_attention._probe(32, 2, F32, True, device)[1][name]
 
-    def launch(_: str, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, tile: Tile) -> None:
+    def launch(
+        _: str, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, tile: Tile
+    ) -> None:
         if tile == broken:
             raise RuntimeError("PassManager::run failed\nand more")
         for tensor, result in zip(tensors[-len(results) :], results, strict=True):
@@ -170,10 +232,14 @@ def test_the_output_may_be_changed_in_place() -> None:
         ({"dtype": torch.float64}, r"one dtype among float32, bfloat16, float16; got float64"),
         ({"size": (2, 8, 8)}, "head dimensions from 16 to 256, not 8"),
         ({"size": (2, 8, 257)}, "head dimensions from 16 to 256, not 257"),
-        pytest.param({}, "need a CUDA GPU", marks=pytest.mark.skipif(INTERPRETED, reason="it takes the CPU")),
+        pytest.param(
+            {}, "need a CUDA GPU", marks=pytest.mark.skipif(INTERPRETED, reason="it takes the CPU")
+        ),
     ],
 )
-def test_dtypes_head_dims_and_devices_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_dtypes_head_dims_and_devices_that_do_not_fit_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     x = torch.zeros(**({"size": (2, 8, 16)} | options))
     with pytest.raises(ValueError, match=message):
         FlashAttention.apply(x, x, x, False)

@@ -1,4 +1,5 @@
-"""Without a GPU: the tiles of the flash kernels compile for their GPU, fit it, and spill nothing inside a loop.
+"""Without a GPU: the tiles of the flash kernels compile for their GPU, fit it, and spill nothing
+inside a loop.
 
 `make test` compiles one tile per kernel; `make test-all` compiles every tile of
 `benchmarks/kernels.py`, for six GPUs, a second or more each.
@@ -19,22 +20,36 @@ from labkit.nn import flash_attention
 from labkit.nn.flash_attention import DELTA_TILE, KERNELS, tiles_for
 from tests.cases import thinned
 
-# Tiles were chosen with this Triton.  Another one allots registers differently: there the autotuner's check decides.
+# Tiles were chosen with this Triton.  Another one allots registers differently: there the
+# autotuner's check decides.
 pytestmark = [
-    pytest.mark.skipif(flash_attention.INTERPRETED, reason="interpreted kernels cannot be compiled"),
-    pytest.mark.skipif(not triton.__version__.startswith("3.7."), reason="tiles were chosen with Triton 3.7"),
+    pytest.mark.skipif(
+        flash_attention.INTERPRETED, reason="interpreted kernels cannot be compiled"
+    ),
+    pytest.mark.skipif(
+        not triton.__version__.startswith("3.7."), reason="tiles were chosen with Triton 3.7"
+    ),
 ]
 
 
-FIRST_TILES = [*product(KERNELS, (80, 90), (torch.bfloat16,)), *product(KERNELS, (90,), (torch.float32,))]
+FIRST_TILES = [
+    *product(KERNELS, (80, 90), (torch.bfloat16,)),
+    *product(KERNELS, (90,), (torch.float32,)),
+]
 # each backward kernel, GPU and dtype once; below is a forward kernel
 QUICK = (("grad_kv", 80, torch.bfloat16), ("grad_q", 90, torch.float32))
 
 
-@pytest.mark.parametrize(("kernel", "capability", "dtype"), thinned(FIRST_TILES, lambda *case: case in QUICK))
-def test_the_first_tile_fits_and_spills_nothing_in_a_loop(kernel: str, capability: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "capability", "dtype"), thinned(FIRST_TILES, lambda *case: case in QUICK)
+)
+def test_the_first_tile_fits_and_spills_nothing_in_a_loop(
+    kernel: str, capability: int, dtype: torch.dtype
+) -> None:
     tile = tiles_for(kernel, dtype=dtype, head_dim=128, capability=divmod(capability, 10))[0]
-    resources = compile_tile(kernel, tile, head_dim=128, dtype=dtype, causal=True, capability=capability)
+    resources = compile_tile(
+        kernel, tile, head_dim=128, dtype=dtype, causal=True, capability=capability
+    )
     assert not resources.faults(capability)
     assert resources.instructions > 100
     assert 0.2 < resources.tensor_share <= 1
@@ -50,12 +65,15 @@ def test_warps_specialize_on_hopper(head_dim: int) -> None:
     assert resources.registers == 168, "12 warps share the registers: two groups compute, one loads"
     assert resources.instructions < 700, "one group's loop, without the others'"
     assert all(
-        one.specialize == 0 for one in tiles_for("forward", dtype=torch.bfloat16, head_dim=60, capability=(9, 0))
+        one.specialize == 0
+        for one in tiles_for("forward", dtype=torch.bfloat16, head_dim=60, capability=(9, 0))
     )
 
 
 def test_grouped_heads_and_the_delta_kernel_fit() -> None:
-    resources = compile_tile("delta", DELTA_TILE, head_dim=128, dtype=torch.bfloat16, causal=False, capability=80)
+    resources = compile_tile(
+        "delta", DELTA_TILE, head_dim=128, dtype=torch.bfloat16, causal=False, capability=80
+    )
     assert not resources.faults(80)
     tile = tiles_for("grad_kv", dtype=torch.bfloat16, head_dim=64, capability=(9, 0))[-1]
     sizes = {"head_dim": 64, "dtype": torch.bfloat16, "capability": 90}
@@ -80,12 +98,23 @@ def test_spills_and_loops_are_read_from_machine_code() -> None:
         /*00a0*/                   BRA `(.L_x_4) ;
 """
     (loop,) = kernels._loops(kernels._read_code(listing))
-    assert loop == {2, 3, 4, 5, 8, 9}, "with the part that stands after the end, and without what only waits"
+    assert loop == {
+        2,
+        3,
+        4,
+        5,
+        8,
+        9,
+    }, "with the part that stands after the end, and without what only waits"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", CHIPS)
-def test_every_tile_fits_and_spills_nothing_in_a_loop(capability: int, dtype: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["kernels.py", "--capability", str(capability), "--dtype", dtype])
+def test_every_tile_fits_and_spills_nothing_in_a_loop(
+    capability: int, dtype: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["kernels.py", "--capability", str(capability), "--dtype", dtype]
+    )
     assert kernels.main() == 0, capsys.readouterr().out

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.costs.transformer import SIZES, TransformerShape, backward_flops, forward_flops, n_parameters
+from labkit.costs.transformer import (
+    SIZES,
+    TransformerShape,
+    backward_flops,
+    forward_flops,
+    n_parameters,
+)
 from labkit.nn.training import TrainingStep, adamw, gradients, random_tokens
 from labkit.nn.transformer import RMSNorm, Transformer, language_model_loss
 
@@ -24,41 +30,54 @@ def float64_default():
 def _model(shape=TINY, *, seed=0, **options):
     torch.manual_seed(seed)
     model = Transformer(shape, context_length=16, **options)
-    for name, parameter in model.named_parameters():  # gains of one would hide a gain that is not applied
+    # gains of one would hide a gain that is not applied
+    for name, parameter in model.named_parameters():
         if name.endswith("gain"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 
 def _batch(shape=TINY, sequence=12):
-    tokens = torch.randint(shape.vocabulary, (2, sequence + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        shape.vocabulary, (2, sequence + 1), generator=torch.Generator().manual_seed(1)
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def _reference_loss(weights, shape, tokens, targets):
-    """The same model head by head, on nothing but a dictionary of matrices; positions turn complex numbers."""
+    """The same model head by head, on nothing but a dictionary of matrices; positions turn complex
+    numbers."""
 
     def norm(x, name):
-        return x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + 1e-5) ** 0.5 * weights[f"{name}.gain"]
+        return (
+            x / ((x**2).sum(-1, keepdim=True) / x.shape[-1] + 1e-5) ** 0.5 * weights[f"{name}.gain"]
+        )
 
     def times(x, name):
         return x @ weights[f"{name}.weight"].T
 
     def rotate(x):
-        angles = torch.arange(x.shape[1])[:, None] / 10_000 ** (torch.arange(0, x.shape[2], 2) / x.shape[2])
+        angles = torch.arange(x.shape[1])[:, None] / 10_000 ** (
+            torch.arange(0, x.shape[2], 2) / x.shape[2]
+        )
         turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)
         return torch.view_as_real(turned).flatten(-2)
 
     def attend(x, name):
-        parts = [times(x, f"{name}.{one}").chunk(shape.n_heads, -1) for one in ("queries", "keys", "values")]
-        future, heads = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1), []
+        parts = [
+            times(x, f"{name}.{one}").chunk(shape.n_heads, -1)
+            for one in ("queries", "keys", "values")
+        ]
+        future = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1)
+        heads = []
         for q, k, v in zip(*parts, strict=True):
             scores = rotate(q) @ rotate(k).mT / math.sqrt(shape.head_dim)
             heads.append(torch.softmax(scores + future, -1) @ v)
         return times(torch.cat(heads, -1), f"{name}.output")
 
     def feed_forward(x, name):
-        gate, up = times(x, f"{name}.gate"), times(x, f"{name}.up")
+        gate = times(x, f"{name}.gate")
+        up = times(x, f"{name}.up")
         return times(gate / (1 + torch.exp(-gate)) * up, f"{name}.down")
 
     x = weights["embedding.weight"][tokens]
@@ -94,7 +113,8 @@ def test_parameters_of_every_named_size_equal_the_closed_formula(name):
 @pytest.mark.parametrize("shape", [SIZES["nano"], TINY])
 @pytest.mark.parametrize("sequence", [1, 16])
 def test_predicted_flops_equal_torchs_count_exactly(shape, sequence):
-    model, (tokens, targets) = _model(shape), _batch(shape, sequence)
+    model = _model(shape)
+    tokens, targets = _batch(shape, sequence)
     with FlopCounterMode(display=False) as forward:
         loss = language_model_loss(model(tokens), targets)
     with FlopCounterMode(display=False) as backward:
@@ -122,7 +142,10 @@ REFUSED = [
     (lambda: TransformerShape(d_model=15, d_ff=8, n_layers=1, n_heads=5), "even head dimension"),
     (lambda: TransformerShape(d_model=16, d_ff=8, n_layers=0, n_heads=2), "positive sizes"),
     (lambda: Transformer(TINY, context_length=0), "context_length >= 1"),
-    (lambda: TrainingStep(TINY, batch=2, context_length=8, precision="int8"), "among float32, bfloat16, float16"),
+    (
+        lambda: TrainingStep(TINY, batch=2, context_length=8, precision="int8"),
+        "among float32, bfloat16, float16",
+    ),
     (lambda: TrainingStep(TINY, batch=0, context_length=8), "batch >= 1"),
 ]
 

@@ -18,9 +18,12 @@ def test_parameters_and_tensors_are_as_published():
 
 def test_images_become_logits_and_every_parameter_gets_a_gradient():
     torch.manual_seed(0)
-    model, images = ResNet50(classes=7), torch.randn(2, 3, 64, 64)
+    model = ResNet50(classes=7)
+    images = torch.randn(2, 3, 64, 64)
     shapes = {}
-    model.layer4.register_forward_hook(lambda _, __, output: shapes.update(layer4=tuple(output.shape)))
+    model.layer4.register_forward_hook(
+        lambda _, __, output: shapes.update(layer4=tuple(output.shape))
+    )
     loss = cross_entropy(model(images), torch.tensor([1, 2]))
     loss.backward()
     assert shapes["layer4"] == (2, 2048, 2, 2)

@@ -1,4 +1,5 @@
-"""Training runs that every wrapper must get right, each as the ranks run it and as one process does on all shards."""
+"""Training runs that every wrapper must get right, each as the ranks run it and as one process does
+on all shards."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
 from labkit.parallel.data_parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 
-STEPS, ROWS, WIDTH = 3, 3, 6
+STEPS = 3
+ROWS = 3
+WIDTH = 6
 SGD = partial(optim.SGD, lr=0.1, momentum=0.5)
 ADAMW = partial(optim.AdamW, lr=1e-2, weight_decay=0.1)
 
@@ -26,16 +29,22 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "flat": FlatDDP,
     "overlapped": OverlappedDDP,
     # buckets of a few hundred bytes, so that these small models fill several
-    "bucketed": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, first_bucket_mb=1e-4, **options),
+    "bucketed": lambda module, **options: BucketedDDP(
+        module, bucket_mb=3e-4, first_bucket_mb=1e-4, **options
+    ),
     "one bucket": BucketedDDP,
-    "naive, shared memory": lambda module, **options: NaiveDDP(module, all_reduce="shared", **options),
+    "naive, shared memory": lambda module, **options: NaiveDDP(
+        module, all_reduce="shared", **options
+    ),
     "bucketed, shared memory": lambda module, **options: BucketedDDP(
         module, bucket_mb=3e-4, first_bucket_mb=1e-4, all_reduce="shared", **options
     ),
     "overlapped, point to point": lambda module, **options: OverlappedDDP(
         module, all_reduce="point_to_point", **options
     ),
-    "bucketed, no overlap": lambda module, **options: BucketedDDP(module, bucket_mb=3e-4, overlap=False, **options),
+    "bucketed, no overlap": lambda module, **options: BucketedDDP(
+        module, bucket_mb=3e-4, overlap=False, **options
+    ),
 }
 
 
@@ -44,7 +53,8 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
 
     def forward(self, x):
@@ -52,7 +62,8 @@ class Tied(nn.Module):
 
 
 class WithBuffer(nn.Module):
-    """Scales by a buffer that each forward pass changes by the data it sees, as running statistics are."""
+    """Scales by a buffer that each forward pass changes by the data it sees, as running statistics
+    are."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +107,8 @@ class MixedDtypes(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """`head` says which of two heads is used; the other, and sometimes a layer, gets no gradient."""
+    """`head` says which of two heads is used; the other, and sometimes a layer, gets no
+    gradient."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +133,8 @@ class Reentrant(nn.Module):
 
 
 class TiedInsideAndOutside(nn.Module):
-    """A matrix used outside and inside of a re-entrant checkpoint; a head; inner passes as many as `inner`."""
+    """A matrix used outside and inside of a re-entrant checkpoint; a head; inner passes as many as
+    `inner`."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +145,9 @@ class TiedInsideAndOutside(nn.Module):
         first, second = self.layers
         x = torch.tanh(first(x))
         for _ in range(inner):
-            x = checkpoint(lambda y: torch.tanh(second(torch.tanh(first(y)))), x, use_reentrant=True)
+            x = checkpoint(
+                lambda y: torch.tanh(second(torch.tanh(first(y)))), x, use_reentrant=True
+            )
         return {"found": [self.heads[head](second(x))]}
 
 
@@ -150,22 +165,26 @@ class WhollyReentrant(nn.Module):
 
 
 class Offset(nn.Module):
-    """The gradient of the offset, a view, and the gradient that goes on to the layer are one piece of memory."""
+    """The gradient of the offset, a view, and the gradient that goes on to the layer are one piece
+    of memory."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.offset = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.randn(ROWS * WIDTH)])
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.offset = nn.ParameterList([torch.randn(ROWS * WIDTH)])
 
     def forward(self, x):
         return torch.tanh(self.layer(x)) + self.offset[0].view(ROWS, WIDTH)
 
 
 class OffsetOfARow(nn.Module):
-    """The gradient of the offset is a part of the memory of the gradient that goes on to the layer."""
+    """The gradient of the offset is a part of the memory of the gradient that goes on to the
+    layer."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.offset = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.randn(1, WIDTH)])
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.offset = nn.ParameterList([torch.randn(1, WIDTH)])
 
     def forward(self, x):
         return torch.tanh(self.layer(x)) + torch.cat([x[1:], self.offset[0]])
@@ -176,7 +195,8 @@ class TwoOutputs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         return self.first(x), self.second(x)
@@ -187,7 +207,8 @@ class Undefined(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.factor = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.ones(WIDTH)])
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.factor = nn.ParameterList([torch.ones(WIDTH)])
 
     def forward(self, x):
         return _Scale.apply(self.layer(x), self.factor[0])
@@ -239,7 +260,9 @@ class MaxNorm(nn.Module):
 
 
 def plain():
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH)
+    )
 
 
 def frozen():
@@ -281,7 +304,8 @@ def on_tokens(model, x, shard, step):
 
 
 def _one_head(model, x, shard, step):
-    """Every rank uses another head in some steps, none uses the last one, and the first step is the same for all."""
+    """Every rank uses another head in some steps, none uses the last one, and the first step is the
+    same for all."""
     return model(x, (shard + step) % 2 if step else 0).square().mean()
 
 
@@ -291,7 +315,11 @@ def _tied(model, x, shard, step):
 
 def _tied_unlike(model, x, shard, step):
     """Ranks differ in the number of inner passes, down to none, and in the head."""
-    return model(x.requires_grad_(), inner=(shard + step) % 3, head=shard % 2)["found"][0].square().mean()
+    return (
+        model(x.requires_grad_(), inner=(shard + step) % 3, head=shard % 2)["found"][0]
+        .square()
+        .mean()
+    )
 
 
 def with_gradient(model, x, shard, step):
@@ -299,7 +327,8 @@ def with_gradient(model, x, shard, step):
 
 
 def _penalty(model, x, shard, step):
-    """A pass of `torch.autograd.grad` through the model, which sets no gradient, before the one that does."""
+    """A pass of `torch.autograd.grad` through the model, which sets no gradient, before the one
+    that does."""
     outputs = model(x.requires_grad_())
     (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
     return outputs.square().mean() + slope.square().mean()
@@ -334,7 +363,9 @@ class Case:
     tolerance: float = 1e-10
     clip: float | None = None
     """Norm of all gradients that they are clipped to, by torch's function."""
-    schedulers: Callable[[optim.Optimizer], list[optim.lr_scheduler.LRScheduler]] = field(default=lambda optimizer: [])
+    schedulers: Callable[[optim.Optimizer], list[optim.lr_scheduler.LRScheduler]] = field(
+        default=lambda optimizer: []
+    )
     groups: int = 1
     added_at: int | None = None
     """The step before which the last parameters are added, in a group of their own."""
@@ -347,8 +378,8 @@ class Case:
     """Strategies of sharding that refuse it, with an error of one line."""
 
 
-# float32: a gradient is a mean of some tens of terms, its rounding some eps; the steps of 0.1 add up to less than
-# 64 eps of the largest parameter, which is below 2.
+# float32: a gradient is a mean of some tens of terms, its rounding some eps; the steps of 0.1 add
+# up to less than 64 eps of the largest parameter, which is below 2.
 FLOAT32 = 128 * torch.finfo(torch.float32).eps
 
 CASES = {
@@ -365,8 +396,12 @@ CASES = {
     "two forward passes, transformer": Case(transformer, _tokens_twice),
     "mixed dtypes": Case(MixedDtypes, tolerance=FLOAT32),
     "parameters unused": Case(TwoHeads, _one_head, options={"find_unused": True}),
-    "unused, set_to_none=False": Case(TwoHeads, _one_head, options={"find_unused": True}, set_to_none=False),
-    "unused, accumulated": Case(TwoHeads, _one_head, options={"find_unused": True}, micro_batches=3),
+    "unused, set_to_none=False": Case(
+        TwoHeads, _one_head, options={"find_unused": True}, set_to_none=False
+    ),
+    "unused, accumulated": Case(
+        TwoHeads, _one_head, options={"find_unused": True}, micro_batches=3
+    ),
     "two losses": Case(plain, losses=2),
     "accumulation": Case(plain, micro_batches=3),
     "accumulation, set_to_none=False": Case(plain, micro_batches=3, set_to_none=False),
@@ -444,9 +479,12 @@ def train(
     return optimizer
 
 
-def _backward(case: Case, model: nn.Module, shards: list[int], step: int, micro_batch: int) -> Tensor:
+def _backward(
+    case: Case, model: nn.Module, shards: list[int], step: int, micro_batch: int
+) -> Tensor:
     """The backward passes of a micro-batch; the sum of their losses."""
-    batches, total = [(shard, data(case, step, micro_batch, shard)) for shard in shards], torch.zeros(())
+    batches = [(shard, data(case, step, micro_batch, shard)) for shard in shards]
+    total = torch.zeros(())
     if case.whole_batch:
         batches = [(0, torch.cat([inputs for _, inputs in batches]))]
     for shard, inputs in batches:
@@ -471,14 +509,21 @@ def built(case: Case, seed: int = 0) -> nn.Module:
 def state_of(model: Any) -> dict[str, list[float]]:
     """The bare model's state, of whole tensors. A collective if it is in shards."""
     is_sharded = hasattr(model, "consolidated_state_dict")
-    state = model.consolidated_state_dict(to=None) if is_sharded else getattr(model, "module", model).state_dict()
+    state = (
+        model.consolidated_state_dict(to=None)
+        if is_sharded
+        else getattr(model, "module", model).state_dict()
+    )
     return {name: value.double().flatten().tolist() for name, value in state.items()}
 
 
 def distance(state: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
     """The largest difference between two states of the same names."""
     assert state.keys() == expected.keys()
-    one, other = (torch.tensor([x for name in expected for x in each[name]]).double() for each in (state, expected))
+    one, other = (
+        torch.tensor([x for name in expected for x in each[name]]).double()
+        for each in (state, expected)
+    )
     return float((one - other).abs().max())
 
 
@@ -492,19 +537,30 @@ MAIN = ("overlapped", "bucketed", "bucketed, shared memory")
 
 
 def cases_of(wrapper: str, world_size: int) -> dict[str, Case]:
-    """All cases of a wrapper, or on two ranks, of one that is simpler or differs in an option, a quarter of them."""
+    """All cases of a wrapper, or on two ranks, of one that is simpler or differs in an option, a
+    quarter of them."""
     others = [name for name in WRAPPERS if name not in MAIN]
-    names = [*CASES] if wrapper in MAIN or world_size > 2 else [*CASES][others.index(wrapper) % 4 :: 4]
+    names = (
+        [*CASES] if wrapper in MAIN or world_size > 2 else [*CASES][others.index(wrapper) % 4 :: 4]
+    )
     return {name: CASES[name] for name in names}
 
 
 def run_on_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
-    """On a rank: its cases; by name the trained state and a digest of the parameters after each step."""
-    rank, found = dist.get_rank(), {}
+    """On a rank: its cases; by name the trained state and a digest of the parameters after each
+    step."""
+    rank = dist.get_rank()
+    found = {}
     for name, case in cases_of(wrapper, dist.get_world_size()).items():
         model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
         digests: list[str] = []
-        train(case, model, [rank], None, lambda model=model, digests=digests: digests.append(digest_of(model)))
+        train(
+            case,
+            model,
+            [rank],
+            None,
+            lambda model=model, digests=digests: digests.append(digest_of(model)),
+        )
         found[name] = {"state": state_of(model) if rank == 0 else None, "digests": digests}
     return found
 

@@ -1,4 +1,5 @@
-"""What the tests of tensor, pipeline and context parallelism share: errors, refusals, and messages left out."""
+"""What the tests of tensor, pipeline and context parallelism share: errors, refusals, and messages
+left out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,17 +17,24 @@ TOLERANCES = {torch.float64: EXACT, torch.float32: 128 * torch.finfo(torch.float
 
 
 def furthest(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest difference of values from those expected by the same name, relative if these are large."""
+    """Largest difference of values from those expected by the same name, relative if these are
+    large."""
     errors = [
-        (x.double() - expected[name]).abs().max() / (1 + expected[name].abs().max()) for name, x in values.items()
+        (x.double() - expected[name]).abs().max() / (1 + expected[name].abs().max())
+        for name, x in values.items()
     ]
     return float(max(errors))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients of all parameters by name, whole if they are in shards."""
-    grads: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+    grads: dict[str, Any] = {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
+    return {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        for name, grad in grads.items()
+    }
 
 
 Attempts = Sequence[tuple[str, Callable[[], object]]]
@@ -40,13 +48,20 @@ def find_refusals_that_fail(attempts: Attempts) -> list[str]:
         total = torch.ones(3)
         wrong += find_accepted([attempt])
         all_reduce(total, op="sum")
-        wrong += [] if total.tolist() == [dist.get_world_size()] * 3 else [f"a message after {attempt[0]}"]
+        wrong += (
+            []
+            if total.tolist() == [dist.get_world_size()] * 3
+            else [f"a message after {attempt[0]}"]
+        )
     return wrong
 
 
 @contextmanager
-def left_out(number: int, replaced: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[list[str]]:
-    """Replace one call of these functions, (module or class, name), counted from 0; yield the names of all calls."""
+def left_out(
+    number: int, replaced: Mapping[tuple[Any, str], Callable[..., Any]]
+) -> Iterator[list[str]]:
+    """Replace one call of these functions, (module or class, name), counted from 0; yield the names
+    of all calls."""
     names: list[str] = []
     originals = {place: getattr(*place) for place in replaced}
 
@@ -66,13 +81,19 @@ def left_out(number: int, replaced: Mapping[tuple[Any, str], Callable[..., Any]]
             setattr(*place, original)
 
 
-def find_needless(step: Callable[[], float], replaced: Mapping[tuple[Any, str], Callable[..., Any]]) -> list[str]:
-    """Name the calls without which the step's error is none on any rank; last, the number of calls."""
-    needless, number, total = [], 0, 1
+def find_needless(
+    step: Callable[[], float], replaced: Mapping[tuple[Any, str], Callable[..., Any]]
+) -> list[str]:
+    """Name the calls without which the step's error is none on any rank; last, the number of
+    calls."""
+    needless = []
+    number = 0
+    total = 1
     while number < total:
         with left_out(number, replaced) as names:
             error = torch.tensor([step()])
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         needless += [f"{number}: {names[number]}"] if error <= EXACT else []
-        number, total = number + 1, len(names)
+        number = number + 1
+        total = len(names)
     return [*needless, f"{total} calls"]

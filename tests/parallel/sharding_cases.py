@@ -27,7 +27,8 @@ from tests.parallel.data_parallel_cases import (
 
 def sharded(optimizer: Any, **options: Any) -> Callable[..., ShardedOptimizer]:
     """The sharded one with the settings of an optimizer."""
-    cls, settings = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
+    cls = getattr(optimizer, "func", optimizer)
+    settings = getattr(optimizer, "keywords", {})
     return lambda groups: ShardedOptimizer(groups, cls, **options, **settings)
 
 
@@ -67,7 +68,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([0.1, 0.2]))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor([0.1, 0.2]))
         self.nothing = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +81,9 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, WIDTH)
+        )
         self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +92,8 @@ class Uneven(nn.Module):
 
 def two_schedulers(optimizer: optim.Optimizer) -> list[optim.lr_scheduler.LRScheduler]:
     return [
-        optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),  # momentum, too
+        # momentum, too
+        optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1),
         optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     ]
 
@@ -96,7 +101,9 @@ def two_schedulers(optimizer: optim.Optimizer) -> list[optim.lr_scheduler.LRSche
 CASES = {
     "AdamW": Case(optimizer=ADAMW),
     "AdamW in float32": Case(optimizer=ADAMW, dtype=torch.float32, tolerance=FLOAT32),
-    "AdamW, fused, amsgrad": Case(optimizer=partial(optim.AdamW, lr=1e-2, amsgrad=True, fused=True)),
+    "AdamW, fused, amsgrad": Case(
+        optimizer=partial(optim.AdamW, lr=1e-2, amsgrad=True, fused=True)
+    ),
     "AdamW, lr as a tensor": Case(optimizer=partial(optim.AdamW, lr=torch.tensor(1e-2))),
     "SGD with momentum": Case(optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
     "RMSprop": Case(optimizer=partial(optim.RMSprop, lr=1e-2, momentum=0.5, centered=True)),
@@ -128,5 +135,8 @@ def local(value: Any) -> Any:
 
 
 def furthest(some: list[Tensor], others: list[Tensor]) -> float:
-    differences = [(a.detach().double() - b.detach().double()).flatten() for a, b in zip(some, others, strict=True)]
+    differences = [
+        (a.detach().double() - b.detach().double()).flatten()
+        for a, b in zip(some, others, strict=True)
+    ]
     return float(torch.cat(differences).abs().max())

@@ -1,4 +1,5 @@
-"""Batches on which `SyncBatchNorm` is held against torch's BatchNorm in float64 on the whole batch, and how."""
+"""Batches on which `SyncBatchNorm` is held against torch's BatchNorm in float64 on the whole batch,
+and how."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class Case:
 
     @property
     def tolerances(self) -> tuple[float, float]:
-        """Of what has the input's shape, and of the rest, as a part of the largest value (at least 1)."""
+        """Of what has the input's shape, and of the rest, as a part of the largest value (at least
+        1)."""
         rest = 1e-10 if self.dtype == torch.float64 else 1e-5
         return max(rest, torch.finfo(self.dtype).eps / 2 if self.dtype.itemsize == 2 else 0.0), rest
 
@@ -44,14 +46,18 @@ class Case:
         """The input of every rank, rounded to the dtype."""
         generator = torch.Generator().manual_seed(step)
         rows = self.rows_of(world_size)
-        whole = torch.randn(sum(rows), *self.row, generator=generator, dtype=torch.float64) + self.mean
+        whole = (
+            torch.randn(sum(rows), *self.row, generator=generator, dtype=torch.float64) + self.mean
+        )
         return [(part + rank).to(self.dtype) for rank, part in enumerate(whole.split(rows))]
 
 
 def grid(world_size: int) -> dict[str, Case]:
     """Features x batch x dtype of the published measurements; the batch is that of all ranks."""
     return {
-        f"{batch}x{features}, {str(dtype).removeprefix('torch.')}": Case((batch // world_size,), (features,), dtype)
+        f"{batch}x{features}, {str(dtype).removeprefix('torch.')}": Case(
+            (batch // world_size,), (features,), dtype
+        )
         for features in (128, 256, 512, 1024)
         for batch in (32, 64)
         for dtype in (torch.float64, torch.float32)
@@ -80,8 +86,12 @@ CASES = {
     "eps=0.1": Case((4,), (6,), options={"eps": 0.1}),
     "mean 1e4, float32": Case((32,), (64,), torch.float32, mean=1e4, options={"momentum": 1.0}),
     "mean 1e6, float32": Case((32,), (64,), torch.float32, mean=1e6, options={"momentum": 1.0}),
-    "mean 1e4, unequal, float32": Case((100, 1), (8,), torch.float32, mean=1e4, options={"momentum": 1.0}),
-    "mean 1e4, NCHW, float32": Case((16,), (4, 8, 8), torch.float32, mean=1e4, options={"momentum": 1.0}),
+    "mean 1e4, unequal, float32": Case(
+        (100, 1), (8,), torch.float32, mean=1e4, options={"momentum": 1.0}
+    ),
+    "mean 1e4, NCHW, float32": Case(
+        (16,), (4, 8, 8), torch.float32, mean=1e4, options={"momentum": 1.0}
+    ),
 }
 
 
@@ -94,7 +104,8 @@ def errors_on_rank(case: Case) -> dict[str, float]:
     worst: dict[str, float] = {}
     for step in range(STEPS):
         _note_errors(case, step, reference, layer, worst)
-    # Evaluation is torch's: by the local batch if there are no running statistics, and a mean of 1e4 is rounded there.
+    # Evaluation is torch's: by the local batch if there are no running statistics, and a mean of
+    # 1e4 is rounded there.
     if case.options.get("track_running_stats", True) and not case.mean:
         reference.eval()
         layer.eval()
@@ -102,7 +113,9 @@ def errors_on_rank(case: Case) -> dict[str, float]:
     return worst
 
 
-def _note_errors(case: Case, step: int, reference: nn.Module, layer: nn.Module, worst: dict[str, float]) -> None:
+def _note_errors(
+    case: Case, step: int, reference: nn.Module, layer: nn.Module, worst: dict[str, float]
+) -> None:
     """One pass of the reference on the whole batch, and of the layer on this rank's rows."""
     batches = case.batches(step, dist.get_world_size())
     mine = batches[dist.get_rank()]
@@ -128,8 +141,11 @@ def torchs(kind: type[nn.Module], channels: int, *, bias: bool = True, **options
 
 
 def _reference(case: Case) -> nn.Module:
-    """torch's layer in float64; weights and biases differ between channels, and are exact in bfloat16."""
-    kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(case.row)]
+    """torch's layer in float64; weights and biases differ between channels, and are exact in
+    bfloat16."""
+    kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[
+        len(case.row)
+    ]
     layer = torchs(kind, case.row[0], dtype=torch.float64, **case.options)
     generator = torch.Generator().manual_seed(99)
     for parameter in layer.parameters():
@@ -156,7 +172,8 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def _pass(layer: nn.Module, batch: Tensor, counted_rows: int) -> dict[str, Tensor]:
-    """Forward and backward; the loss is the sum of the outputs of the first rows, none if that number is below 1."""
+    """Forward and backward; the loss is the sum of the outputs of the first rows, none if that
+    number is below 1."""
     batch = batch.detach().requires_grad_()
     layer.zero_grad()
     output = layer(batch)
@@ -170,28 +187,35 @@ def _pass(layer: nn.Module, batch: Tensor, counted_rows: int) -> dict[str, Tenso
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest expected value, which counts as at least 1."""
+    """The largest difference, as a part of the largest expected value, which counts as at least
+    1."""
     assert got.shape == expected.shape
     if not got.numel():
         return 0.0
-    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1))
+    return float(
+        (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1)
+    )
 
 
 class CollectivesSeen(TorchDispatchMode):
-    """What ranks exchange while this is entered: torch's collectives by name, and runs of labkit's transports."""
+    """What ranks exchange while this is entered: torch's collectives by name, and runs of labkit's
+    transports."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             self.names.append(function._schema.name.removeprefix("c10d::"))
         return function(*args, **kwargs or {})
 
 
 def collectives_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """What the function returns, and the collectives it runs; on two ranks labkit's own are one run each."""
+    """What the function returns, and the collectives it runs; on two ranks labkit's own are one run
+    each."""
     with CollectivesSeen() as seen, pytest.MonkeyPatch.context() as patch:
         for kind in (SharedTransport, StreamTransport):
             patch.setattr(kind, "run", _noted(kind.run, seen.names))

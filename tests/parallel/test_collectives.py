@@ -1,4 +1,5 @@
-"""Collectives against the exact answer in float64: algorithms, transports, dtypes, lengths, layouts, numbers of ranks.
+"""Collectives against the exact answer in float64: algorithms, transports, dtypes, lengths,
+layouts, numbers of ranks.
 
 Ranks are started once per number of ranks and go through all checks.
 """
@@ -38,20 +39,32 @@ from tests.parallel.shared_ranks import find_accepted, on_ranks
 SHORT = (0, 1, 3, 1000)
 LONG = 2**18 + 1
 CPU = torch.device("cpu")
-TRANSPORTS = (POINT_TO_POINT, SHARED) if shared_memory.unavailable_reason() is None else (POINT_TO_POINT,)
+TRANSPORTS = (
+    (POINT_TO_POINT, SHARED) if shared_memory.unavailable_reason() is None else (POINT_TO_POINT,)
+)
 # Largest whole number that 8 ranks can add without rounding, over 8.
-EXACT_BELOW = {torch.float64: 2**49, torch.float32: 2**21, torch.float16: 2**8, torch.bfloat16: 2**5}
+EXACT_BELOW = {
+    torch.float64: 2**49,
+    torch.float32: 2**21,
+    torch.float16: 2**8,
+    torch.bfloat16: 2**5,
+}
 
 
-def phases(x: torch.Tensor, group: Any = None, op: str = "mean", *, transport: Any = "auto") -> None:
+def phases(
+    x: torch.Tensor, group: Any = None, op: str = "mean", *, transport: Any = "auto"
+) -> None:
     """An all-reduce by its two phases."""
     reduce_scatter(x, group, op, transport=transport)
     all_gather(x, group, transport=transport)
 
 
-def phases_into(x: torch.Tensor, group: Any = None, op: str = "mean", *, transport: Any = "auto") -> None:
+def phases_into(
+    x: torch.Tensor, group: Any = None, op: str = "mean", *, transport: Any = "auto"
+) -> None:
     """The same with the shard in a vector of its own."""
-    sizes, rank = shard_sizes(x.numel(), dist.get_world_size(group)), dist.get_rank(group)
+    sizes = shard_sizes(x.numel(), dist.get_world_size(group))
+    rank = dist.get_rank(group)
     shard = torch.full((sizes[rank],), torch.nan, dtype=x.dtype)
     reduce_scatter(x.detach().clone(), group, op, into=shard, transport=transport)
     whole = torch.full((x.numel(),), torch.nan, dtype=x.dtype)
@@ -61,7 +74,11 @@ def phases_into(x: torch.Tensor, group: Any = None, op: str = "mean", *, transpo
 
 
 ALL = {**ALGORITHMS, "auto": all_reduce, "phases": phases, "phases into": phases_into}
-FUNCTIONS = {f"{name} {by}": partial(function, transport=by) for name, function in ALL.items() for by in TRANSPORTS}
+FUNCTIONS = {
+    f"{name} {by}": partial(function, transport=by)
+    for name, function in ALL.items()
+    for by in TRANSPORTS
+}
 
 
 @on_ranks(1, 2, 3, 4, slow=(1, 2, 3, 4, 5, 8))
@@ -72,36 +89,46 @@ def test_uninitialized_memory_is_nan() -> list[str]:
 
 
 def whole_numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Another value at every place and rank as far as the dtype allows, with exact sums over 8 ranks."""
+    """Another value at every place and rank as far as the dtype allows, with exact sums over 8
+    ranks."""
     places = torch.arange(rank, 8 * length + rank, 8, dtype=torch.int64)
     return places.mul_(7919).bitwise_and_(EXACT_BELOW[dtype] - 1).to(dtype)
 
 
 def differing_between_ranks(results: dict[str, torch.Tensor], group: Any = None) -> list[str]:
     """The cases in which some rank's bits are not those of another."""
-    sums = {case: int(x.view(torch.uint8).long().mul(torch.arange(x.nbytes)).sum()) for case, x in results.items()}
+    sums = {
+        case: int(x.view(torch.uint8).long().mul(torch.arange(x.nbytes)).sum())
+        for case, x in results.items()
+    }
     by_rank = gather_json(sums, group)
-    return [f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1]
+    return [
+        f"{case}: differs between ranks" for case in sums if len({of[case] for of in by_rank}) > 1
+    ]
 
 
 def find_inexact(lengths: Iterable[int], dtypes: Iterable[torch.dtype] = EXACT_BELOW) -> list[str]:
     """Return the cases in which the sum or mean of whole numbers is not exact."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     for length in lengths:
         for dtype in dtypes:
             inputs = [whole_numbers(r, length, dtype) for r in range(p)]
             total = sum((x.double() for x in inputs), torch.zeros(length, dtype=torch.float64))
             for op, exact in (("sum", total), ("mean", total / p)):
-                # float16 divides first: exact for a power of two, else one more rounding and D of the sum
+                # float16 divides first: exact for a power of two, else one more rounding and D of
+                # the sum
                 is_rounded = dtype == torch.float16 and op == "mean" and p & (p - 1)
                 error = p * 2.0**-11 * exact if is_rounded else None
                 for name, function in FUNCTIONS.items():
                     x = inputs[rank].clone()
                     function(x, op=op)
                     case = f"{name} {op} {length} {dtype}"
-                    if error is None and not torch.equal(x.view(torch.uint8), exact.to(dtype).view(torch.uint8)):
+                    if error is None and not torch.equal(
+                        x.view(torch.uint8), exact.to(dtype).view(torch.uint8)
+                    ):
                         wrong.append(f"rank {rank}: {case}: not exact")
                     if error is not None:
                         results[case] = x
@@ -130,10 +157,13 @@ def test_bound() -> list[str]:
     """Rounded means are within the stated bound, and the same to the bit over every transport."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     for length in (3, 1000, 100_001):
         for dtype in EXACT_BELOW:
-            numbers = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(p)]
+            numbers = [
+                torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(p)
+            ]
             inputs = [(x * 10.0 ** x.clamp(-3, 3)).to(dtype) for x in numbers]
             exact = torch.stack([x.double() for x in inputs]).mean(0)
             magnitude = torch.stack([x.double().abs() for x in inputs]).mean(0)
@@ -142,16 +172,22 @@ def test_bound() -> list[str]:
                 x = inputs[rank].clone()
                 function(x)
                 additions = math.ceil(math.log2(p)) if "doubling" in name else p - 1
-                # The bound is of first order: 1% for the rest; and the reference itself rounds in float64.
+                # The bound is of first order: 1% for the rest; and the reference itself rounds in
+                # float64.
                 bound = 1.01 * (additions + 1) * unit * magnitude + p * 2.0**-53 * magnitude
                 bound += p * 2.0**-25 * (dtype == torch.float16)
                 if not ((x.double() - exact).abs() <= bound).all():
                     wrong.append(f"rank {rank}: {name} {length} {dtype}")
                 results[f"{name} {length} {dtype}"] = x
             for name in ALGORITHMS:
-                first, second = (results[f"{name} {by} {length} {dtype}"] for by in (TRANSPORTS[0], TRANSPORTS[-1]))
+                first, second = (
+                    results[f"{name} {by} {length} {dtype}"]
+                    for by in (TRANSPORTS[0], TRANSPORTS[-1])
+                )
                 if not torch.equal(first, second):
-                    wrong.append(f"rank {rank}: {name} {length} {dtype}: other bits by another transport")
+                    wrong.append(
+                        f"rank {rank}: {name} {length} {dtype}: other bits by another transport"
+                    )
     return wrong + differing_between_ranks(results)
 
 
@@ -160,11 +196,15 @@ def test_special() -> list[str]:
     """Infinite, tiny and large numbers add as torch adds them."""
     wrong = []
     for dtype in EXACT_BELOW:
-        tiny, large = torch.finfo(dtype).tiny, torch.finfo(dtype).max
-        values = torch.tensor([torch.inf, -torch.inf, torch.nan, tiny / 4, large, -0.0, 0.0], dtype=dtype)
+        tiny = torch.finfo(dtype).tiny
+        large = torch.finfo(dtype).max
+        values = torch.tensor(
+            [torch.inf, -torch.inf, torch.nan, tiny / 4, large, -0.0, 0.0], dtype=dtype
+        )
         x = values.roll(dist.get_rank()).repeat(100)
         for name in ALGORITHMS:
-            first, second = x.clone(), x.clone()
+            first = x.clone()
+            second = x.clone()
             ALGORITHMS[name](first, op="sum", transport=TRANSPORTS[-1])
             ALGORITHMS[name](second, op="sum", transport=POINT_TO_POINT)
             if not torch.allclose(first, second, 0, 0, equal_nan=True):
@@ -183,7 +223,10 @@ class Lossy(Transport):
 
     def __init__(self, transport: Transport, lost: int = -1) -> None:
         super().__init__(transport.rank, transport.world_size, transport.device)
-        self.name, self.transport, self.lost, self.count = transport.name, transport, lost, 0
+        self.name = transport.name
+        self.transport = transport
+        self.lost = lost
+        self.count = 0
 
     def piece_bytes(self, depth: int) -> int:
         return 4096
@@ -204,16 +247,20 @@ class Lossy(Transport):
 
 @on_ranks(3, 4, slow=(2, 5))
 def test_lost_messages() -> list[str]:
-    """Every single lost message makes a result wrong: the numbers of all ranks and places differ."""
+    """Every single lost message makes a result wrong: the numbers of all ranks and places
+    differ."""
     wrong = []
-    rank, p, length = dist.get_rank(), dist.get_world_size(), 1601
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    length = 1601
     inputs = [whole_numbers(r, length, torch.float64) + 1 for r in range(p)]
     total = torch.stack(inputs).sum(0)
     for name, function in {**ALGORITHMS, "phases": phases}.items():
         for by in TRANSPORTS if p != 4 else TRANSPORTS[-1:]:
             for victim in range(p) if p != 4 else (0, 3):
                 lost = count = 0
-                while lost <= count:  # one round more than there are messages: nothing is lost in the last
+                # one round more than there are messages: nothing is lost in the last
+                while lost <= count:
                     lossy = Lossy(find_transport(None, CPU, by), lost if rank == victim else -1)
                     x = inputs[rank].clone()
                     function(x, op="sum", transport=lossy)
@@ -229,10 +276,15 @@ def test_lost_messages() -> list[str]:
 def test_bytes() -> list[str]:
     """Bytes sent are those of the formulas, to the byte, for the rank that sends most."""
     wrong = []
-    p, length = dist.get_world_size(), 60_000
+    p = dist.get_world_size()
+    length = 60_000
     n_bytes = 4 * length
     expected = {name: cost(p, n_bytes).n_bytes for name, cost in ALL_REDUCE_COSTS.items()}
-    calls: dict[str, Callable[..., None]] = {**ALGORITHMS, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
+    calls: dict[str, Callable[..., None]] = {
+        **ALGORITHMS,
+        "reduce_scatter": reduce_scatter,
+        "all_gather": all_gather,
+    }
     for by in TRANSPORTS:
         expected |= dict.fromkeys(("reduce_scatter", "all_gather"), n_bytes * (p - 1) / p)
         for name, call in calls.items():
@@ -251,9 +303,11 @@ def test_bytes() -> list[str]:
 
 @on_ranks(3)
 def test_exchange() -> list[str]:
-    """Tensors are exchanged between pairs, and around a ring, also two at a time with another collective under way."""
+    """Tensors are exchanged between pairs, and around a ring, also two at a time with another
+    collective under way."""
     wrong = []
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     for by in TRANSPORTS:
         find_transport(None, CPU, by)  # by all ranks, before two of them use it
         for length in (1, 1000, 700_001):
@@ -262,8 +316,12 @@ def test_exchange() -> list[str]:
             exchange(sent, (rank + 1) % p, received, (rank - 1) % p, transport=by)
             if not torch.equal(received, torch.arange(length) + (rank - 1) % p):
                 wrong.append(f"rank {rank}: ring {by} {length}")
-            both, total = torch.zeros(2, length, dtype=torch.int64), torch.ones(length)
-            starts = [start_exchange(sent + i, (rank + 1) % p, both[i], (rank - 1) % p, transport=by) for i in (0, 1)]
+            both = torch.zeros(2, length, dtype=torch.int64)
+            total = torch.ones(length)
+            starts = [
+                start_exchange(sent + i, (rank + 1) % p, both[i], (rank - 1) % p, transport=by)
+                for i in (0, 1)
+            ]
             all_reduce(total, op="sum", transport=by)
             for complete in reversed(starts):
                 complete()
@@ -277,7 +335,10 @@ def test_exchange() -> list[str]:
                 if not torch.equal(back, torch.arange(float(length))):
                     wrong.append(f"pair {by} {length}")
     x = torch.ones(3)
-    calls = [("", partial(exchange, *each)) for each in ((x, 3, None, None), (x, None, None, None), (None,) * 4)]
+    calls = [
+        ("", partial(exchange, *each))
+        for each in ((x, 3, None, None), (x, None, None, None), (None,) * 4)
+    ]
     return wrong + find_accepted(calls)
 
 
@@ -285,7 +346,8 @@ def test_exchange() -> list[str]:
 def test_layouts() -> list[str]:
     """Any layout is reduced in place, and autograd sees nothing."""
     wrong = []
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     base = torch.arange(240.0) + 1000 * rank
     mean = torch.arange(240.0) + 1000 * (p - 1) / 2
     views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -301,7 +363,8 @@ def test_layouts() -> list[str]:
     }
     for name, function in FUNCTIONS.items():
         for layout, view in views.items():
-            x, expected = base.clone(), base.clone()
+            x = base.clone()
+            expected = base.clone()
             function(view(x))
             view(expected).copy_(view(mean))
             if not torch.equal(x, expected):
@@ -310,11 +373,16 @@ def test_layouts() -> list[str]:
         parameter.grad = torch.full((240,), 2.0 + rank)
         function(parameter)
         function(parameter.grad)
-        if not torch.equal(parameter, mean) or parameter.grad_fn is not None or not parameter.requires_grad:
+        if (
+            not torch.equal(parameter, mean)
+            or parameter.grad_fn is not None
+            or not parameter.requires_grad
+        ):
             wrong.append(f"{name} parameter")
         if not torch.equal(parameter.grad, torch.full((240,), 2 + (p - 1) / 2)):
             wrong.append(f"{name} gradient")
-    for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn):  # bytes are moved, and none is changed
+    # bytes are moved, and none is changed
+    for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn):
         whole = (torch.arange(4 * p + 1) % 2).to(dtype)
         x = torch.zeros_like(whole)
         sizes = shard_sizes(len(whole), p)
@@ -335,7 +403,8 @@ def test_kept_for_backward() -> None:
             lambda kept, by=by: reduce_scatter(torch.ones(20), into=kept, transport=by),
             partial(all_gather, transport=by),
         ):
-            weight, kept = torch.ones(10, requires_grad=True), torch.ones(10)
+            weight = torch.ones(10, requires_grad=True)
+            kept = torch.ones(10)
             product = weight * kept
             call(kept)
             with pytest.raises(RuntimeError, match="modified"):
@@ -345,7 +414,8 @@ def test_kept_for_backward() -> None:
 @on_ranks(3)
 def test_inference_mode() -> list[str]:
     """Tensors of inference mode are refused outside of it; scratch memory is shared."""
-    wrong, group = [], dist.new_group()  # whose first call makes the scratch memory
+    wrong = []
+    group = dist.new_group()  # whose first call makes the scratch memory
     for name, function in FUNCTIONS.items():
         if "into" in name:
             continue  # it reduces a clone
@@ -364,12 +434,15 @@ def test_inference_mode() -> list[str]:
 def test_sequence() -> list[str]:
     """Calls follow each other without a barrier, whatever their sizes."""
     wrong = []
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     other = torch.zeros(3)
-    pending = dist.irecv(other, (rank - 1) % p)  # a caller's message must not be taken for one of the collective's
+    # a caller's message must not be taken for one of the collective's
+    pending = dist.irecv(other, (rank - 1) % p)
     lengths = (1000, 3, 70_000, 1, 600_001, 17, 0, 300_000, 5)
     for number in range(60):
-        length, name = lengths[number % len(lengths)], list(FUNCTIONS)[number % len(FUNCTIONS)]
+        length = lengths[number % len(lengths)]
+        name = list(FUNCTIONS)[number % len(FUNCTIONS)]
         if number % 7 == rank:
             time.sleep(0.002)
         x = torch.arange(float(length)) + number + rank
@@ -378,7 +451,11 @@ def test_sequence() -> list[str]:
             wrong.append(f"rank {rank}: call {number}, {name} {length}")
     dist.send(torch.full((3,), float(rank)), (rank + 1) % p)
     pending.wait()
-    return wrong if other.tolist() == [float((rank - 1) % p)] * 3 else [*wrong, f"rank {rank}: the caller's message"]
+    return (
+        wrong
+        if other.tolist() == [float((rank - 1) % p)] * 3
+        else [*wrong, f"rank {rank}: the caller's message"]
+    )
 
 
 @on_ranks(4, slow=(5,))
@@ -386,7 +463,8 @@ def test_groups() -> list[str]:
     """Groups work side by side, and count ranks their own way."""
     wrong = []
     results: dict[str, torch.Tensor] = {}
-    rank, layout = dist.get_rank(), [[3, 0], [1, 2, *range(4, dist.get_world_size())]]
+    rank = dist.get_rank()
+    layout = [[3, 0], [1, 2, *range(4, dist.get_world_size())]]
     groups = [dist.new_group(ranks) for ranks in layout]
     mine = next(i for i, ranks in enumerate(layout) if rank in ranks)
     members = layout[mine]
@@ -424,14 +502,19 @@ def test_scratch() -> list[str]:
 
 @on_ranks(3, 4, slow=(1, 2, 5))
 def test_batches() -> list[str]:
-    """Every algorithm runs in batches, and the butterfly with p-1 messages at once: what NCCL needs."""
+    """Every algorithm runs in batches, and the butterfly with p-1 messages at once: what NCCL
+    needs."""
     wrong: list[str] = []
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     batches = BatchTransport(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     batches.scratch_limit_bytes = 4 * 4096
     launched: list[int] = []
     launch = batches._launch
-    batches._launch = lambda steps, landings: (launched.append(len(steps)), launch(steps, landings))[1]  # type: ignore
+    batches._launch = lambda steps, landings: (
+        launched.append(len(steps)),
+        launch(steps, landings),
+    )[1]  # type: ignore
     for name, function in ALGORITHMS.items():
         for length in (0, 1, 3, 1000, 30_001):
             launched.clear()
@@ -449,7 +532,8 @@ def test_batches() -> list[str]:
 @on_ranks(2)
 def test_refusals() -> list[str]:
     """What cannot be reduced is refused with what was expected, before it is changed."""
-    half, outside = torch.ones(6, dtype=torch.float16), dist.GroupMember.NON_GROUP_MEMBER
+    half = torch.ones(6, dtype=torch.float16)
+    outside = dist.GroupMember.NON_GROUP_MEMBER
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("into", lambda: reduce_scatter(half, into=torch.empty(6, dtype=torch.float16))),
         ("into", lambda: reduce_scatter(half, into=torch.empty(3))),
@@ -462,8 +546,14 @@ def test_refusals() -> list[str]:
     for function in (*ALGORITHMS.values(), all_reduce, reduce_scatter):
         calls += [
             ('"mean" or "sum"', partial(function, half, op="max")),
-            ("float64, float32, float16, bfloat16", partial(function, torch.ones(3, dtype=torch.int64))),
-            ("float64, float32, float16, bfloat16", partial(function, torch.ones(3, dtype=torch.complex64))),
+            (
+                "float64, float32, float16, bfloat16",
+                partial(function, torch.ones(3, dtype=torch.int64)),
+            ),
+            (
+                "float64, float32, float16, bfloat16",
+                partial(function, torch.ones(3, dtype=torch.complex64)),
+            ),
             ("dense", partial(function, torch.ones(3).to_sparse())),
             ("share memory", partial(function, torch.ones(1).expand(3))),
             ("this rank belongs to", partial(function, torch.ones(3), outside)),
@@ -503,7 +593,8 @@ def test_nccl_moves_cuda_tensors_in_place() -> None:
 
 def _check_cuda() -> list[str]:
     wrong = []
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     for name, function in {**ALGORITHMS, "auto": all_reduce, "phases": phases}.items():

@@ -1,4 +1,5 @@
-"""Attention over a sequence that is cut over ranks computes what one process does, and needs every message."""
+"""Attention over a sequence that is cut over ranks computes what one process does, and needs every
+message."""
 
 import gc
 from collections.abc import Callable
@@ -39,7 +40,9 @@ def inputs(dtype: torch.dtype, length: int) -> list[Tensor]:
     """q, k, v and the output's gradient; k and v have two heads for four."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, length, 8) for heads in (4, 2, 2, 4)]
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def differentiate(attention: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -60,7 +63,8 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
     """Output and gradients of this rank's positions, joined to the whole sequence."""
     layout = options["layout"]
     parts = [split(x, 2, layout=layout) for x in inputs(dtype, length)]
-    parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]  # as attention layers lay them out
+    # as attention layers lay them out
+    parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
     result = differentiate(lambda q, k, v: METHODS[method](q, k, v, **options), parts)
     assert {x.dtype for x in result.values()} == {dtype}
     return {name: join(x, 2, layout=layout) for name, x in result.items()}
@@ -68,10 +72,18 @@ def attend(method: str, dtype: torch.dtype, length: int, **options: Any) -> dict
 
 @on_ranks(1, 3, slow=(2, 4))
 def test_parity() -> list[str]:
-    """Every method, layout and mask, over both transports in float64; with a mask the ring in other dtypes, too."""
-    wrong, p, routes = [], dist.get_world_size(), [("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")]
-    for dtype, tolerance in {**TOLERANCES, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}.items():
-        for is_causal, (layout, length) in product((True, False), (("zigzag", 6 * p), ("contiguous", 5 * p))):
+    """Every method, layout and mask, over both transports in float64; with a mask the ring in other
+    dtypes, too."""
+    wrong = []
+    p = dist.get_world_size()
+    routes = [("ring", "auto"), ("gather", "auto"), ("ring", "point_to_point")]
+    for dtype, tolerance in {
+        **TOLERANCES,
+        torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+    }.items():
+        for is_causal, (layout, length) in product(
+            (True, False), (("zigzag", 6 * p), ("contiguous", 5 * p))
+        ):
             expected = reference(dtype, length, is_causal=is_causal)
             for method, transport in routes if dtype == torch.float64 else [routes[is_causal]]:
                 options = {"is_causal": is_causal, "layout": layout, "transport": transport}
@@ -87,8 +99,10 @@ def build() -> Transformer:
 
 @on_ranks(2)
 def test_training() -> list[str]:
-    """Rotary positions are those of the layout, and the mean over ranks is the gradient of the sequence."""
-    model, wrong = build(), []
+    """Rotary positions are those of the layout, and the mean over ranks is the gradient of the
+    sequence."""
+    model = build()
+    wrong = []
     language_model_loss(model(TOKENS), TOKENS.roll(-1)).backward()
     for layout, (name, method) in product(LAYOUTS, METHODS.items()):
         wrapper = BucketedDDP(context_parallel(build(), attention=method, layout=layout))
@@ -110,7 +124,8 @@ def test_compiled() -> list[str]:
 
 @on_ranks(2)
 def test_garbage() -> list[str]:
-    """Forward and backward leave no objects in cycles, with the tensors that they hold, to the garbage collector."""
+    """Forward and backward leave no objects in cycles, with the tensors that they hold, to the
+    garbage collector."""
     wrong = []
     for name, method in METHODS.items():
         parts = [split(x, 2) for x in inputs(torch.float32, 8)]
@@ -126,15 +141,20 @@ def test_garbage() -> list[str]:
 @on_ranks(3)
 def test_messages() -> list[str]:
     """Every message is needed."""
-    wrong, n_calls = [], {"ring": 6, "gather": 3}
+    wrong = []
+    n_calls = {"ring": 6, "gather": 3}
     for layout, method in product(LAYOUTS, METHODS):
         needless = leave_out_each(method, layout)
-        wrong += [] if needless == [f"{n_calls[method]} calls"] else [f"{layout}, {method}: {needless}"]
+        wrong += (
+            [] if needless == [f"{n_calls[method]} calls"] else [f"{layout}, {method}: {needless}"]
+        )
     return wrong
 
 
 def leave_out_each(method: str, layout: str) -> list[str]:
-    def start_exchange(sent: Tensor, to: int, received: Tensor, *rest: Any, **options: Any) -> Callable[[], object]:
+    def start_exchange(
+        sent: Tensor, to: int, received: Tensor, *rest: Any, **options: Any
+    ) -> Callable[[], object]:
         return received.zero_
 
     def gather(blocks: Tensor, *rest: Any, **options: Any) -> None:
@@ -147,15 +167,18 @@ def leave_out_each(method: str, layout: str) -> list[str]:
         parts = [split(x, 2, layout=layout) for x in inputs(torch.float64, 18)]
         return differentiate(lambda q, k, v: METHODS[method](q, k, v, layout=layout), parts)
 
-    expected, replaced = step(), {"start_exchange": start_exchange, "all_gather": gather, "reduce_scatter": scatter}
+    expected = step()
+    replaced = {"start_exchange": start_exchange, "all_gather": gather, "reduce_scatter": scatter}
     places = {(context, name): function for name, function in replaced.items()}
     return find_needless(lambda: furthest(step(), expected), places)
 
 
 @on_ranks(3)
 def test_bytes() -> list[str]:
-    """A rank sends forward and backward what the formula says, but for the notes that ranks agree by."""
-    wrong, p = [], dist.get_world_size()
+    """A rank sends forward and backward what the formula says, but for the notes that ranks agree
+    by."""
+    wrong = []
+    p = dist.get_world_size()
     for name, method in METHODS.items():
         parts = [split(x, 2) for x in inputs(torch.bfloat16, 6 * p)]
         with recorded_traffic() as traffic:
@@ -170,7 +193,8 @@ def test_bytes() -> list[str]:
 
 @on_ranks(3)
 def test_refusals() -> list[str]:
-    rank, (q, k, v, _) = dist.get_rank(), inputs(torch.float32, 6)
+    rank = dist.get_rank()
+    q, k, v, _ = inputs(torch.float32, 6)
     attempts: Attempts = [
         ("among zigzag, contiguous", lambda: ring_attention(q, k, v, layout="spiral")),
         ("expected the same shapes", lambda: ring_attention(q, k, v, layout=LAYOUTS[rank % 2])),
@@ -179,8 +203,14 @@ def test_refusals() -> list[str]:
         ("as many keys as queries", lambda: gather_attention(q, k[:, :, :4], v[:, :, :4])),
         # on rank 1, two heads share three
         ("expected", lambda: ring_attention(q[:, : 2 + rank], k, v)),
-        ("expected the same shapes", lambda: ring_attention(q[: 1 + rank % 2], k[: 1 + rank % 2], v[: 1 + rank % 2])),
-        ("expected the same shapes", lambda: ring_attention(q, k, v.clone().requires_grad_(rank == 1))),
+        (
+            "expected the same shapes",
+            lambda: ring_attention(q[: 1 + rank % 2], k[: 1 + rank % 2], v[: 1 + rank % 2]),
+        ),
+        (
+            "expected the same shapes",
+            lambda: ring_attention(q, k, v.clone().requires_grad_(rank == 1)),
+        ),
         ("6 parts divide", lambda: split(q[:, :, :5], 2)),
         ("3 parts divide", lambda: context.local_positions(7, layout="contiguous")),
         ("at most 30", lambda: context_parallel(build())(TOKENS)),

@@ -1,4 +1,5 @@
-"""Every wrapper trains as one process on the full batch would, in any situation, or refuses on all ranks."""
+"""Every wrapper trains as one process on the full batch would, in any situation, or refuses on all
+ranks."""
 
 import contextlib
 import copy
@@ -48,7 +49,9 @@ IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared me
 
 def _by_point(worker, points, world_size):
     """Run the worker for each point on one group of ranks; what the ranks return, by point."""
-    by_rank = run_ranks(lambda: [worker(point) for point in points], world_size=world_size, timeout_s=600)
+    by_rank = run_ranks(
+        lambda: [worker(point) for point in points], world_size=world_size, timeout_s=600
+    )
     return dict(zip(points, zip(*by_rank, strict=True), strict=True))
 
 
@@ -60,23 +63,29 @@ def _trained(world_size):
 @pytest.mark.parametrize("world_size", thinned([2, 4], lambda world_size: world_size == 2))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_training_equals_one_process_on_the_full_batch(wrapper, world_size):
-    trained, wrong = _trained(world_size)[wrapper], []
+    trained = _trained(world_size)[wrapper]
+    wrong = []
     for name, case in cases_of(wrapper, world_size).items():
         ranks = [result[name] for result in trained]
         if any(rank["digests"] != ranks[0]["digests"] for rank in ranks):
             wrong.append(f"{name}: parameters differ between ranks")
-        if not (error := distance(ranks[0]["state"], reference(case, world_size))) <= case.tolerance:
+        if (
+            not (error := distance(ranks[0]["state"], reference(case, world_size)))
+            <= case.tolerance
+        ):
             wrong.append(f"{name}: {error}")
     assert wrong == []
 
 
 def test_the_cases_can_fail():
-    """Without synchronization, ranks differ and are far from the reference: the tolerances would see it."""
+    """Without synchronization, ranks differ and are far from the reference: the tolerances would
+    see it."""
     for name, case in CASES.items():
         assert distance(reference(case, 2), reference(case, 1)) > 100 * case.tolerance, name
 
 
-# Situations: each a function of a wrapper that returns whether all is right, or raises what it is refused with.
+# Situations: each a function of a wrapper that returns whether all is right, or raises what it is
+# refused with.
 
 
 def batch(rank=None, rows=3):
@@ -85,7 +94,8 @@ def batch(rank=None, rows=3):
 
 
 def averages(model, loss=lambda module: module(batch()).square().sum()):
-    """Whether a step gives every gradient as the mean over ranks of what the bare module's would be."""
+    """Whether a step gives every gradient as the mean over ranks of what the bare module's would
+    be."""
     results = []
     for module in (model, model.module):
         model.zero_grad()
@@ -98,7 +108,9 @@ def averages(model, loss=lambda module: module(batch()).square().sum()):
     for gradient in results[1]:
         dist.all_reduce(gradient.resolve_conj())
     pairs = zip(*results, strict=True)
-    return all(torch.allclose(got, total / dist.get_world_size(), atol=1e-5) for got, total in pairs)
+    return all(
+        torch.allclose(got, total / dist.get_world_size(), atol=1e-5) for got, total in pairs
+    )
 
 
 def step(model):
@@ -143,7 +155,8 @@ def _triple(p, *_):
 def _clip_by_hooks(model):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(_clip)
-        p.node = torch.autograd.graph.get_gradient_edge(p).node  # which lives no longer than somebody has it
+        # which lives no longer than somebody has it
+        p.node = torch.autograd.graph.get_gradient_edge(p).node
         p.node.register_hook(partial(_triple, p))
 
 
@@ -167,19 +180,22 @@ def _freeze_for_a_step(model):
 
 
 def _kept(wrap):
-    model, kept = wrap(plain()), []
+    model = wrap(plain())
+    kept = []
     for factor in (1, 2, 3):
         model.zero_grad()
         (model(batch()).square().sum() * factor).backward()
         kept.append([p.grad.view(-1) if factor == 2 else p.grad for p in model.parameters()])
     return all(
-        torch.allclose(2 * one.flatten(), two, atol=1e-4) and torch.allclose(3 * one, three, atol=1e-4)
+        torch.allclose(2 * one.flatten(), two, atol=1e-4)
+        and torch.allclose(3 * one, three, atol=1e-4)
         for one, two, three in zip(*kept, strict=True)
     )
 
 
 def _through_the_module(wrap):
-    """Local, on one rank alone and on all, also between a forward pass and another backward pass."""
+    """Local, on one rank alone and on all, also between a forward pass and another backward
+    pass."""
     model = wrap(plain())
     step(model)
     model.zero_grad()
@@ -202,7 +218,9 @@ def _no_sync(wrap):
     local = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.module(batch()).sum().backward()
-    return all(torch.equal(g, p.grad) for g, p in zip(local, model.parameters(), strict=True)) and averages(model)
+    return all(
+        torch.equal(g, p.grad) for g, p in zip(local, model.parameters(), strict=True)
+    ) and averages(model)
 
 
 def _deferred(wrap):
@@ -268,12 +286,16 @@ def _joined_with_shared_buffers(wrap):
 
 
 def _two_passes_of_batch_norm(wrap):
-    """Buffers that are broadcast and updated between two forward passes leave the first one's graph intact."""
+    """Buffers that are broadcast and updated between two forward passes leave the first one's graph
+    intact."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     model = wrap(copy.deepcopy(alone))
     for each in (alone, model):
-        (each(batch(dist.get_rank())).square().mean() + each(batch(7 + dist.get_rank())).pow(3).mean()).backward()
+        (
+            each(batch(dist.get_rank())).square().mean()
+            + each(batch(7 + dist.get_rank())).pow(3).mean()
+        ).backward()
     for own, p in zip(alone.parameters(), model.parameters(), strict=True):
         dist.all_reduce(own.grad)
         torch.testing.assert_close(p.grad, own.grad / dist.get_world_size())
@@ -299,7 +321,8 @@ def _wrapped_again(wrap):
 
 
 def _inputs_gradient(wrap):
-    """The gradient of an input, which autograd puts where the parameter's is, stays the rank's own."""
+    """The gradient of an input, which autograd puts where the parameter's is, stays the rank's
+    own."""
     model = wrap(Added())
     x = torch.full((6,), 1.0 + dist.get_rank(), requires_grad=True)
     model(x).square().sum().backward()
@@ -307,7 +330,8 @@ def _inputs_gradient(wrap):
 
 
 def _evaluated(wrap):
-    """Batch norm's running statistics differ by rank after a step; evaluation uses those of rank 0, as torch's does."""
+    """Batch norm's running statistics differ by rank after a step; evaluation uses those of rank 0,
+    as torch's does."""
     results = []
     for kind in (DistributedDataParallel, wrap):
         model = kind(nn.BatchNorm1d(6))
@@ -335,9 +359,13 @@ def _freed(wrap):
 
 
 def _torchs_names(wrap):
-    model = wrap(TwoHeads(), device_ids=None, process_group=dist.group.WORLD, find_unused_parameters=True)
+    model = wrap(
+        TwoHeads(), device_ids=None, process_group=dist.group.WORLD, find_unused_parameters=True
+    )
     model(batch(), dist.get_rank()).sum().backward()
-    return model.module.heads[2].weight.grad is None and model.module.heads[0].weight.grad is not None
+    return (
+        model.module.heads[2].weight.grad is None and model.module.heads[0].weight.grad is not None
+    )
 
 
 def _add(model):
@@ -370,7 +398,9 @@ def _return_from_hook(model):
 def _use_as_two_threads_would(wrap):
     """Hooks called by two threads, as for a model on two devices: each collective begins once."""
     model = wrap(plain())
-    starts, first, second = [], threading.Event(), threading.Event()
+    starts = []
+    first = threading.Event()
+    second = threading.Event()
 
     def start(vector, op):
         starts.append(vector.data_ptr())
@@ -395,7 +425,10 @@ def _use_as_two_threads_would(wrap):
     others = [index for index in range(len(model._backward_order)) if index not in first_ones]
     at_once = threading.Event()
     at_once.set()
-    threads = [threading.Thread(target=call_hooks, args=each) for each in ((first_ones, at_once), (others, first))]
+    threads = [
+        threading.Thread(target=call_hooks, args=each)
+        for each in ((first_ones, at_once), (others, first))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -432,7 +465,9 @@ def _after_unused(wrap):
     model = wrap(TwoHeads())
     with pytest.raises(RuntimeError, match="no gradient to heads"):
         model(batch(), 1).sum().backward()
-    return averages(model, lambda module: sum(module(batch(), head).square().sum() for head in range(3)))
+    return averages(
+        model, lambda module: sum(module(batch(), head).square().sum() for head in range(3))
+    )
 
 
 def _in_inference_mode():
@@ -452,8 +487,12 @@ RIGHT = {
     "gradients replaced": after(_replace_gradients),
     "gradients detached": after(_detach_gradients),
     "to float16 and back": after(lambda model: model.module.half().float()),
-    "to channels last": after(lambda model: model.module.to(memory_format=torch.channels_last), _convolution),
-    "parameters in new memory": after(lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()]),
+    "to channels last": after(
+        lambda model: model.module.to(memory_format=torch.channels_last), _convolution
+    ),
+    "parameters in new memory": after(
+        lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()]
+    ),
     "hooks of the user's": after(_clip_by_hooks),
     "an exception": after(_fail_in_backward),
     "frozen for a step": after(_freeze_for_a_step),
@@ -477,14 +516,26 @@ RIGHT = {
 }
 REFUSED = {
     "shapes": ("they differ at weight", lambda wrap: wrap(nn.Linear(3, 4 + dist.get_rank()))),
-    "number": ("tensors and settings", lambda wrap: wrap(nn.Sequential(nn.Linear(2, 2), *on_rank_1(plain, list)))),
-    "strides": ("they differ at weight", lambda wrap: wrap(on_rank_1(_strided, lambda: nn.Conv2d(2, 3, 2)))),
+    "number": (
+        "tensors and settings",
+        lambda wrap: wrap(nn.Sequential(nn.Linear(2, 2), *on_rank_1(plain, list))),
+    ),
+    "strides": (
+        "they differ at weight",
+        lambda wrap: wrap(on_rank_1(_strided, lambda: nn.Conv2d(2, 3, 2))),
+    ),
     "nothing to train": ("one parameter", lambda wrap: wrap(nn.ReLU())),
     "nothing to train on rank 1": ("expected", lambda wrap: wrap(on_rank_1(nn.ReLU))),
     "frozen on rank 1": ("they differ at", lambda wrap: wrap(on_rank_1(frozen))),
     "arguments": ("find_unused", lambda wrap: wrap(plain(), find_unused=dist.get_rank() == 0)),
-    "classes": ("expected the same", lambda wrap: on_rank_1(lambda: WRAPPERS["one bucket"], lambda: NaiveDDP)(plain())),
-    "lazy on rank 1": ("lazy|raised", lambda wrap: wrap(on_rank_1(lambda: nn.LazyLinear(2), lambda: nn.Linear(2, 2)))),
+    "classes": (
+        "expected the same",
+        lambda wrap: on_rank_1(lambda: WRAPPERS["one bucket"], lambda: NaiveDDP)(plain()),
+    ),
+    "lazy on rank 1": (
+        "lazy|raised",
+        lambda wrap: wrap(on_rank_1(lambda: nn.LazyLinear(2), lambda: nn.Linear(2, 2))),
+    ),
     "meta": ("on meta", lambda wrap: wrap(nn.Linear(2, 2, device="meta"))),
     "inference mode": ("inference_mode", lambda wrap: wrap(_in_inference_mode())),
     "sparse": ("sparse", lambda wrap: wrap(nn.Embedding(4, 2, sparse=True))),
@@ -495,8 +546,14 @@ REFUSED = {
     "wrapped again": ("was wrapped again", _wrapped_again),
     "added": ("5.weight was added", after(_add)),
     "replaced": ("0.bias was added, replaced", after(_replace)),
-    "unfrozen": ("2.weight was added, replaced or unfrozen", after(lambda model: model.requires_grad_(), frozen)),
-    "max_norm of an embedding": ("0 has max_norm", lambda wrap: wrap(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))),
+    "unfrozen": (
+        "2.weight was added, replaced or unfrozen",
+        after(lambda model: model.requires_grad_(), frozen),
+    ),
+    "max_norm of an embedding": (
+        "0 has max_norm",
+        lambda wrap: wrap(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))),
+    ),
     "max_norm": ("in place", lambda wrap: averages(wrap(MaxNorm()))),
     "updated in backward": ("updated in backward", after(_step_in_backward)),
     "optimizer in backward": ("updated in backward", after(_optimizers_in_backward)),
@@ -507,22 +564,58 @@ REFUSED = {
     "not finished": ("call finish_gradient_synchronization", _deferred),
 }
 OF_ONE = {
-    "twice": ("find_unused=True", "bucketed", lambda wrap: averages(wrap(TiedInsideAndOutside()), _both_heads)),
+    "twice": (
+        "find_unused=True",
+        "bucketed",
+        lambda wrap: averages(wrap(TiedInsideAndOutside()), _both_heads),
+    ),
     "frozen on rank 0": ("frozen", "bucketed", _frozen_on_rank_0),
     "another dtype": ("has changed", "overlapped", _in_float64),
     "bucket size": ("above 0 MB", "one bucket", lambda wrap: wrap(plain(), bucket_mb=0)),
-    "bucket sizes": ("they differ", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 + dist.get_rank())),
-    "a size on rank 1": ("expected", "one bucket", lambda wrap: wrap(plain(), bucket_mb=1 - dist.get_rank())),
-    "no such all-reduce": ("all_reduce must be", "naive", lambda wrap: wrap(plain(), all_reduce="pigeon")),
-    "complex over shared memory": ("complex64", "naive, shared memory", lambda wrap: wrap(Conjugate())),
-    "an error in the thread": ("not callable", "bucketed, shared memory", lambda wrap: _break_transport(wrap(plain()))),
+    "bucket sizes": (
+        "they differ",
+        "one bucket",
+        lambda wrap: wrap(plain(), bucket_mb=1 + dist.get_rank()),
+    ),
+    "a size on rank 1": (
+        "expected",
+        "one bucket",
+        lambda wrap: wrap(plain(), bucket_mb=1 - dist.get_rank()),
+    ),
+    "no such all-reduce": (
+        "all_reduce must be",
+        "naive",
+        lambda wrap: wrap(plain(), all_reduce="pigeon"),
+    ),
+    "complex over shared memory": (
+        "complex64",
+        "naive, shared memory",
+        lambda wrap: wrap(Conjugate()),
+    ),
+    "an error in the thread": (
+        "not callable",
+        "bucketed, shared memory",
+        lambda wrap: _break_transport(wrap(plain())),
+    ),
     "group": ("that this rank belongs to", "naive", lambda wrap: _in_group_of_rank_0(wrap)),
     "gradients are views": (None, "one bucket", lambda wrap: _are_views(wrap(plain()))),
-    "gradients are no views": (None, "bucketed", after(lambda model: None, gradient_as_bucket_view=False)),
+    "gradients are no views": (
+        None,
+        "bucketed",
+        after(lambda model: None, gradient_as_bucket_view=False),
+    ),
     "two threads": (None, "bucketed", _use_as_two_threads_would),
     "two threads, a parameter a bucket": (None, "overlapped", _use_as_two_threads_would),
-    "compressed to bfloat16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), bf16_compress_hook)),
-    "compressed to float16": (None, "bucketed", lambda wrap: _compressed(wrap(plain()), fp16_compress_hook)),
+    "compressed to bfloat16": (
+        None,
+        "bucketed",
+        lambda wrap: _compressed(wrap(plain()), bf16_compress_hook),
+    ),
+    "compressed to float16": (
+        None,
+        "bucketed",
+        lambda wrap: _compressed(wrap(plain()), fp16_compress_hook),
+    ),
     "compressed by a hook around another": (
         None,
         "bucketed",
@@ -550,10 +643,15 @@ def _in_group_of_rank_0(wrap):
 
 def _are_views(model):
     memory = model._buckets[0].memory.untyped_storage().data_ptr()
-    results = [[bucket.memory.nbytes for bucket in model._buckets] == [4 * sum(p.numel() for p in model.parameters())]]
+    results = [
+        [bucket.memory.nbytes for bucket in model._buckets]
+        == [4 * sum(p.numel() for p in model.parameters())]
+    ]
     for _ in range(2):
         step(model)
-        results.append(all(p.grad.untyped_storage().data_ptr() == memory for p in model.parameters()))
+        results.append(
+            all(p.grad.untyped_storage().data_ptr() == memory for p in model.parameters())
+        )
         model.zero_grad()
     return all(results)
 
@@ -578,7 +676,8 @@ def _compressed(model, hook):
 
 
 def _situations_of(wrapper, *, is_whole):
-    """By name: a situation, and what it is refused with, or None. Of three wrappers a third, unless it `is_whole`."""
+    """By name: a situation, and what it is refused with, or None. Of three wrappers a third, unless
+    it `is_whole`."""
     every = {name: (None, situation) for name, situation in RIGHT.items()} | REFUSED
     if wrapper not in IN_SITUATIONS:
         every = {"freed": every["freed"]}
@@ -586,12 +685,15 @@ def _situations_of(wrapper, *, is_whole):
         every = {name: every[name] for name in [*every][THINNED.index(wrapper) :: len(THINNED)]}
     elif "shared" in wrapper:
         del every["complex"]  # labkit's all-reduce adds real numbers
-    return every | {name: (message, call) for name, (message, of, call) in OF_ONE.items() if of == wrapper}
+    return every | {
+        name: (message, call) for name, (message, of, call) in OF_ONE.items() if of == wrapper
+    }
 
 
 def _in_situations(point):
     """On a rank: each situation of a wrapper, by name: True, or the error in one line."""
-    results, (wrapper, is_whole) = {}, point
+    results = {}
+    wrapper, is_whole = point
     for name, (_, situation) in _situations_of(wrapper, is_whole=is_whole).items():
         dist.barrier()
         try:
@@ -602,7 +704,9 @@ def _in_situations(point):
 
 
 THINNED = ("flat", "overlapped", "bucketed")
-SITUATIONS = [(wrapper, False) for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")]
+SITUATIONS = [
+    (wrapper, False) for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")
+]
 SITUATIONS += [(wrapper, True) for wrapper in THINNED]
 
 
@@ -611,19 +715,26 @@ def _results(is_whole):
     return _by_point(_in_situations, [point for point in SITUATIONS if point[1] == is_whole], 2)
 
 
-@pytest.mark.parametrize(("wrapper", "is_whole"), thinned(SITUATIONS, lambda wrapper, is_whole: not is_whole))
+@pytest.mark.parametrize(
+    ("wrapper", "is_whole"), thinned(SITUATIONS, lambda wrapper, is_whole: not is_whole)
+)
 def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, is_whole):
-    ranks, wrong = _results(is_whole)[wrapper, is_whole], []
+    ranks = _results(is_whole)[wrapper, is_whole]
+    wrong = []
     for name, (message, _) in _situations_of(wrapper, is_whole=is_whole).items():
         for result in (rank[name] for rank in ranks):
-            is_refused = any(part in str(result) for part in (message or "").split("|")) and "\n" not in str(result)
+            is_refused = any(
+                part in str(result) for part in (message or "").split("|")
+            ) and "\n" not in str(result)
             wrong += [] if (is_refused if message else result is True) else [f"{name}: {result}"]
     assert wrong == []
 
 
 def _collectives(wrapper):
-    """Sizes of the all-reduces of one backward pass, and how many gradients were there when each began."""
-    calls, heard = [], []
+    """Sizes of the all-reduces of one backward pass, and how many gradients were there when each
+    began."""
+    calls = []
+    heard = []
     all_reduce = dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
@@ -641,7 +752,14 @@ def _collectives(wrapper):
     return calls
 
 
-COLLECTIVES = {"naive": 6, "flat": 1, "overlapped": 6, "bucketed": 3, "one bucket": 1, "bucketed, no overlap": 3}
+COLLECTIVES = {
+    "naive": 6,
+    "flat": 1,
+    "overlapped": 6,
+    "bucketed": 3,
+    "one bucket": 1,
+    "bucketed, no overlap": 3,
+}
 
 
 def test_collectives_are_counted_and_begin_when_they_should():
@@ -668,12 +786,17 @@ def test_buckets_are_filled_in_order_by_bytes_and_dtype():
 
 
 def test_buckets_in_a_thread_do_not_meet_the_messages_of_layers_that_synchronize_in_backward():
-    """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of the same group."""
+    """SyncBatchNorm exchanges sums in the middle of backward, while a thread averages buckets of
+    the same group."""
 
     def train(all_reduce):
         torch.manual_seed(0)
-        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), SyncBatchNorm(64), nn.Tanh())]
-        model = BucketedDDP(nn.Sequential(*layers).double(), bucket_cap_mb=0.02, all_reduce=all_reduce)
+        layers = [
+            layer for _ in range(6) for layer in (nn.Linear(64, 64), SyncBatchNorm(64), nn.Tanh())
+        ]
+        model = BucketedDDP(
+            nn.Sequential(*layers).double(), bucket_cap_mb=0.02, all_reduce=all_reduce
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(8):
             torch.manual_seed(100 * number + dist.get_rank())

@@ -1,4 +1,5 @@
-"""What sharding promises besides its numbers: memory and messages, saving at any moment, refusals, scalers, hooks."""
+"""What sharding promises besides its numbers: memory and messages, saving at any moment, refusals,
+scalers, hooks."""
 
 import contextlib
 import copy
@@ -50,7 +51,9 @@ def loss_of(model: nn.Module, shift: int = 0) -> Tensor:
 
 
 def inputs(seed: int = 0) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank())
+    )
 
 
 _zero2 = partial(FSDP, reshard_after_backward=False)
@@ -61,14 +64,16 @@ def test_fast_path() -> list[str]:
     """An encoder layer that is the whole model reads its children's parameters in evaluation."""
     torch.manual_seed(0)
     alone = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    model, x = FSDP(copy.deepcopy(alone)), torch.randn(2, 3, 4)
+    model = FSDP(copy.deepcopy(alone))
+    x = torch.randn(2, 3, 4)
     with torch.no_grad():
         return [] if torch.allclose(model.eval()(x), alone(x)) else ["another output"]
 
 
 @on_ranks(2)
 def test_compiled_in_place() -> list[str]:
-    """Layers compiled by `compile()`, before they are wrapped and after, are whole while they run."""
+    """Layers compiled by `compile()`, before they are wrapped and after, are whole while they
+    run."""
     wrong = []
     for is_before in (True, False):
         bare = plain()
@@ -82,10 +87,15 @@ def test_compiled_in_place() -> list[str]:
 
 @on_ranks(2)
 def test_memory() -> list[str]:
-    """Shards are total / p and a row at most per tensor; of whole parameters there is one unit at a time."""
-    wrong, p = [], dist.get_world_size()
+    """Shards are total / p and a row at most per tensor; of whole parameters there is one unit at a
+    time."""
+    wrong = []
+    p = dist.get_world_size()
     whole = {name: value.nbytes for name, value in transformer().named_parameters()}
-    by_unit = [sum(s.parameter.nbytes for s in part.slots) for part in partition(find_units(transformer(), None))]
+    by_unit = [
+        sum(s.parameter.nbytes for s in part.slots)
+        for part in partition(find_units(transformer(), None))
+    ]
     for prefetch in (0, 1):
         model = FSDP(transformer(), prefetch=prefetch)
         optimizer = optim.AdamW(model.parameters())
@@ -103,13 +113,19 @@ def test_memory() -> list[str]:
         if any(each.freed is None for each in gathered):
             wrong.append("whole parameters are kept after the step")
         limit = sum(whole.values()) / p + 4 * SHAPE.d_ff * len(whole)
-        states = [v for state in optimizer.state.values() for name, v in state.items() if name != "step"]
+        states = [
+            v for state in optimizer.state.values() for name, v in state.items() if name != "step"
+        ]
         held = {
             "shards": sum(local(shard).nbytes for shard in model.parameters()),
             "gradients": sum(local(shard.grad).nbytes for shard in model.parameters()),
             "state": sum(local(value).nbytes for value in states) / 2,
         }
-        wrong += [f"{n} bytes of {what}, {limit} expected at most" for what, n in held.items() if not 0 < n <= limit]
+        wrong += [
+            f"{n} bytes of {what}, {limit} expected at most"
+            for what, n in held.items()
+            if not 0 < n <= limit
+        ]
     return wrong
 
 
@@ -119,18 +135,24 @@ def test_messages() -> list[str]:
     p = dist.get_world_size()
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 6), nn.Linear(6, 6, bias=False))
+        return nn.Sequential(
+            nn.Linear(6, 7, bias=False), nn.Linear(7, 6), nn.Linear(6, 6, bias=False)
+        )
 
     def build_frozen() -> nn.Module:
         model = build()
         model[2].requires_grad_(False)  # type: ignore[operator, index]
         return model
 
-    trained, frozen = 4 * (7 * 6 + 6 * 7 + 6), 4 * 6 * 6
+    trained = 4 * (7 * 6 + 6 * 7 + 6)
+    frozen = 4 * 6 * 6
     over: Any = {"transport": "point_to_point"}
     models: dict[str, tuple[FSDP, int]] = {
         "FSDP": (FSDP(build(), **over), 3 * trained + 3 * frozen),
-        "FSDP, not resharded": (FSDP(build(), reshard_after_forward=False, **over), 2 * trained + 2 * frozen),
+        "FSDP, not resharded": (
+            FSDP(build(), reshard_after_forward=False, **over),
+            2 * trained + 2 * frozen,
+        ),
         "FSDP, frozen": (FSDP(build_frozen(), **over), 3 * trained + 2 * frozen),
         "ZeRO-2": (_zero2(build(), **over), 2 * trained + 2 * frozen),
         "ZeRO-2, frozen": (_zero2(build_frozen(), **over), 2 * trained),
@@ -178,10 +200,23 @@ class Halves(nn.Module):
 
 @on_ranks(3)
 def test_one_order() -> list[str]:
-    """Gathers and averages start in one order on all ranks, whatever parameters they use: NCCL would hang otherwise."""
-    wrong, layers = [], [nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, WIDTH)]
+    """Gathers and averages start in one order on all ranks, whatever parameters they use: NCCL
+    would hang otherwise."""
+    wrong = []
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        Halves(),
+        nn.Linear(WIDTH, WIDTH),
+        Halves(),
+        nn.Linear(WIDTH, WIDTH),
+    ]
     by_rank: list[Any] = [None] * dist.get_world_size()
-    for options in ({}, {"prefetch": 0}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
+    for options in (
+        {},
+        {"prefetch": 0},
+        {"reshard_after_forward": False},
+        {"reshard_after_backward": False},
+    ):
         model = FSDP(copy.deepcopy(nn.Sequential(*layers)), **options)
         events = _record_starts(model)
         for n_passes in (1, 2):
@@ -198,7 +233,9 @@ def _record_starts(model: FSDP) -> list[str]:
     for number, unit in enumerate(model._units):
         for name in ("gather", "average"):
             start = getattr(unit, f"start_{name}")
-            setattr(unit, f"start_{name}", partial(_note_start, events, f"{name} {number}", unit, start))
+            setattr(
+                unit, f"start_{name}", partial(_note_start, events, f"{name} {number}", unit, start)
+            )
     return events
 
 
@@ -217,8 +254,11 @@ def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None
 
 @on_ranks(3)
 def test_saving() -> list[str]:
-    """Whole into the bare module, by torch's checkpoints onto fewer ranks, in shards: training goes on to one end."""
-    wrong, fewer, make = [], dist.new_group([0, 1]), partial(optim.AdamW, lr=1e-2)
+    """Whole into the bare module, by torch's checkpoints onto fewer ranks, in shards: training goes
+    on to one end."""
+    wrong = []
+    fewer = dist.new_group([0, 1])
+    make = partial(optim.AdamW, lr=1e-2)
     model = FSDP(transformer(1))
     optimizer = make(model.parameters())
     _trained(model, optimizer, range(2))
@@ -234,10 +274,16 @@ def test_saving() -> list[str]:
     dist.broadcast_object_list(folders)
     checkpoint.save(_state(model, optimizer), checkpoint_id=folders[0])
     everywhere, on_rank_0 = (
-        copy.deepcopy(get_state_dict(model.module, optimizer, options=StateDictOptions(full_state_dict=True, **more)))
+        copy.deepcopy(
+            get_state_dict(
+                model.module, optimizer, options=StateDictOptions(full_state_dict=True, **more)
+            )
+        )
         for more in ({}, {"cpu_offload": True})
     )
-    if furthest(list(everywhere[0].values()), list(whole.values())) > 0 or bool(on_rank_0[0]) != (dist.get_rank() == 0):
+    if furthest(list(everywhere[0].values()), list(whole.values())) > 0 or bool(on_rank_0[0]) != (
+        dist.get_rank() == 0
+    ):
         wrong.append("torch's full state has other values")
     _trained(model, optimizer, range(2, 3))
     expected = values(model)
@@ -248,16 +294,25 @@ def test_saving() -> list[str]:
         again = FSDP(transformer(1), group=fewer if "fewer" in way else None)
         after = make(again.parameters())
         if "shards" in way:
-            (again if way == "shards" else again.module).load_state_dict(shard[0] if way == "shards" else whole)
+            (again if way == "shards" else again.module).load_state_dict(
+                shard[0] if way == "shards" else whole
+            )
             after.load_state_dict(copy.deepcopy(shard[1]))  # torch keeps the tensors it is given
         elif way in full:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "full, on rank 0")
+            options = StateDictOptions(
+                full_state_dict=True, broadcast_from_rank0=way == "full, on rank 0"
+            )
             set_model_state_dict(again.module, full[way][0], options=options)
             set_optimizer_state_dict(again.module, after, full[way][1], options=options)
         else:
             state = _state(again, after)
             checkpoint.load(state, checkpoint_id=folders[0], process_group=again.group)
-            set_state_dict(again.module, after, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            set_state_dict(
+                again.module,
+                after,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         _trained(again, after, range(2, 3))
         if not (error := furthest(values(again), expected)) < 1e-6:
             wrong.append(f"goes on differently from {way}: {error}")
@@ -280,7 +335,8 @@ def _fail(*_: Any) -> None:
 
 @on_ranks(2)
 def test_any_moment() -> list[str]:
-    """States and parameters are shards after an exception, in the middle of a pass, and where units stay whole."""
+    """States and parameters are shards after an exception, in the middle of a pass, and where units
+    stay whole."""
     wrong = []
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_backward": False}):
         model = FSDP(plain(), **options)
@@ -302,7 +358,9 @@ def test_any_moment() -> list[str]:
             if moment == "forward":
                 hook = model.module[2].register_forward_hook(_fail)
             else:
-                hook = model.module[1].register_forward_hook(lambda m, a, y: (y.register_hook(_fail), None)[1])
+                hook = model.module[1].register_forward_hook(
+                    lambda m, a, y: (y.register_hook(_fail), None)[1]
+                )
             with contextlib.suppress(KeyboardInterrupt):
                 model(inputs()).sum().backward()
             hook.remove()
@@ -310,7 +368,10 @@ def test_any_moment() -> list[str]:
             with torch.no_grad():
                 model(inputs())
             places = [parameter.place for unit in model._units for parameter in unit.parameters]
-            if any(place.untyped_storage().nbytes() for place in places) and "reshard_after_backward" not in options:
+            if (
+                any(place.untyped_storage().nbytes() for place in places)
+                and "reshard_after_backward" not in options
+            ):
                 wrong.append(f"the model stays whole in evaluation after an exception in {moment}")
             model.zero_grad()
             model(inputs()).sum().backward()
@@ -331,7 +392,8 @@ class Reads(nn.Module):
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(self.second(x), self.first.weight)
@@ -366,14 +428,17 @@ def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
 
 @on_ranks(2)
 def test_reductions() -> list[str]:
-    """A condition on a gradient of which each rank has a part is right on all ranks, or refused on all."""
+    """A condition on a gradient of which each rank has a part is right on all ranks, or refused on
+    all."""
     answers: list[Any] = [None] * dist.get_world_size()
     try:
         answer: Any = _read_gradients(lambda gradient: bool(gradient.isnan().any()))
     except RuntimeError:
         answer = "refused"
     dist.all_gather_object(answers, answer)
-    is_right = all(each == "refused" for each in answers) or all(each[0] and not any(each[1:]) for each in answers)
+    is_right = all(each == "refused" for each in answers) or all(
+        each[0] and not any(each[1:]) for each in answers
+    )
     return [] if is_right else [f"isnan().any() is {answers}"]
 
 
@@ -384,8 +449,10 @@ def _hooked() -> nn.Module:
 
 
 def _overlapping() -> nn.Module:
-    model, memory = nn.Linear(4, 4), torch.ones(20)
-    model.weight.data, model.bias.data = memory[:16].view(4, 4), memory[14:18]
+    model = nn.Linear(4, 4)
+    memory = torch.ones(20)
+    model.weight.data = memory[:16].view(4, 4)
+    model.bias.data = memory[14:18]
     return model
 
 
@@ -396,11 +463,14 @@ def _replace(model: nn.Module) -> None:
 @on_ranks(2)
 def test_gathers() -> list[str]:
     """What a gather left or missed is never computed with, and no step gathers without need."""
-    wrong, x = [], inputs()
+    wrong = []
+    x = inputs()
     for strategy in (FSDP, _zero2):
         model = strategy(plain())
-        whole, unit = model(x).detach(), model._units[0]
-        complete, unit._gather_rows = unit._gather_rows, _lose_connection
+        whole = model(x).detach()
+        unit = model._units[0]
+        complete = unit._gather_rows
+        unit._gather_rows = _lose_connection
         unit.gathered_versions = []  # as if its shards had changed
         # the second call must not take what the first left
         wrong += find_accepted([("no connection", partial(model, x))] * 2, OSError)
@@ -414,7 +484,8 @@ def test_gathers() -> list[str]:
         with contextlib.suppress(RuntimeError):
             loss.backward()
             wrong.append(f"{strategy}: a fused step between forward and backward was not seen")
-    model, other = _zero2(plain()), plain()
+    model = _zero2(plain())
+    other = plain()
     model(x).sum().backward()
     other(x).sum().backward()
     optim.SGD(other.parameters(), lr=0.1).step()
@@ -436,8 +507,10 @@ def _lose_connection() -> None:
 
 @on_ranks(3)
 def test_elements() -> list[str]:
-    """Shards draw the numbers of one process, and refuse changes that would be lost, or end the process."""
-    wrong, (bare, model) = [], (plain(), FSDP(plain()))
+    """Shards draw the numbers of one process, and refuse changes that would be lost, or end the
+    process."""
+    wrong = []
+    bare, model = (plain(), FSDP(plain()))
     makers: dict[str, Callable[[Any], object]] = {
         "uniform": lambda p: p.data.uniform_(-1, 1),
         "normal": lambda p: p.normal_(),
@@ -473,7 +546,8 @@ def test_elements() -> list[str]:
 @on_ranks(2)
 def test_averages() -> list[str]:
     """Two averages of a unit that are in flight at the same time have memory of their own."""
-    unit, channel = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1], model._scheduler._channel
+    unit = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1]
+    channel = model._scheduler._channel
     first, second = (torch.full((WIDTH, WIDTH), float(n + dist.get_rank())) for n in (1, 10))
     unit.sync_with_shards()
     waits = [channel.start(partial(time.sleep, 0.2))]
@@ -490,15 +564,20 @@ def test_averages() -> list[str]:
 
 @on_ranks(2)
 def test_refusals() -> list[str]:
-    """What is wrong on one rank is refused on all of them, in one line; nobody waits for the others."""
+    """What is wrong on one rank is refused on all of them, in one line; nobody waits for the
+    others."""
     rank = dist.get_rank()
     calls: dict[str, Callable[[], Any]] = {
         "shapes": lambda: FSDP(nn.Linear(3, 4 + rank)),
         "number": lambda: FSDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(1 + rank)])),
         "nothing to train": lambda: FSDP(nn.ReLU()),
         "compute_dtype": lambda: FSDP(plain(), compute_dtype=torch.int32),
-        "compute_dtype on one rank": lambda: FSDP(plain(), compute_dtype=torch.int32 if rank else None),
-        "another compute_dtype": lambda: FSDP(plain(), compute_dtype=torch.float16 if rank else torch.bfloat16),
+        "compute_dtype on one rank": lambda: FSDP(
+            plain(), compute_dtype=torch.int32 if rank else None
+        ),
+        "another compute_dtype": lambda: FSDP(
+            plain(), compute_dtype=torch.float16 if rank else torch.bfloat16
+        ),
         "parameters that overlap": lambda: FSDP(_overlapping()),
         "prefetch": lambda: FSDP(plain(), prefetch=-1),
         "a class that is not there": lambda: FSDP(plain(), units=[TransformerLayer]),
@@ -509,15 +588,27 @@ def test_refusals() -> list[str]:
         "trained complex": lambda: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
         "meta": lambda: FSDP(nn.Linear(2, 2, device="meta")),
         "lazy": lambda: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
-        "lazy on rank 1": lambda: FSDP(nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))),
+        "lazy on rank 1": lambda: FSDP(
+            nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
+        ),
         "hooks from before": lambda: FSDP(_hooked()),
         "moved": lambda: FSDP(plain()).double(),
         "moved inside": lambda: _after_wrapping(lambda module: module.double()),
-        "reordered inside": lambda: _after_wrapping(lambda module: module.to(memory_format=torch.channels_last)),
+        "reordered inside": lambda: _after_wrapping(
+            lambda module: module.to(memory_format=torch.channels_last)
+        ),
         "replaced inside": lambda: _after_wrapping(_replace),
-        "a state of other shapes": lambda: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)}),
+        "a state of other shapes": (
+            lambda: FSDP(plain()).load_state_dict({"0.weight": torch.ones(3, 3)})
+        ),
         "sharded already": lambda: FSDP(FSDP(plain()).module),
-        "sparse": lambda: FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1])).sum().backward(),
+        "sparse": (
+            lambda: (
+                FSDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))(torch.tensor([1]))
+                .sum()
+                .backward()
+            )
+        ),
         "read outside its unit": lambda: FSDP(Reads())(inputs()),
         "rows of one rank read outside their unit": lambda: FSDP(Reads(1))(torch.ones(3, 1)),
         "read without its unit": lambda: FSDP(plain(), units=()).module[0](inputs()),
@@ -526,13 +617,19 @@ def test_refusals() -> list[str]:
         "averaged inside": lambda: AveragedModel(FSDP(plain()).module),
         "second derivative": lambda: FSDP(plain())(inputs()).sum().backward(create_graph=True),
         "backward in forward": lambda: FSDP(Force())(inputs()),
-        "a graph of backward in forward": lambda: FSDP(Force(create_graph=True))(inputs()).sum().backward(),
+        "a graph of backward in forward": (
+            lambda: FSDP(Force(create_graph=True))(inputs()).sum().backward()
+        ),
         "changed between forward and backward": _between_forward_and_backward,
         "a hook that returns a value": _return_from_hook,
-        "a norm that each rank has a part of": lambda: _read_gradients(lambda gradient: gradient.norm().item()),
+        "a norm that each rank has a part of": lambda: _read_gradients(
+            lambda gradient: gradient.norm().item()
+        ),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
-    errors = {what: find_accepted([("", call)], RuntimeError, TypeError) for what, call in calls.items()}
+    errors = {
+        what: find_accepted([("", call)], RuntimeError, TypeError) for what, call in calls.items()
+    }
     return [f"{what}{text}" for what, texts in errors.items() for text in texts]
 
 
@@ -541,7 +638,8 @@ class Force(nn.Module):
 
     def __init__(self, *, create_graph: bool = False) -> None:
         super().__init__()
-        self.net, self.create_graph = plain(), create_graph
+        self.net = plain()
+        self.create_graph = create_graph
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -561,12 +659,14 @@ class Unlike(nn.Module):
 
 @on_ranks(2)
 def test_scaler() -> list[str]:
-    """What is infinite on one rank makes all skip the step, and torch's clipping takes the norm of everything."""
+    """What is infinite on one rank makes all skip the step, and torch's clipping takes the norm of
+    everything."""
     wrong = []
     for name, wrap in {"FSDP": FSDP, "ZeRO-2": _zero2}.items():
         model = wrap(plain())
         optimizer = optim.SGD(model.parameters(), lr=0.1)
-        before, scaler = values(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = values(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(model(inputs()).sum()).backward()
         if dist.get_rank():
             local(next(model.parameters()).grad).fill_(float("inf"))
@@ -585,7 +685,8 @@ class Boxed(nn.Linear):
 
 @on_ranks(2)
 def test_dtypes() -> list[str]:
-    """Inputs in dataclasses are cast; BatchNorm computes in its dtype; gradients may travel in another."""
+    """Inputs in dataclasses are cast; BatchNorm computes in its dtype; gradients may travel in
+    another."""
     wrong = []
     boxed = FSDP(nn.Sequential(Boxed(WIDTH, WIDTH), Boxed(WIDTH, 3)), compute_dtype=torch.bfloat16)
     if (dtype := boxed(Data(inputs())).x.dtype) != torch.bfloat16:
@@ -598,7 +699,9 @@ def test_dtypes() -> list[str]:
             with recorded_traffic() as traffic:
                 model(inputs()).float().square().mean().backward()
             reduced = {call.dtype for call in traffic if call.collective == "reduce_scatter"}
-            if reduced != {"float32"} or any(p.grad.dtype != torch.float32 for p in model.parameters()):
+            if reduced != {"float32"} or any(
+                p.grad.dtype != torch.float32 for p in model.parameters()
+            ):
                 wrong.append(f"{compute}: averaged in {reduced}")
             if model.module[1].running_mean.dtype != torch.float32:
                 wrong.append(f"{compute}: statistics in {model.module[1].running_mean.dtype}")
@@ -609,10 +712,13 @@ def test_dtypes() -> list[str]:
 def test_hooks() -> list[str]:
     """Hooks on shards see the mean gradient, of which they may make another one."""
     model = FSDP(plain())
-    shards, seen = list(model.parameters()), list[str]()
+    shards = list(model.parameters())
+    seen = list[str]()
     for shard in shards:
         shard.register_hook(lambda gradient: gradient * 0)
-        shard.register_post_accumulate_grad_hook(lambda p: seen.append(str(float(local(p.grad).abs().max()))))
+        shard.register_post_accumulate_grad_hook(
+            lambda p: seen.append(str(float(local(p.grad).abs().max())))
+        )
     model(inputs()).sum().backward()
     wrong = [] if seen == ["0.0"] * len(shards) else [f"hooks saw {seen}"]
     alive = weakref.ref(model._units[0])  # and with it threads and transports

@@ -1,4 +1,5 @@
-"""What a caller of `launch` gets: rows, ends, retries and the first failure. What is left behind: test_leftovers.py."""
+"""What a caller of `launch` gets: rows, ends, retries and the first failure. What is left behind:
+test_leftovers.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.parallel.waiting import is_gone
 
 def drain(worker: Any, points: list[Any], **options: Any) -> tuple[list[Row], list[PointEnd]]:
     """All rows and all ends."""
-    rows, ends = [], []
+    rows = []
+    ends = []
     for item in launch(worker, points, **options):
         rows.append(item) if isinstance(item, Row) else ends.append(item)
     return rows, ends
@@ -95,8 +97,14 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"a": np.float32(1.5), "b": np.int64(7), "c": torch.tensor(2.0)}, {"a": 1.5, "b": 7, "c": 2.0}),
-        ({"shape": (3, 4), "nested": [{"a": (np.int64(1),)}]}, {"shape": [3, 4], "nested": [{"a": [1]}]}),
+        (
+            {"a": np.float32(1.5), "b": np.int64(7), "c": torch.tensor(2.0)},
+            {"a": 1.5, "b": 7, "c": 2.0},
+        ),
+        (
+            {"shape": (3, 4), "nested": [{"a": (np.int64(1),)}]},
+            {"shape": [3, 4], "nested": [{"a": [1]}]},
+        ),
         ({"good": 1, "bad": {1, 2}}, "row value 'bad' is not JSON-able: {1, 2}"),
         ({"bad": torch.ones(1)}, r"row value 'bad' is not JSON-able: tensor\(\[1.\]\)"),
         ({"bad": [{0: 1.5}]}, "expected names to be strings, got .*0"),
@@ -105,7 +113,9 @@ def test_a_point_leaves_no_memory_behind_on_a_gpu() -> None:
         ("row", "a mapping from names to values, the worker yielded 'row'"),
     ],
 )
-def test_a_row_is_made_plain_or_its_wrong_value_is_named(row: Any, expected: dict[str, Any] | str) -> None:
+def test_a_row_is_made_plain_or_its_wrong_value_is_named(
+    row: Any, expected: dict[str, Any] | str
+) -> None:
     if isinstance(expected, str):
         with pytest.raises(TypeError, match=expected):
             results.plain_row(row)
@@ -121,7 +131,11 @@ def test_the_facts_are_what_was_in_force() -> None:
     for scheduling in ("batch", "default"):
         rows, ends = drain(worker, [None], world_size=2, scheduling=scheduling)
         facts = ends[0].facts
-        assert (facts["world_size"], facts["backend"], facts["start_method"]) == (2, "gloo", "forkserver")
+        assert (facts["world_size"], facts["backend"], facts["start_method"]) == (
+            2,
+            "gloo",
+            "forkserver",
+        )
         assert facts["threads"] == rows[0].values["threads"] == max(1, available_cores() // 2)
         assert (facts["scheduling"] == "batch") == rows[0].values["batch"]
         assert rows[0].values["frozen"] > 100_000  # no collection touches torch's pages
@@ -141,11 +155,15 @@ def test_the_environment_of_this_moment_reaches_the_ranks(monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             for name, value in changes.items():
                 patched.setenv(name, value)
-            assert run_ranks(variables, world_size=1) == [[changes["LABKIT_A"], changes.get("OMP_NUM_THREADS")]]
+            assert run_ranks(variables, world_size=1) == [
+                [changes["LABKIT_A"], changes.get("OMP_NUM_THREADS")]
+            ]
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_an_edited_module_takes_effect_in_the_next_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_module_takes_effect_in_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "labkit_edited_module.py"
     module.write_text("def answer(): return 'before'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -161,10 +179,17 @@ def test_what_goes_by_value_keeps_its_file_and_the_main_module_is_not_run_again(
     def where() -> list[Any]:
         code = where.__code__
         inner = (lambda: None).__code__
-        return [code.co_filename, code.co_firstlineno, inner.co_filename, "__file__" in vars(sys.modules["__main__"])]
+        return [
+            code.co_filename,
+            code.co_firstlineno,
+            inner.co_filename,
+            "__file__" in vars(sys.modules["__main__"]),
+        ]
 
     before = sys.modules["__main__"]
-    assert run_ranks(where, world_size=1) == [[__file__, where.__code__.co_firstlineno, __file__, False]]
+    assert run_ranks(where, world_size=1) == [
+        [__file__, where.__code__.co_firstlineno, __file__, False]
+    ]
     assert sys.modules["__main__"] is before
 
 
@@ -183,7 +208,11 @@ def test_ranks_are_torch_multiprocessing_workers_which_hand_tensors_over() -> No
 def test_two_threads_may_launch_at_once() -> None:
     found: dict[int, Any] = {}
     threads = [
-        threading.Thread(target=lambda n=n: found.update({n: run_ranks(lambda: dist.get_rank() + n, world_size=2)}))
+        threading.Thread(
+            target=lambda n=n: found.update(
+                {n: run_ranks(lambda: dist.get_rank() + n, world_size=2)}
+            )
+        )
         for n in (10, 20)
     ]
     for thread in threads:
@@ -197,7 +226,8 @@ def test_two_threads_may_launch_at_once() -> None:
 
 
 def failing(how: Callable[[str], None]) -> Callable[[str], Iterator[dict[str, Any]]]:
-    """A worker that yields a row, then does that on rank 1 while rank 0 waits for it in a collective."""
+    """A worker that yields a row, then does that on rank 1 while rank 0 waits for it in a
+    collective."""
 
     def worker(point: str) -> Iterator[dict[str, Any]]:
         yield {"pid": os.getpid()}
@@ -236,10 +266,18 @@ get_killed: Callable[[], Any] = partial(signal.raise_signal, signal.SIGKILL)
 FAILURES: dict[str, tuple[Callable[[], None], str, str | None]] = {
     "raises": (raise_error, "failed", "rank 1: ValueError: a bad size"),
     "ends": (partial(sys.exit, "enough"), "failed", "rank 1: SystemExit: enough"),
-    "loses its peer": (lose_peer, "failed", "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711"),
+    "loses its peer": (
+        lose_peer,
+        "failed",
+        "rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:4711",
+    ),
     "exits": (exit_3, "failed", "rank 1 exited with code 3"),
     "is killed": (get_killed, "failed", "rank 1 was killed by SIGKILL"),
-    "is ended": (partial(signal.raise_signal, signal.SIGTERM), "failed", "rank 1 was killed by SIGTERM"),
+    "is ended": (
+        partial(signal.raise_signal, signal.SIGTERM),
+        "failed",
+        "rank 1 was killed by SIGTERM",
+    ),
     "has no memory": (raise_memory_error, "oom", "rank 1: MemoryError"),
     "takes too much": (partial(torch.empty, 1 << 60), "oom", None),
 }
@@ -248,7 +286,9 @@ FAILURES: dict[str, tuple[Callable[[], None], str, str | None]] = {
 def test_a_failure_costs_its_point_and_the_next_gets_new_ranks() -> None:
     points = [point for name in FAILURES for point in ("works", name)] + ["works"]
     rows, ends = drain(failing(lambda point: FAILURES[point][0]()), points, world_size=2)
-    pids = [{row.values["pid"] for row in rows if row.index == index} for index in range(len(points))]
+    pids = [
+        {row.values["pid"] for row in rows if row.index == index} for index in range(len(points))
+    ]
     for number, (name, (_, status, reason)) in enumerate(FAILURES.items()):
         worked, failed = ends[2 * number : 2 * number + 2]
         assert (worked.status, failed.status) == ("ok", status), name
@@ -256,13 +296,16 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks() -> None:
         assert failed.failure.rank == 1
         assert failed.reason == failed.failure.message
         assert reason is None or failed.reason == reason
-        assert pids[2 * number] == pids[2 * number + 1]  # and the rows of the failed point were handed over
+        # and the rows of the failed point were handed over
+        assert pids[2 * number] == pids[2 * number + 1]
         assert not pids[2 * number] & pids[2 * number + 2]
     assert ends[-1].status == "ok"
     assert all(is_gone(pid) for pid in set.union(*pids))
 
 
-def one_after_another(alternatives: dict[str, Callable[[], None]], point: str) -> Iterator[dict[str, Any]]:
+def one_after_another(
+    alternatives: dict[str, Callable[[], None]], point: str
+) -> Iterator[dict[str, Any]]:
     """A worker that calls alternatives on rank 1 only, and then yields which took part."""
     for name, call in alternatives.items():
         if (reason := current_alternative.excluded_reason(name)) is not None:
@@ -295,19 +338,31 @@ def test_a_point_is_measured_again_without_the_alternatives_that_failed() -> Non
     }
     items = list(launch(partial(one_after_another, alternatives), ["fails", "works"], world_size=2))
     retries = [item for item in items if isinstance(item, Retry)]
-    assert [(item.index, item.alternative, item.reason) for item in retries] == [(0, *each) for each in reasons.items()]
+    assert [(item.index, item.alternative, item.reason) for item in retries] == [
+        (0, *each) for each in reasons.items()
+    ]
     last = items.index(retries[-1])
-    measured = [item.values for item in items[last:] if isinstance(item, Row) and item.index == 0 and item.rank == 0]
-    assert {row["name"]: row["reason"] for row in measured} == {"first": None, "other": None} | reasons
+    measured = [
+        item.values
+        for item in items[last:]
+        if isinstance(item, Row) and item.index == 0 and item.rank == 0
+    ]
+    assert {row["name"]: row["reason"] for row in measured} == {
+        "first": None,
+        "other": None,
+    } | reasons
     assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok", "ok"]
     after = [item.values["reason"] for item in items if isinstance(item, Row) and item.index == 1]
     assert after == [None] * 10  # the next point is measured with all of them
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (hang, "timeout")]
+    ("how", "status"),
+    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (hang, "timeout")],
 )
-def test_what_is_no_alternatives_failure_costs_the_point(how: Callable[[], None], status: str) -> None:
+def test_what_is_no_alternatives_failure_costs_the_point(
+    how: Callable[[], None], status: str
+) -> None:
     worker = partial(one_after_another, {"first": int, "second": how})
     items = list(launch(worker, ["fails"], world_size=2, timeout_s=3))
     assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
@@ -362,13 +417,16 @@ def test_a_hang_ends_at_the_deadline_with_its_alternative_and_the_stacks_of_all_
 @pytest.mark.parametrize(
     ("turns", "hanging"),
     [
-        ([(2, "own"), (3, "ring")], "own"),  # one rank has left it, and waits for the other in the next
+        # one rank has left it, and waits for the other in the next
+        ([(2, "own"), (3, "ring")], "own"),
         ([(2, ""), (2, "own")], "own"),
         ([(2, ""), (3, "own")], ""),  # it waits for what is no alternative's doing
         ([(0, "")], ""),
     ],
 )
-def test_among_ranks_that_wait_for_each_other_the_slowest_hangs(turns: list[tuple[int, str]], hanging: str) -> None:
+def test_among_ranks_that_wait_for_each_other_the_slowest_hangs(
+    turns: list[tuple[int, str]], hanging: str
+) -> None:
     assert results.slowest_alternative(turns) == hanging
 
 
@@ -387,7 +445,8 @@ def test_the_time_that_a_caller_takes_for_a_row_is_not_the_points() -> None:
 
 
 def test_a_rank_that_dies_between_two_points_costs_none() -> None:
-    pids, statuses = dict[int, int](), list[str]()
+    pids = dict[int, int]()
+    statuses = list[str]()
     for item in launch(lambda _: [{"pid": os.getpid()}], [1, 2], world_size=2):
         if isinstance(item, Row):
             pids[item.rank] = item.values["pid"]
@@ -398,12 +457,18 @@ def test_a_rank_that_dies_between_two_points_costs_none() -> None:
     assert statuses == ["ok", "ok"]
 
 
-def test_ranks_that_do_not_start_are_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, failed = tmp_path / "labkit_failing_module.py", tmp_path / "failed"
+def test_ranks_that_do_not_start_are_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "labkit_failing_module.py"
+    failed = tmp_path / "failed"
     module.write_text("def answer(point): yield {}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     answer = importlib.import_module("labkit_failing_module").answer
-    text = f"import os\nif not os.path.exists({str(failed)!r}):\n    open({str(failed)!r}, 'w')\n    raise ValueError\n"
+    text = (
+        f"import os\nif not os.path.exists({str(failed)!r}):\n    open({str(failed)!r}, 'w')\n   "
+        " raise ValueError\n"
+    )
     module.write_text(text + module.read_text())
     _, ends = drain(answer, [1, 2], world_size=1)
     assert [end.status for end in ends] == ["ok", "ok"]
@@ -414,7 +479,11 @@ def test_ranks_that_do_not_start_are_started_once_more(tmp_path: Path, monkeypat
 def test_ranks_that_cannot_start_end_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "LOOPBACK", {"GLOO_SOCKET_IFNAME": "nowhere0"})
     _, ends = drain(lambda point: None, [1, 2, 3], world_size=2)
-    assert [(end.index, end.status) for end in ends] == [(0, "failed"), (1, "failed"), (2, "failed")]
+    assert [(end.index, end.status) for end in ends] == [
+        (0, "failed"),
+        (1, "failed"),
+        (2, "failed"),
+    ]
     assert ends[2].reason is not None
     assert ends[2].reason.startswith("the ranks did not start, twice: rank ")
     assert "nowhere0" in ends[2].reason
@@ -423,7 +492,9 @@ def test_ranks_that_cannot_start_end_every_point(monkeypatch: pytest.MonkeyPatch
 # Output
 
 
-def test_output_is_shown_per_point_and_its_end_if_it_is_much(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_shown_per_point_and_its_end_if_it_is_much(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     def worker(point: str) -> Iterator[dict[str, Any]]:
         if point == "much":
             for number in range(200_000):
@@ -446,8 +517,14 @@ def test_output_is_shown_per_point_and_its_end_if_it_is_much(capfd: pytest.Captu
 
 
 def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> None:
-    assert run_ranks(lambda a, b: [a + b, dist.get_rank()], 1, 2, world_size=3) == [[3, 0], [3, 1], [3, 2]]
-    with pytest.raises(RankError, match=r"(?s)rank 0: ValueError: a bad size.*in raise_error.*a last word") as caught:
+    assert run_ranks(lambda a, b: [a + b, dist.get_rank()], 1, 2, world_size=3) == [
+        [3, 0],
+        [3, 1],
+        [3, 2],
+    ]
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0: ValueError: a bad size.*in raise_error.*a last word"
+    ) as caught:
         run_ranks(raise_error, world_size=1)
     assert caught.value.failure.rank == 0
     with pytest.raises(RankError, match=r"rank 0 still running after 0.5 s \(timeout_s\)"):
@@ -461,14 +538,26 @@ def test_run_ranks_returns_the_results_by_rank_or_raises_what_went_wrong() -> No
         ({"world_size": "2"}, "world_size: .* got '2'"),
         ({"world_size": 1_000_000}, r"world_size: .* at most \d+ ranks, .*; got 1000000"),
         ({"world_size": True}, "world_size: .* got True"),
-        ({"world_size": 2, "backend": "mpi"}, "backend: expected 'gloo', 'nccl' or None, got 'mpi'"),
+        (
+            {"world_size": 2, "backend": "mpi"},
+            "backend: expected 'gloo', 'nccl' or None, got 'mpi'",
+        ),
         ({"world_size": 2, "backend": None}, "backend: expected 'gloo' or 'nccl'"),
         ({"world_size": 1000, "backend": "nccl"}, "expected"),
-        ({"world_size": 2, "scheduling": "fifo"}, "scheduling: expected 'batch' or 'default', got 'fifo'"),
-        ({"world_size": 2, "timeout_s": 0}, "timeout_s: expected a positive number of seconds, got 0"),
+        (
+            {"world_size": 2, "scheduling": "fifo"},
+            "scheduling: expected 'batch' or 'default', got 'fifo'",
+        ),
+        (
+            {"world_size": 2, "timeout_s": 0},
+            "timeout_s: expected a positive number of seconds, got 0",
+        ),
         ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s: .* got nan"),
         ({"world_size": 1, "worker": "all_reduce"}, "worker: expected a function of one point"),
-        ({"world_size": 1, "points": [threading.Lock()]}, "expected what cloudpickle can send to a rank: .*lock"),
+        (
+            {"world_size": 1, "points": [threading.Lock()]},
+            "expected what cloudpickle can send to a rank: .*lock",
+        ),
     ],
 )
 def test_wrong_arguments_stop_before_anything_starts(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,5 @@
-"""JSON and checkpoints among ranks: whole or not at all, nothing executed on reading. And spawned processes."""
+"""JSON and checkpoints among ranks: whole or not at all, nothing executed on reading. And spawned
+processes."""
 
 import pickle
 import re
@@ -15,13 +16,19 @@ from labkit.parallel.messages import gather_json
 from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 
 CHECKOUT = Path(__file__).parents[2]
-BLOCKS = [block.split("```")[0] for block in (CHECKOUT / "docs" / "pieces.md").read_text().split("```python\n")[1:]]
+BLOCKS = [
+    block.split("```")[0]
+    for block in (CHECKOUT / "docs" / "pieces.md").read_text().split("```python\n")[1:]
+]
 
 
 def _save_and_load(path):
     rank = dist.get_rank()
     before = load_checkpoint(path)
-    state = {"tensor": torch.arange(3.0, dtype=torch.float64) + rank, "rows": [[{"a": 1.5, "b": None}], []]}
+    state = {
+        "tensor": torch.arange(3.0, dtype=torch.float64) + rank,
+        "rows": [[{"a": 1.5, "b": None}], []],
+    }
     save_checkpoint(path if rank == 0 else None, state)
     after = load_checkpoint(path if rank == 0 else None)  # the others need not see the disk
     messages = gather_json({"of": "ü" * 100 * rank})
@@ -72,7 +79,8 @@ def _load_each(paths):
 
 
 def test_a_checkpoint_cannot_execute_anything(tmp_path):
-    paths, proof = [tmp_path / "pickled.pt", tmp_path / "saved.pt"], tmp_path / "executed"
+    paths = [tmp_path / "pickled.pt", tmp_path / "saved.pt"]
+    proof = tmp_path / "executed"
     paths[0].write_bytes(pickle.dumps(_Executed(proof)))
     torch.save({"it": _Executed(proof)}, paths[1])
     run_ranks(_load_each, paths, world_size=1)
@@ -104,6 +112,13 @@ def test_wrappers_average_in_processes_that_labkit_did_not_start(tmp_path):
     (tmp_path / "spawned.py").write_text(FORKED + example)
     environment = {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "spawned.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "spawned.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    assert sorted(done.stdout.splitlines()) == [f"{rank} [[0.5, 0.5, 0.5, 0.5]] [0.5]" for rank in (0, 1)], done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} [[0.5, 0.5, 0.5, 0.5]] [0.5]" for rank in (0, 1)
+    ], done.stderr

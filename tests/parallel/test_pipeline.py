@@ -1,4 +1,5 @@
-"""Pipelines compute what one process does, in every schedule; schedules end, and hold and idle what they say."""
+"""Pipelines compute what one process does, in every schedule; schedules end, and hold and idle what
+they say."""
 
 from collections import deque
 from functools import cache
@@ -19,7 +20,14 @@ from labkit.parallel import pipeline
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline, measure_layers
-from labkit.parallel.pipeline_schedule import Task, balance, make_schedule, peak_activations, plan_rank, simulate
+from labkit.parallel.pipeline_schedule import (
+    Task,
+    balance,
+    make_schedule,
+    peak_activations,
+    plan_rank,
+    simulate,
+)
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -71,7 +79,8 @@ def inputs_from(start: int, dtype: torch.dtype) -> Tensor:
 @cache
 def reference(dtype: torch.dtype = torch.float64, start: int = 0) -> dict[str, Tensor]:
     """Loss and gradients of one process, and that of the activations if they are the inputs."""
-    model, inputs = nn.Sequential(*build(dtype)[start:]), inputs_from(start, dtype)
+    model = nn.Sequential(*build(dtype)[start:])
+    inputs = inputs_from(start, dtype)
     loss = loss_of(model(inputs), TARGETS)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
@@ -97,17 +106,21 @@ CASES: list[tuple[torch.dtype, int, dict[str, Any]]] = [
 
 
 def find_unequal(n_cases: int) -> list[str]:
-    """Return what differs from one process: schedules and numbers of micro-batches, with one case or more in turns."""
+    """Return what differs from one process: schedules and numbers of micro-batches, with one case
+    or more in turns."""
     wrong = []
     for place, (schedule, number) in enumerate(product(SCHEDULES, (1, 2, 4, 8))):
         for dtype, start, options in [CASES[(place + n) % 3] for n in range(n_cases)]:
             layers = build(dtype, dist.get_rank())[start:]
             stages = Pipeline(layers, schedule=schedule, micro_batches=number, **options)
             result = run_step(stages, inputs_from(start, dtype), steps=2)
-            error, order = furthest(result, reference(dtype, start)), stages.schedule[stages.rank]
+            error = furthest(result, reference(dtype, start))
+            order = stages.schedule[stages.rank]
             if not error <= TOLERANCES[dtype] or len(result) < 2:
                 wrong.append(f"{schedule}, {number}, {options}: {error}")
-            if [each.task for each in stages.times] != order or stages.peak_held != peak_activations(order):
+            if [
+                each.task for each in stages.times
+            ] != order or stages.peak_held != peak_activations(order):
                 wrong.append(f"{schedule}, {number}: ran {stages.times}, held {stages.peak_held}")
     return wrong
 
@@ -132,7 +145,8 @@ def leave_out_each(schedule: str) -> list[str]:
     """Name the messages without which no rank gets a wrong result."""
     stages = Pipeline(build(), schedule=schedule, micro_batches=2)
     run_step(stages)  # announces shapes
-    pass_on, messages = pipeline._Run.pass_on, []
+    pass_on = pipeline._Run.pass_on
+    messages = []
 
     def pass_others_on(run: Any, task: Task) -> None:
         if task != message:
@@ -148,7 +162,8 @@ def leave_out_each(schedule: str) -> list[str]:
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         return bool(error <= EXACT)
 
-    needless, plans = [], [plan_rank(stages.schedule, rank) for rank in range(3)]
+    needless = []
+    plans = [plan_rank(stages.schedule, rank) for rank in range(3)]
     messages = sorted({task for plan in plans for is_message, task in plan if is_message})
     for message in messages:
         pipeline._Run.pass_on = pass_others_on  # type: ignore[method-assign]
@@ -164,27 +179,41 @@ def leave_out_each(schedule: str) -> list[str]:
 @on_ranks(4)
 def test_bytes() -> list[str]:
     """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
-    wrong, p, rank = [], dist.get_world_size(), dist.get_rank()
+    wrong = []
+    p = dist.get_world_size()
+    rank = dist.get_rank()
     for schedule, chunks in SCHEDULES.items():
         pipe = Pipeline(build(), schedule=schedule, micro_batches=4)
         with recorded_traffic() as traffic:
             pipe.step(TOKENS, TARGETS, loss_of)
         sent = sum(call.sent_bytes for call in traffic if call.is_payload)
         tied = 7 * 6 * 8 if rank in (0, p - 1) else 0
-        stages, last = range(rank, chunks * p, p), chunks * p - 1
-        neighbors = sum((stage > 0) + (stage < last) for stage in stages)  # activations go to one, gradients to another
-        expected = 2 * 3 * 6 * 8 * neighbors * 4 + tied + communication.recursive_doubling(p, 8).n_bytes
+        stages = range(rank, chunks * p, p)
+        last = chunks * p - 1
+        # activations go to one, gradients to another
+        neighbors = sum((stage > 0) + (stage < last) for stage in stages)
+        expected = (
+            2 * 3 * 6 * 8 * neighbors * 4 + tied + communication.recursive_doubling(p, 8).n_bytes
+        )
         wrong += [] if sent == expected else [f"{schedule}: {sent} bytes, {expected} expected"]
     return wrong
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 9), st.integers(1, 24), st.integers(2, 5))
-def test_schedules_end_and_neighbors_agree(schedule: str, ranks: int, micro_batches: int, chunks: int) -> None:
-    """Rendezvous messages, as large ones are, end in the order of every rank's plan; peaks and idle shares hold."""
+def test_schedules_end_and_neighbors_agree(
+    schedule: str, ranks: int, micro_batches: int, chunks: int
+) -> None:
+    """Rendezvous messages, as large ones are, end in the order of every rank's plan; peaks and idle
+    shares hold."""
     chunks = chunks if schedule == "interleaved" else 1
     orders = make_schedule(schedule, ranks, micro_batches, chunks=chunks)
-    tasks = [Task(s, kind, k) for s in range(ranks * chunks) for kind in "FB" for k in range(micro_batches)]
+    tasks = [
+        Task(s, kind, k)
+        for s in range(ranks * chunks)
+        for kind in "FB"
+        for k in range(micro_batches)
+    ]
     assert sorted(chain(*orders)) == sorted(tasks)
     pass_rendezvous([plan_rank(orders, rank) for rank in range(ranks)])
     group = -(-micro_batches // max(1, micro_batches // ranks))
@@ -194,15 +223,24 @@ def test_schedules_end_and_neighbors_agree(schedule: str, ranks: int, micro_batc
         assert peak_activations(order) == min(chunks * micro_batches, most)
     if micro_batches >= ranks:
         idle = 1 - 3 * micro_batches * chunks / max(times[-1].end_s for times in simulate(orders))
-        assert idle == pytest.approx(communication.pipeline_idle_share(ranks, micro_batches, chunks=chunks))
+        assert idle == pytest.approx(
+            communication.pipeline_idle_share(ranks, micro_batches, chunks=chunks)
+        )
 
 
 def pass_rendezvous(plans: list[list[tuple[bool, Task]]]) -> None:
-    """Carry the plans out with messages for which both sides wait; no task comes before its input."""
-    queues, done, sides = [deque(plan) for plan in plans], set(), min(2, len(plans))
+    """Carry the plans out with messages for which both sides wait; no task comes before its
+    input."""
+    queues = [deque(plan) for plan in plans]
+    done = set()
+    sides = min(2, len(plans))
     while any(queues):
         heads = [queue[0] if queue else None for queue in queues]
-        ready = [r for r, head in enumerate(heads) if head and (not head[0] or heads.count(head) == sides)]
+        ready = [
+            r
+            for r, head in enumerate(heads)
+            if head and (not head[0] or heads.count(head) == sides)
+        ]
         assert ready, f"all wait: {heads}"
         for rank in ready:
             is_message, task = queues[rank].popleft()
@@ -221,7 +259,8 @@ def test_stages_are_balanced_and_a_task_that_would_wait_forever_is_named() -> No
 
 @on_ranks(3)
 def test_refusals() -> list[str]:
-    rank, good = dist.get_rank(), Pipeline(build(), micro_batches=4)
+    rank = dist.get_rank()
+    good = Pipeline(build(), micro_batches=4)
     attempts: Attempts = [
         ("0 micro-batches", lambda: Pipeline(build(), micro_batches=0)),
         ("expected the same", lambda: Pipeline(build(), micro_batches=1 + rank)),
@@ -229,7 +268,10 @@ def test_refusals() -> list[str]:
         ("3 layers or more", lambda: Pipeline(build()[:2], micro_batches=1)),
         ("expected the same", lambda: Pipeline(build()[: 9 - rank], micro_batches=1)),
         ("with a cost each", lambda: Pipeline(build(), micro_batches=1, costs=[1.0])),
-        ("a batch that 4 micro-batches divide", lambda: good.step(TOKENS[:7], TARGETS[:7], loss_of)),
+        (
+            "a batch that 4 micro-batches divide",
+            lambda: good.step(TOKENS[:7], TARGETS[:7], loss_of),
+        ),
         ("expected the same", lambda: good.step(TOKENS[: 8 - 4 * (rank == 1)], TARGETS, loss_of)),
         ("a batch that 4 micro-batches divide", lambda: good.step(TOKENS, TARGETS[:4], loss_of)),
         ("expected the same", lambda: good.step(torch.full((8, 3), rank / 2), TARGETS, loss_of)),
@@ -239,10 +281,13 @@ def test_refusals() -> list[str]:
 
 @on_ranks(4)
 def test_axes() -> list[str]:
-    """Two pipelines of two ranks, each with half of the batch, are right with a wrapper's average, not without it."""
+    """Two pipelines of two ranks, each with half of the batch, are right with a wrapper's average,
+    not without it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     part = mesh.get_local_rank("data")
-    stages = Pipeline(build(seed=dist.get_rank()), micro_batches=2, group=mesh.get_group("pipeline"))
+    stages = Pipeline(
+        build(seed=dist.get_rank()), micro_batches=2, group=mesh.get_group("pipeline")
+    )
     wrapper = BucketedDDP(stages, group=mesh.get_group("data"))
     loss = stages.step(TOKENS.chunk(2)[part], TARGETS.chunk(2)[part], loss_of)
     dist.all_reduce(loss, group=mesh.get_group("data"))

@@ -26,7 +26,9 @@ from tests.parallel.waiting import is_gone, wait_until
 SCORE = Path("/proc/self/oom_score_adj")
 
 
-def test_a_kill_that_the_kernel_counts_during_the_point_is_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_that_the_kernel_counts_during_the_point_is_for_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(group, "oom_kills", count().__next__)
     ends = list(launch(signal.raise_signal, [signal.SIGKILL, signal.SIGTERM], world_size=1))
     assert [end.status for end in ends if isinstance(end, PointEnd)] == ["oom", "failed"]
@@ -37,7 +39,9 @@ def test_a_kill_that_the_kernel_counts_during_the_point_is_for_memory(monkeypatc
 
 
 def test_an_allocation_that_a_library_of_cuda_could_not_make_is_out_of_memory() -> None:
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
 
@@ -70,7 +74,9 @@ def _fail_in(part: str, how: str, folder: Path) -> None:
     elif part == "pipeline":
         layers = [torch.nn.Linear(8, 8) for _ in range(4)]
         layers[3].register_forward_hook(fail)
-        Pipeline(layers, micro_batches=2).step(torch.ones(4, 8), torch.ones(4, 8), torch.nn.functional.mse_loss)
+        Pipeline(layers, micro_batches=2).step(
+            torch.ones(4, 8), torch.ones(4, 8), torch.nn.functional.mse_loss
+        )
     else:
         output = ring_attention(*(torch.ones(1, 2, 64, 8, requires_grad=True) for _ in range(3)))
         output.register_hook(fail)

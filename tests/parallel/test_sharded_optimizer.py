@@ -1,4 +1,5 @@
-"""A sharded optimizer holds its share of the state, saves and loads, and refuses on all ranks what one cannot do.
+"""A sharded optimizer holds its share of the state, saves and loads, and refuses on all ranks what
+one cannot do.
 
 That it trains as the plain one does is tested with all strategies (`test_sharding_parity.py`).
 """
@@ -26,7 +27,11 @@ SAVED = ("SGD with momentum", "channels last", "fewer elements than ranks", "une
 
 def _differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Between whole states."""
-    wrong = [] if state["param_groups"] == expected["param_groups"] else [f"groups {state['param_groups']}"]
+    wrong = (
+        []
+        if state["param_groups"] == expected["param_groups"]
+        else [f"groups {state['param_groups']}"]
+    )
     if state["state"].keys() != expected["state"].keys():
         return [*wrong, f"states of {list(state['state'])}"]
     for number, values_by_name in expected["state"].items():
@@ -44,8 +49,11 @@ def _differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 @on_ranks(3)
 def test_saving() -> list[str]:
-    """Sharded to plain and back, to another number of ranks, and shard by shard: training goes on alike."""
-    wrong, p, fewer = [], dist.get_world_size(), dist.new_group([0, 1])
+    """Sharded to plain and back, to another number of ranks, and shard by shard: training goes on
+    alike."""
+    wrong = []
+    p = dist.get_world_size()
+    fewer = dist.new_group([0, 1])
     for name in SAVED:
         case = CASES[name]
         model = FlatDDP(built(case))
@@ -58,7 +66,9 @@ def test_saving() -> list[str]:
             wrong.append(f"{name}: consolidated on another rank than asked")
         elements = [v for s in reference.state.values() for n, v in s.items() if n != "step"]
         rows = sum(v[:1].numel() if v.dim() else 1 for v in elements)
-        held = sum(local(v).numel() for s in optimizer.state.values() for n, v in s.items() if n != "step")
+        held = sum(
+            local(v).numel() for s in optimizer.state.values() for n, v in s.items() if n != "step"
+        )
         if held > sum(v.numel() for v in elements) / p + rows:
             wrong.append(f"{name}: {held} elements of state")
         plain_one = _continued(case, model, state, case.optimizer)
@@ -68,7 +78,10 @@ def test_saving() -> list[str]:
                 wrong.append(f"{name}: goes on differently {where}")
         if (
             dist.get_rank() < 2
-            and furthest(_continued(case, model, state, sharded(case.optimizer, group=fewer)), plain_one) > 1e-12
+            and furthest(
+                _continued(case, model, state, sharded(case.optimizer, group=fewer)), plain_one
+            )
+            > 1e-12
         ):
             wrong.append(f"{name}: goes on differently on fewer ranks")
         other = {**own, "shard": {f"rank {(dist.get_rank() + 1) % p} of {p}": True}}
@@ -79,13 +92,15 @@ def test_saving() -> list[str]:
 @on_ranks(3)
 def test_checkpoint() -> list[str]:
     """Each rank's rows come back from torch.distributed.checkpoint to the rank that saved them."""
-    folders, parameters = [tempfile.mkdtemp()], list(plain().parameters())
+    folders = [tempfile.mkdtemp()]
+    parameters = list(plain().parameters())
     dist.broadcast_object_list(folders)
     optimizer = ShardedOptimizer(parameters, optim.AdamW)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state, expected = {"optimizer": optimizer.state_dict()}, optimizer.consolidated_state_dict(to=None)
+    state = {"optimizer": optimizer.state_dict()}
+    expected = optimizer.consolidated_state_dict(to=None)
     checkpoint.save(state, checkpoint_id=folders[0])
     optimizer.step()
     state = {"optimizer": optimizer.state_dict()}
@@ -103,19 +118,25 @@ def _continued(case: Case, model: nn.Module, state: Any, make: Any) -> list[torc
     optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the tensors it is given
     for step in range(2):
         for parameter in copied.parameters():
-            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1)) * parameter.detach().sign()
+            parameter.grad = (
+                torch.full_like(parameter, 0.1 * (step + 1)) * parameter.detach().sign()
+            )
         optimizer.step()
     return values(copied)
 
 
 @on_ranks(3)
 def test_changes() -> list[str]:
-    """Parameters whose data is replaced, that are thawed, that have no gradient; hooks on state dicts run."""
-    models, optimizers = [plain(), plain()], list[Any]()
+    """Parameters whose data is replaced, that are thawed, that have no gradient; hooks on state
+    dicts run."""
+    models = [plain(), plain()]
+    optimizers = list[Any]()
     for model in models:
         model.load_state_dict(models[0].state_dict())
         model[0].weight.requires_grad_(False)
-        make: Any = optim.SGD if model is models[0] else partial(ShardedOptimizer, optimizer_cls=optim.SGD)
+        make: Any = (
+            optim.SGD if model is models[0] else partial(ShardedOptimizer, optimizer_cls=optim.SGD)
+        )
         optimizers.append(make(model.named_parameters(), lr=0.1, momentum=0.9))
     for step in range(6):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -131,7 +152,9 @@ def test_changes() -> list[str]:
                     parameter.grad = gradient.t().contiguous().t() if number == 2 else gradient
             optimizer.step()
     wrong = [] if furthest(values(models[1]), values(models[0])) <= FLOAT32 else ["values"]
-    wrong += _differences(optimizers[1].consolidated_state_dict(to=None), optimizers[0].state_dict())
+    wrong += _differences(
+        optimizers[1].consolidated_state_dict(to=None), optimizers[0].state_dict()
+    )
     calls = []
     optimizers[1].register_state_dict_pre_hook(lambda optimizer: calls.append("before"))
     optimizers[1].register_state_dict_post_hook(lambda optimizer, state: calls.append("after"))
@@ -141,7 +164,8 @@ def test_changes() -> list[str]:
 
 
 class _Careful(optim.SGD):
-    """It refuses a group when the base class has accepted it, and with an error that is nobody else's."""
+    """It refuses a group when the base class has accepted it, and with an error that is nobody
+    else's."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         1 / param_group.get("weights", [1])[0]
@@ -155,7 +179,8 @@ def _weighing(weight: int) -> dict[str, Any]:
 @on_ranks(3)
 def test_refusals() -> list[str]:
     """What is wrong on one rank is refused on all of them; nobody waits for the others."""
-    wrong, rank = [], dist.get_rank()
+    wrong = []
+    rank = dist.get_rank()
     parameters = list(plain().parameters())
     make = ShardedOptimizer
     sound = make(parameters, _Careful, lr=0.1)
@@ -165,25 +190,41 @@ def test_refusals() -> list[str]:
         "Adafactor": lambda: make(parameters, optim.Adafactor),
         "Rprop": lambda: make(parameters, optim.Rprop),
         "no parameters": lambda: make([], optim.SGD),
-        "overlapping": lambda: make([nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD),
+        "overlapping": lambda: make(
+            [nn.Parameter(parameters[0].detach()), parameters[0]], optim.SGD
+        ),
         "on meta": lambda: make(nn.Linear(2, 2, device="meta").parameters(), optim.SGD),
-        "lazy on rank 1": lambda: make([*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD),
+        "lazy on rank 1": lambda: make(
+            [*(nn.LazyLinear(2) if rank else nn.Linear(2, 2)).parameters()], optim.SGD
+        ),
         "a parameter twice": lambda: make([parameters[0], parameters[0]], optim.SGD),
         "a bad setting": lambda: make(parameters, optim.AdamW, lr=-1.0),
         "an unknown setting": lambda: make(parameters, optim.AdamW, speed=1),
-        "a bad setting on one rank": lambda: make(parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0),
-        "one that raises on one rank": lambda: make(parameters, lambda params: optim.SGD(params, lr=0.1 / (1 - rank))),
+        "a bad setting on one rank": lambda: make(
+            parameters, optim.AdamW, lr=-1.0 if rank == 1 else 1.0
+        ),
+        "one that raises on one rank": lambda: make(
+            parameters, lambda params: optim.SGD(params, lr=0.1 / (1 - rank))
+        ),
         "another setting": lambda: make(parameters, optim.AdamW, lr=0.1 * (rank + 1)),
         "another number": lambda: make(parameters[: 4 + (rank == 0)], optim.AdamW),
         "another class": lambda: make(parameters, optim.AdamW if rank else optim.Adam),
         "shared memory": lambda: make([nn.Parameter(torch.ones(1).expand(4))], optim.SGD),
         "a transport of no such name": lambda: make(parameters, optim.SGD, transport="pigeons"),
-        "another transport": lambda: make(parameters, optim.SGD, transport="shared" if rank else "auto"),
+        "another transport": lambda: make(
+            parameters, optim.SGD, transport="shared" if rank else "auto"
+        ),
         "an added one twice": lambda: sound.add_param_group({"params": parameters[:1]}),
-        "another added on one rank": lambda: sound.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]}),
+        "another added on one rank": lambda: sound.add_param_group(
+            {"params": [nn.Parameter(torch.ones(3 + rank))]}
+        ),
         "an added one that its optimizer refuses": lambda: sound.add_param_group(_weighing(0)),
-        "an added one that it refuses on one rank": lambda: sound.add_param_group(_weighing(rank - 1)),
-        "a state of other groups": lambda: sound.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}),
+        "an added one that it refuses on one rank": lambda: sound.add_param_group(
+            _weighing(rank - 1)
+        ),
+        "a state of other groups": lambda: sound.load_state_dict(
+            {"state": {}, "param_groups": [{"params": [0]}]}
+        ),
         "copied": lambda: copy.deepcopy(sound),
     }
     for what, call in calls.items():
@@ -191,7 +232,9 @@ def test_refusals() -> list[str]:
         wrong += [f"{what}{text}" for text in texts]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter).to_sparse()
-    wrong += find_accepted([("lazy", lambda: make(nn.LazyLinear(2).parameters(), optim.SGD)), ("dense", sound.step)])
+    wrong += find_accepted(
+        [("lazy", lambda: make(nn.LazyLinear(2).parameters(), optim.SGD)), ("dense", sound.step)]
+    )
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     before = parameters[0].detach().clone()

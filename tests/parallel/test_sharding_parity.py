@@ -1,6 +1,8 @@
-"""Every strategy of sharding trains as one process on the full batch does, whatever the model, optimizer and situation.
+"""Every strategy of sharding trains as one process on the full batch does, whatever the model,
+optimizer and situation.
 
-Ranks are started once per number of ranks and go through all cases; they return what was wrong, in words.
+Ranks are started once per number of ranks and go through all cases; they return what was wrong, in
+words.
 """
 
 import zlib
@@ -21,14 +23,25 @@ from labkit.parallel.messages import gather_json
 from labkit.parallel.sharding import FSDP
 from tests.cases import thinned
 from tests.parallel import data_parallel_cases
-from tests.parallel.data_parallel_cases import SGD, WIDTH, Case, built, distance, on_images, reference, state_of, train
+from tests.parallel.data_parallel_cases import (
+    SGD,
+    WIDTH,
+    Case,
+    built,
+    distance,
+    on_images,
+    reference,
+    state_of,
+    train,
+)
 from tests.parallel.sharding_cases import CASES, Data, sharded
 
 Made = tuple[nn.Module, Callable[..., optim.Optimizer]]
 
 
 class SAM(optim.Optimizer):
-    """A step by the gradient at the worst place nearby (arXiv:2010.01412); new memory takes the parameters back."""
+    """A step by the gradient at the worst place nearby (arXiv:2010.01412); new memory takes the
+    parameters back."""
 
     def __init__(self, params: Any, base: Callable[..., optim.Optimizer] = SGD):
         super().__init__(params, {})
@@ -52,7 +65,11 @@ class SAM(optim.Optimizer):
 
 
 def _sharded(optimizer: Any, **options: Any) -> Callable[..., optim.Optimizer]:
-    return partial(SAM, base=sharded(SGD, **options)) if optimizer is SAM else sharded(optimizer, **options)
+    return (
+        partial(SAM, base=sharded(SGD, **options))
+        if optimizer is SAM
+        else sharded(optimizer, **options)
+    )
 
 
 def _zero1(model: nn.Module, optimizer: Any, group: dist.ProcessGroup) -> Made:
@@ -78,10 +95,13 @@ STRATEGIES: dict[str, Callable[..., Made]] = {
 class Net(nn.Module):
     """Three layers, each with a loss on the side, from `wrap` to `unwrap` in a container."""
 
-    def __init__(self, wrap: Callable[..., Any] = lambda x: x, unwrap: Callable[..., Any] = lambda x: x):
+    def __init__(
+        self, wrap: Callable[..., Any] = lambda x: x, unwrap: Callable[..., Any] = lambda x: x
+    ):
         super().__init__()
         self.layers = nn.ModuleList([Layer(wrap, unwrap) for _ in range(3)])
-        self.wrap, self.unwrap = wrap, unwrap
+        self.wrap = wrap
+        self.unwrap = unwrap
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -92,8 +112,11 @@ class Net(nn.Module):
 class Layer(nn.Module):
     def __init__(self, wrap: Callable[..., Any], unwrap: Callable[..., Any]):
         super().__init__()
-        self.linear, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.side, self.wrap, self.unwrap = nn.Linear(WIDTH, WIDTH), wrap, unwrap
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.wrap = wrap
+        self.unwrap = unwrap
 
     def forward(self, x: Any) -> Any:
         h = self.frozen(self.unwrap(x))
@@ -118,7 +141,8 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = View(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = View(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -131,7 +155,8 @@ class Loose(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.extra = nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.randn(WIDTH, WIDTH)])
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.ParameterList([torch.randn(WIDTH, WIDTH)])
         self.holder = nn.Module()
         self.holder.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
@@ -213,7 +238,9 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for p in model.parameters():
         groups[p.dim() >= 2 and not getattr(p, "_no_weight_decay", False)].append(p)
-    return [{"params": ps, "weight_decay": 0.5 * is_matrix} for is_matrix, ps in groups.items() if ps]
+    return [
+        {"params": ps, "weight_decay": 0.5 * is_matrix} for is_matrix, ps in groups.items() if ps
+    ]
 
 
 UNDER_FSDP = tuple(name for name in STRATEGIES if name != "ZeRO-1")
@@ -230,7 +257,10 @@ def _in_checkpoint(model: nn.Module, x: Tensor, *_: int) -> Tensor:
 
 
 def _in_selective_checkpoint(model: nn.Module, x: Tensor, *_: int) -> Tensor:
-    contexts = partial(create_selective_checkpoint_contexts, lambda _, operator, *args, **kwargs: "mm" in str(operator))
+    contexts = partial(
+        create_selective_checkpoint_contexts,
+        lambda _, operator, *args, **kwargs: "mm" in str(operator),
+    )
     return checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()
 
 
@@ -257,7 +287,9 @@ SITUATIONS = {
     "objects": Case(partial(Net, Slots, lambda data: data.x), _side_losses),
     "sets": Case(partial(Net, lambda x: {x}, lambda data: next(iter(data))), _side_losses),
     "in place on a view": Case(InPlace),
-    "a layer in two checkpoints": Case(_layer_twice, data_parallel_cases.with_gradient, without=("ZeRO-1",)),
+    "a layer in two checkpoints": Case(
+        _layer_twice, data_parallel_cases.with_gradient, without=("ZeRO-1",)
+    ),
     "the model in a checkpoint": Case(loss=_in_checkpoint),
     "the model in a selective checkpoint": Case(loss=_in_selective_checkpoint),
     "parameters without a module": Case(Loose),
@@ -266,10 +298,18 @@ SITUATIONS = {
 
 
 VARIANTS = ("ZeRO-2", "ZeRO-3, one unit", "ZeRO-3, not resharded")
-"""Most of their code is that of ZeRO-3: on three ranks each takes a third of the cases, and none of the optimizers."""
+"""Most of their code is that of ZeRO-3: on three ranks each takes a third of the cases, and none of
+the optimizers."""
 
 
-ALREADY = {"plain", "plain float32", "tied weights", "a frozen parameter", "mixed dtypes", "channels last"}
+ALREADY = {
+    "plain",
+    "plain float32",
+    "tied weights",
+    "a frozen parameter",
+    "mixed dtypes",
+    "channels last",
+}
 ALREADY |= {name for name, case in data_parallel_cases.CASES.items() if not case.set_to_none}
 ALREADY |= {"transformer, checkpointed", "accumulation"}
 OF_WRAPPERS = {
@@ -277,25 +317,33 @@ OF_WRAPPERS = {
     for name, case in data_parallel_cases.CASES.items()
     if name != "buffers" and name not in ALREADY and "penalty" not in name
 }
-"""Cases of the data-parallel wrappers that are not among those of sharding, but for buffers, which are each rank's own
-under FSDP, and second derivatives, which it refuses."""
+"""Cases of the data-parallel wrappers that are not among those of sharding, but for buffers, which
+are each rank's own under FSDP, and second derivatives, which it refuses."""
 
 
 def _cases_of(strategy: str, world_size: int) -> dict[str, Case]:
-    every = CASES | SITUATIONS | ({} if strategy == "ZeRO-1" else OF_WRAPPERS)  # ZeRO-1 has these wrappers
+    # ZeRO-1 has these wrappers
+    every = CASES | SITUATIONS | ({} if strategy == "ZeRO-1" else OF_WRAPPERS)
     if strategy in VARIANTS and world_size == 3:
-        kinds = {name for name, case in CASES.items() if case.build is data_parallel_cases.plain}  # of optimizers
-        common = [name for name, case in every.items() if "ZeRO-3" not in case.without and name not in kinds]
+        # of optimizers
+        kinds = {name for name, case in CASES.items() if case.build is data_parallel_cases.plain}
+        common = [
+            name
+            for name, case in every.items()
+            if "ZeRO-3" not in case.without and name not in kinds
+        ]
         skipped = kinds | {*common} - {*common[VARIANTS.index(strategy) :: len(VARIANTS)]}
         every = {name: case for name, case in every.items() if name not in skipped}
     return {name: case for name, case in every.items() if strategy not in case.without}
 
 
 def _check(strategy: str) -> list[str]:
-    group, wrong = dist.group.WORLD, []
+    group = dist.group.WORLD
+    wrong = []
     assert group is not None
     for number, (name, case) in enumerate(_cases_of(strategy, group.size()).items()):
-        ranks_differ = "unused" in name or "unlike" in name  # in the heads that they use: those may be no units
+        # in the heads that they use: those may be no units
+        ranks_differ = "unused" in name or "unlike" in name
         is_one_unit = ranks_differ and strategy in WITH_UNITS
         wrap = partial(STRATEGIES[strategy], units=()) if is_one_unit else STRATEGIES[strategy]
         model, make = wrap(built(case, seed=group.rank()), case.optimizer, group)

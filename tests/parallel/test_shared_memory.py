@@ -1,4 +1,5 @@
-"""Shared memory: order under stress, failures of ranks, memory that leaves nothing behind, falling back, compiling.
+"""Shared memory: order under stress, failures of ranks, memory that leaves nothing behind, falling
+back, compiling.
 
 What algorithms compute over it is in `test_collectives.py`.
 """
@@ -24,7 +25,13 @@ from labkit.parallel.collectives import all_gather, all_reduce, butterfly_all_re
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.messages import gather_json
-from labkit.parallel.transport import POINT_TO_POINT, SHARED, find_transport, shared_memory, transport_in_use
+from labkit.parallel.transport import (
+    POINT_TO_POINT,
+    SHARED,
+    find_transport,
+    shared_memory,
+    transport_in_use,
+)
 from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
 from labkit.parallel.transport.shared_memory import SharedTransport
 from tests.parallel.shared_ranks import on_ranks
@@ -79,7 +86,8 @@ def test_death(group: dist.ProcessGroup) -> None:
 @in_group
 def test_leaving(group: dist.ProcessGroup) -> list[str]:
     """What a rank sent before it left still arrives."""
-    transport, received = find_transport(group, CPU, SHARED), torch.zeros(3)
+    transport = find_transport(group, CPU, SHARED)
+    received = torch.zeros(3)
     if dist.get_rank() == 0:
         transport.run([Step(torch.ones(3), 1, None, 0)])
     dist.barrier(group)
@@ -116,11 +124,18 @@ def test_time_out(group: dist.ProcessGroup) -> None:
 @in_group
 def test_parts(group: dist.ProcessGroup) -> None:
     """Parts that cannot be sent are refused before any message."""
-    transport, x = find_transport(group, CPU, SHARED), torch.ones(3)
+    transport = find_transport(group, CPU, SHARED)
+    x = torch.ones(3)
     other = 1 - transport.rank
     for part, add in ((torch.arange(200.0)[::2], False), (torch.ones(3, dtype=torch.int32), True)):
         with pytest.raises(ValueError, match="expected"):
-            transport.run([Step(torch.ones(1), other, torch.ones(1), other), Step(part, other, part, other, add)], 2)
+            transport.run(
+                [
+                    Step(torch.ones(1), other, torch.ones(1), other),
+                    Step(part, other, part, other, add),
+                ],
+                2,
+            )
     transport.run([Step(x, other, x, other, True)])
     assert x.tolist() == [2.0] * 3
 
@@ -130,8 +145,12 @@ def test_parts(group: dist.ProcessGroup) -> None:
 def test_mappings(group: dist.ProcessGroup) -> list[str]:
     """Nothing has a name, and there is a mapping for each rank of the group."""
     all_reduce(torch.ones(200_000), group, transport=SHARED)
-    wrong = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-    return wrong + ([] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"])
+    wrong = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line
+    ]
+    return wrong + (
+        [] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"]
+    )
 
 
 def _count_mappings() -> int:
@@ -171,7 +190,10 @@ def _exchange(length: int) -> Call:
 def _different_calls() -> list[list[Call]]:
     """Calls of two to four ranks, one each, that do not fit together."""
     return [
-        *([_reduce(n) for n in lengths] for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10))),
+        *(
+            [_reduce(n) for n in lengths]
+            for lengths in ((10, 11), (100_000, 200_000), (10, 11, 10))
+        ),
         [_reduce(10), _reduce(1_000_000), _reduce(10), _reduce(10)],
         [_gather(4), _gather(5)],
         [_reduce(4, "mean"), _reduce(4)],
@@ -197,13 +219,18 @@ def _error_text(call: Call, group: dist.ProcessGroup) -> str:
 
 @on_ranks(4)
 def test_ranks_that_make_different_calls_say_so() -> list[str]:
-    wrong, known = [], "same call|ended or failed|op must be|dtypes float64"
+    wrong = []
+    known = "same call|ended or failed|op must be|dtypes float64"
     for number, calls in enumerate(_different_calls()):
         group = dist.new_group(range(len(calls)))
         text = _error_text(calls[dist.get_rank()], group) if dist.get_rank() < len(calls) else None
         errors = [error for error in gather_json(text) if error is not None]
         is_named = any("the same call, with one shape and dtype" in error for error in errors)
-        wrong += [] if is_named and all(re.search(known, error) for error in errors) else [f"{number}: {errors}"]
+        wrong += (
+            []
+            if is_named and all(re.search(known, error) for error in errors)
+            else [f"{number}: {errors}"]
+        )
     return wrong
 
 
@@ -223,8 +250,11 @@ sys.exit(3)
 
 
 def test_a_program_that_ends_while_a_thread_waits_ends_with_its_status() -> None:
-    """Python ends such a thread as it comes back, which some C++ destructors would take the process down for."""
-    result = subprocess.run([sys.executable, "-c", WAITING_AT_THE_END], capture_output=True, text=True, timeout=200)
+    """Python ends such a thread as it comes back, which some C++ destructors would take the process
+    down for."""
+    result = subprocess.run(
+        [sys.executable, "-c", WAITING_AT_THE_END], capture_output=True, text=True, timeout=200
+    )
     assert (result.returncode, result.stderr) == (3, "")
 
 
@@ -236,8 +266,18 @@ def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> lis
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     wrong = []
     for place, name, replaced, expected in (
-        (shared_memory, "load_library", _refuse(SharedMemoryUnavailable, "none here"), "rank 1: none here"),
-        (shared_memory, "available_memory_bytes", lambda: 0, "rank 1: 3 ranks need 6 MiB, 0 MiB are"),
+        (
+            shared_memory,
+            "load_library",
+            _refuse(SharedMemoryUnavailable, "none here"),
+            "rank 1: none here",
+        ),
+        (
+            shared_memory,
+            "available_memory_bytes",
+            lambda: 0,
+            "rank 1: 3 ranks need 6 MiB, 0 MiB are",
+        ),
         (shared_memory, "host_identity", lambda: "another", "several hosts"),
         (shared_memory, "_open_mailbox", denied, closed),
         (os, "pidfd_open", denied, closed),
@@ -247,13 +287,16 @@ def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> lis
         with pytest.MonkeyPatch.context() as patched:
             if dist.get_rank() == 1:
                 patched.setattr(place, name, replaced)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 if place is resource else soft, hard))
+                resource.setrlimit(
+                    resource.RLIMIT_FSIZE, (2**20 if place is resource else soft, hard)
+                )
             wrong += [f"{name}: {text}" for text in _check_fallback(group, expected)]
     return wrong
 
 
 def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
-    rank, wrong = dist.get_rank(), []
+    rank = dist.get_rank()
+    wrong = []
     name, reason = transport_in_use(group)
     if name != POINT_TO_POINT or expected not in reason:
         wrong.append(f"rank {rank}: {name}, {reason}")
@@ -262,7 +305,9 @@ def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
     wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
     with pytest.raises(ValueError, match=f"cannot share memory.*{re.escape(expected)}"):
         butterfly_all_reduce(x, group, transport=SHARED)
-    return wrong + ([f"rank {rank}: {_count_mappings()} mappings are left"] if _count_mappings() else [])
+    return wrong + (
+        [f"rank {rank}: {_count_mappings()} mappings are left"] if _count_mappings() else []
+    )
 
 
 def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
@@ -281,25 +326,39 @@ def test_no_message_is_read_too_early_or_written_over() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "rounds"), [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)])
-def test_no_message_is_read_before_it_is_written_in_many_rounds(world_size: int, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "rounds"), [(2, 20_000), (3, 3_000), (4, 2_000), (6, 1_000), (8, 600)]
+)
+def test_no_message_is_read_before_it_is_written_in_many_rounds(
+    world_size: int, rounds: int
+) -> None:
     rounds = STRESS_ROUNDS or rounds
-    assert run_ranks(find_torn_messages, rounds, world_size=world_size, timeout_s=3000) == [[]] * world_size
+    assert (
+        run_ranks(find_torn_messages, rounds, world_size=world_size, timeout_s=3000)
+        == [[]] * world_size
+    )
 
 
 def find_torn_messages(rounds: int) -> list[str]:
-    """Every message differs from all before it in every element, so that one torn or stale byte is noticed."""
+    """Every message differs from all before it in every element, so that one torn or stale byte is
+    noticed."""
     transport = find_transport(None, CPU, SHARED)
-    rank, p = transport.rank, transport.world_size
-    lengths, wrong = (1, 7, 64, 500, 3000), []
+    rank = transport.rank
+    p = transport.world_size
+    lengths = (1, 7, 64, 500, 3000)
+    wrong = []
     for round_ in range(rounds):
-        n, value = lengths[round_ % 5], round_ * p
-        if round_ % 5 == 0:  # a stream one way, whose readers are behind: more than there are notes and slots
+        n = lengths[round_ % 5]
+        value = round_ * p
+        # a stream one way, whose readers are behind: more than there are notes and slots
+        if round_ % 5 == 0:
             sender = (round_ // 5) % p
             stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
             if rank == sender:
                 targets = [target for target in range(p) if target != sender]
-                transport.run([Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets))
+                transport.run(
+                    [Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets)
+                )
                 received = []
             else:
                 landed = [torch.full((n,), -2) for _ in stream]
@@ -312,22 +371,23 @@ def find_torn_messages(rounds: int) -> list[str]:
             if other >= p:
                 continue
             sizes = (n, lengths[(round_ // 5) % 5])
-            mine, theirs = (
-                torch.full((sizes[rank % 2],), value + rank),
-                torch.zeros(sizes[other % 2], dtype=torch.int64),
-            )
+            mine = torch.full((sizes[rank % 2],), value + rank)
+            theirs = torch.zeros(sizes[other % 2], dtype=torch.int64)
             transport.run([Step(mine, other, theirs, other)])
             mine.fill_(-1)
             received = [(theirs, value + other)]
         else:  # everybody to everybody, added: one copy serves all targets
-            mine, total = torch.full((n,), value + rank), torch.zeros(n, dtype=torch.int64)
+            mine = torch.full((n,), value + rank)
+            total = torch.zeros(n, dtype=torch.int64)
             pairs = [((rank + s) % p, (rank - s) % p) for s in range(1, p)]
             transport.run([Step(mine, to, total, source, True) for to, source in pairs], p)
             mine.fill_(-1)
             received = [(total, sum(value + other for other in range(p) if other != rank))]
         for x, expected in received:
             if int(x.min()) != expected or int(x.max()) != expected:
-                wrong.append(f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}")
+                wrong.append(
+                    f"rank {rank}: round {round_}: {x.unique()[:5].tolist()}, not {expected}"
+                )
     return wrong[:5]
 
 
@@ -335,7 +395,8 @@ def find_torn_messages(rounds: int) -> list[str]:
 
 
 def _load() -> str:
-    """The library's file, loaded as in a process that has not loaded it yet; or why there is none."""
+    """The library's file, loaded as in a process that has not loaded it yet; or why there is
+    none."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared_memory, "_libraries", [])
         return shared_memory.unavailable_reason() or str(shared_memory.load_library()._name)
@@ -359,7 +420,10 @@ def compiled() -> str:
 
 
 def test_processes_that_start_together_build_it_once_and_print_nothing(
-    tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    compiled: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     _set_compiler(monkeypatch, tmp_path, f"sleep 0.2; {compiled}")
     (file,) = set(run_ranks(_load, world_size=2))
@@ -369,9 +433,13 @@ def test_processes_that_start_together_build_it_once_and_print_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_failure_is_one_line_and_not_kept(tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_one_line_and_not_kept(
+    tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     message = "cc1plus: error: cannot write: No space left on device"
-    compiler = _set_compiler(monkeypatch, tmp_path, f'echo "In file x:"; echo "{message}" >&2; exit 1')
+    compiler = _set_compiler(
+        monkeypatch, tmp_path, f'echo "In file x:"; echo "{message}" >&2; exit 1'
+    )
     assert _load() == f"{compiler} failed: {message}"
     with monkeypatch.context() as patched:
         patched.setenv(shared_memory.FAILURE, "none")
@@ -384,11 +452,15 @@ def test_a_failure_is_one_line_and_not_kept(tmp_path: Path, compiled: str, monke
 def test_a_full_temporary_folder_does_not_matter(
     tmp_path: Path, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _set_compiler(monkeypatch, tmp_path, f'case "$TMPDIR" in */cache/labkit/*) {compiled};; esac; exit 1')
+    _set_compiler(
+        monkeypatch, tmp_path, f'case "$TMPDIR" in */cache/labkit/*) {compiled};; esac; exit 1'
+    )
     assert _load().endswith("library.so")
 
 
-@pytest.mark.parametrize(("missing", "package"), [("PATH", "g++"), ("CXX", "g++"), ("headers", "python3-dev")])
+@pytest.mark.parametrize(
+    ("missing", "package"), [("PATH", "g++"), ("CXX", "g++"), ("headers", "python3-dev")]
+)
 def test_what_is_missing_to_compile_is_named_with_what_to_install(
     missing: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""SyncBatchNorm on several ranks is BatchNorm on the whole batch; what it costs; what it refuses; conversion."""
+"""SyncBatchNorm on several ranks is BatchNorm on the whole batch; what it costs; what it refuses;
+conversion."""
 
 import copy
 import pickle
@@ -19,13 +20,26 @@ from tests.parallel.sync_batchnorm_cases import CASES, collectives_of, errors_on
 
 @on_ranks(1, 2, slow=(4,))
 def test_equals_batchnorm_on_the_whole_batch():
-    wrong, p = [], dist.get_world_size()
+    wrong = []
+    p = dist.get_world_size()
     for name, case in (grid(p) | (CASES if p > 1 else {})).items():  # alone it is plain batch norm
-        found, (shaped, rest) = errors_on_rank(case), case.tolerances
+        found = errors_on_rank(case)
+        shaped, rest = case.tolerances
         limits = {quantity: shaped if quantity in ("output", "dx") else rest for quantity in found}
-        wrong += [f"{name}: {quantity}, {error}" for quantity, error in found.items() if not error <= limits[quantity]]
+        wrong += [
+            f"{name}: {quantity}, {error}"
+            for quantity, error in found.items()
+            if not error <= limits[quantity]
+        ]
         if name not in CASES:
-            assert {"output", "dx", "d_weight", "d_bias", "running_mean", "running_var"} < found.keys()
+            assert {
+                "output",
+                "dx",
+                "d_weight",
+                "d_bias",
+                "running_mean",
+                "running_var",
+            } < found.keys()
     return wrong
 
 
@@ -62,7 +76,8 @@ def test_saved():
 
 @on_ranks(2)
 def test_refusals():
-    """Copies of a group, less than two values a channel, on all ranks, second derivatives, and weights that change."""
+    """Copies of a group, less than two values a channel, on all ranks, second derivatives, and
+    weights that change."""
     layer = SyncBatchNorm(2, process_group=dist.group.WORLD)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="process_group is tied to its ranks"):
@@ -89,12 +104,20 @@ def test_refusals():
 
 @on_ranks(4)
 def test_groups():
-    """Ranks 0 and 1 share a batch, 2 and 3 another; a rank that calls a layer that is not its own is refused."""
-    groups, (pair, place) = [dist.new_group([0, 1]), dist.new_group([2, 3])], divmod(dist.get_rank(), 2)
+    """Ranks 0 and 1 share a batch, 2 and 3 another; a rank that calls a layer that is not its own
+    is refused."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, place = divmod(dist.get_rank(), 2)
     generators = [torch.Generator().manual_seed(2 * pair + other) for other in (0, 1)]
-    inputs = [torch.randn(3, 5, generator=generator, dtype=torch.float64) for generator in generators]
-    own, results = SyncBatchNorm(5, momentum=1.0, process_group=groups[pair], dtype=torch.float64), []
-    for layer, batch in ((own, inputs[place]), (nn.BatchNorm1d(5, dtype=torch.float64), torch.cat(inputs))):
+    inputs = [
+        torch.randn(3, 5, generator=generator, dtype=torch.float64) for generator in generators
+    ]
+    own = SyncBatchNorm(5, momentum=1.0, process_group=groups[pair], dtype=torch.float64)
+    results = []
+    for layer, batch in (
+        (own, inputs[place]),
+        (nn.BatchNorm1d(5, dtype=torch.float64), torch.cat(inputs)),
+    ):
         x = batch.clone().requires_grad_()
         output = layer(x)
         (output * torch.arange(1.0, 6.0).cumsum(0) * (batch > 0)).sum().backward()
@@ -120,8 +143,15 @@ def test_input_that_does_not_fit_is_refused(x, words):
 
 def test_without_ranks_it_is_plain_batchnorm():
     x = torch.randn(4, 3, 5)
-    for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"bias": False}):
-        plain, own = torchs(nn.BatchNorm1d, 3, **options), SyncBatchNorm(3, **options)
+    for options in (
+        {},
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"bias": False},
+    ):
+        plain = torchs(nn.BatchNorm1d, 3, **options)
+        own = SyncBatchNorm(3, **options)
         assert torch.equal(own(x), plain(x))
         assert torch.equal(own.eval()(x), plain.eval()(x))
         assert {k: v.tolist() for k, v in own.state_dict().items()} == {
@@ -134,7 +164,12 @@ def _model():
     return nn.Sequential(
         nn.Linear(4, 4),
         nn.BatchNorm1d(4, eps=0.1, momentum=None, dtype=torch.float64).eval(),
-        nn.ModuleDict({"2d": nn.BatchNorm2d(3, affine=False), "3d": nn.BatchNorm3d(3, track_running_stats=False)}),
+        nn.ModuleDict(
+            {
+                "2d": nn.BatchNorm2d(3, affine=False),
+                "3d": nn.BatchNorm3d(3, track_running_stats=False),
+            }
+        ),
         nn.SyncBatchNorm(5, momentum=0.3),
         shared,
         nn.Sequential(shared, torchs(nn.BatchNorm2d, 2, bias=False).requires_grad_(False)),
@@ -144,7 +179,11 @@ def _model():
 def test_conversion_keeps_tensors_options_and_names():
     model = _model()
     before = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
-    layers = {name: layer for name, layer in model.named_modules(remove_duplicate=False) if hasattr(layer, "eps")}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if hasattr(layer, "eps")
+    }
     converted = convert_sync_batchnorm(model)
     assert converted is model
     assert len(layers) == 7
@@ -161,7 +200,8 @@ def test_conversion_keeps_tensors_options_and_names():
 
 
 def test_conversion_of_a_layer_of_an_own_one_and_of_a_lazy_one():
-    layer, calls = nn.BatchNorm2d(3), list[int]()
+    layer = nn.BatchNorm2d(3)
+    calls = list[int]()
     layer.register_forward_hook(lambda *_: calls.append(1))
     converted = convert_sync_batchnorm(layer)
     assert converted is layer
@@ -190,7 +230,10 @@ def _patched():
         (_patched, "BatchNorm1d has another"),
         (lambda: prune.identity(nn.BatchNorm1d(2), "weight"), "pruned or parametrized"),
         (lambda: prune.identity(nn.BatchNorm1d(2), "bias"), "pruned or parametrized"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2), dim=None), "pruned or parametrized"),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2), dim=None),
+            "pruned or parametrized",
+        ),
     ],
 )
 def test_layers_that_the_new_one_would_not_equal_are_refused_and_nothing_is_changed(build, message):
@@ -201,15 +244,19 @@ def test_layers_that_the_new_one_would_not_equal_are_refused_and_nothing_is_chan
 
 
 def _compiled():
-    """A compiled model, whose first forward pass has the first collective of the process, and an uncompiled one."""
-    rank, results = dist.get_rank(), []
+    """A compiled model, whose first forward pass has the first collective of the process, and an
+    uncompiled one."""
+    rank = dist.get_rank()
+    results = []
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
     for wrap in (lambda model: torch.compile(model, backend="eager"), lambda model: model):
         torch.manual_seed(0)
         model = wrap(nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Linear(4, 4)))
         outputs = model(x)
         outputs.square().sum().backward()
-        results.append([outputs.flatten().tolist(), [p.grad.flatten().tolist() for p in model.parameters()]])
+        results.append(
+            [outputs.flatten().tolist(), [p.grad.flatten().tolist() for p in model.parameters()]]
+        )
     return results
 
 

@@ -47,7 +47,8 @@ def total(group=None):
     return tensor.item()
 
 def worker(point):
-    yield {"sum": total(dist.new_group()), "pid": os.getpid(), "loopback": os.environ.get("GLOO_SOCKET_IFNAME"),
+    yield {"sum": total(dist.new_group()), "pid": os.getpid(),
+    "loopback": os.environ.get("GLOO_SOCKET_IFNAME"),
         "place": [torchrun.ranks_here(2), torchrun.read_variable("LOCAL_RANK")]}
     if point == "fails" and rank == 1:
         raise ValueError("rank 1 has had enough")
@@ -86,7 +87,8 @@ def plain(item):
     return ["end", item.index, item.status, item.reason, item.facts]
 
 def measure(points, **options):
-    return [plain(item) for item in launch(worker, points, **{"world_size": 2, "timeout_s": 3600} | options)]
+    options = {"world_size": 2, "timeout_s": 3600} | options
+    return [plain(item) for item in launch(worker, points, **options)]
 
 def refused(call):
     try:
@@ -130,13 +132,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[dict[str, Any]]:
-    """What each rank printed, by rank. One job has all launches: it is three programs that import torch."""
+    """What each rank printed, by rank. One job has all launches: it is three programs that import
+    torch."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
     environment |= {"LABKIT_HOME": str(directory), "ARGUMENTS": json.dumps(MEASURE)}
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    job = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     assert (job.returncode, len(lines)) == (0, 2), job.stderr
     return sorted(lines, key=lambda line: line["rank"])
@@ -153,14 +165,17 @@ def test_points_run_in_the_ranks_of_the_job(ranks: list[dict[str, Any]]) -> None
     assert [row[:2] for row in rows] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     pids = [row[2]["pid"] for row in rows]
     assert pids[:2] == pids[2:]
-    assert len({*pids, *(rank["pid"] for rank in ranks)}) == 4  # two processes of the job, and a rank of each
+    # two processes of the job, and a rank of each
+    assert len({*pids, *(rank["pid"] for rank in ranks)}) == 4
     assert {(row[2]["sum"], row[2]["loopback"]) for row in rows} == {(3.0, "lo")}
     assert [row[2]["place"] for row in rows] == [[2, 0], [2, 1]] * 2
     assert ends(items) == [[0, "ok", None], [1, "ok", None]]
     facts = items[-1][4]
     assert (facts["start_method"], facts["world_size"]) == ("torchrun", 2)
     assert [rank["run_ranks"] for rank in ranks] == [[3.0, 3.0], []]
-    assert [(rank["is job"], rank["hosts"], rank["loopback"]) for rank in ranks] == [(True, [[0, 1]], None)] * 2
+    assert [(rank["is job"], rank["hosts"], rank["loopback"]) for rank in ranks] == [
+        (True, [[0, 1]], None)
+    ] * 2
 
 
 def test_the_callers_process_group_is_not_replaced(ranks: list[dict[str, Any]]) -> None:
@@ -182,15 +197,21 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(ranks: list[dict[str, Any]]) 
 
 def test_a_death_and_a_hang_cost_a_point(ranks: list[dict[str, Any]]) -> None:
     assert ends(ranks[0]["dies"]) == [[0, "failed", "rank 1 exited with code 3"], [1, "ok", None]]
-    (hang, after) = ends(ranks[0]["hangs"])
+    hang, after = ends(ranks[0]["hangs"])
     assert hang[:2] == [0, "timeout"]
     assert "still running after 3 s (timeout_s), in one" in hang[2]
     assert after == [1, "ok", None]
-    assert ends(ranks[0]["fails beside a hang"])[0] == [0, "failed", "rank 1: ValueError: while rank 0 hangs"]
+    assert ends(ranks[0]["fails beside a hang"])[0] == [
+        0,
+        "failed",
+        "rank 1: ValueError: while rank 0 hangs",
+    ]
     assert ends(ranks[0]["died between"]) == [[0, "ok", None], [1, "ok", None]]
 
 
-def test_the_command_measures_by_the_ranks_that_exist(directory: Path, ranks: list[dict[str, Any]]) -> None:
+def test_the_command_measures_by_the_ranks_that_exist(
+    directory: Path, ranks: list[dict[str, Any]]
+) -> None:
     (path,) = directory.glob("data/runs/all_reduce/*.jsonl")
     assert_measured(Run.load(path))
 
@@ -207,12 +228,18 @@ def set_job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_variables
 
 
-def test_left_over_variables_are_named_at_once(set_job: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_over_variables_are_named_at_once(
+    set_job: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_job()
-    with pytest.raises(ValueError, match=r"needs 2 ranks, but this job has 4; RANK=0, WORLD_SIZE=4, .* unset them"):
+    with pytest.raises(
+        ValueError, match=r"needs 2 ranks, but this job has 4; RANK=0, WORLD_SIZE=4, .* unset them"
+    ):
         run_ranks(int, world_size=2)
     monkeypatch.setattr(torchrun, "CONNECT_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(ValueError, match=r"a job whose store answers; RANK=0, WORLD_SIZE=4, .* unset them"):
+    with pytest.raises(
+        ValueError, match=r"a job whose store answers; RANK=0, WORLD_SIZE=4, .* unset them"
+    ):
         run_ranks(int, world_size=4)  # of a job that is over
     set_job(WORLD_SIZE="four")
     with pytest.raises(ValueError, match="WORLD_SIZE: expected a whole number in the environment"):
@@ -220,7 +247,10 @@ def test_left_over_variables_are_named_at_once(set_job: Callable[..., None], mon
     for name in TORCHRUN:  # another launcher
         set_job()
         monkeypatch.delenv(name)
-        with pytest.raises(ValueError, match=r"expected .*torchrun.*RANK=0, WORLD_SIZE=4.*unset them if there is none"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected .*torchrun.*RANK=0, WORLD_SIZE=4.*unset them if there is none",
+        ):
             run_ranks(int, world_size=4)
         with pytest.raises(ParameterError, match="unset them"):
             resume(load_lab("all_reduce"), Path("no run"))  # one line of the command line
@@ -240,7 +270,10 @@ def test_a_single_left_over_variable_is_no_job(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ranks_are_grouped_by_host_and_hosts_of_one_name_told_apart() -> None:
     assert label_hosts([("a", "11"), ("a", "11"), ("b", "22")]) == {"a": [0, 1], "b": [2]}
-    assert label_hosts([("c", "123456"), ("c", "abcdef"), ("c", "123456")]) == {"c-1234": [0, 2], "c-abcd": [1]}
+    assert label_hosts([("c", "123456"), ("c", "abcdef"), ("c", "123456")]) == {
+        "c-1234": [0, 2],
+        "c-abcd": [1],
+    }
     assert host_identity() == host_identity()
     assert describe_hosts({"a": [0, 1, 2], "b": [4]}) == "ranks 0, 1, 2 on a; rank 4 on b"
 
@@ -248,7 +281,8 @@ def test_ranks_are_grouped_by_host_and_hosts_of_one_name_told_apart() -> None:
 @pytest.mark.parametrize(
     ("variables", "rank", "n_gpus", "device"),
     [
-        # Two ranks on each of two nodes with eight GPUs, under torchrun: the third rank is its node's first.
+        # Two ranks on each of two nodes with eight GPUs, under torchrun: the third rank is its
+        # node's first.
         ({"RANK": "2", "LOCAL_RANK": "0"}, None, 8, "cuda:0"),
         ({"RANK": "3", "LOCAL_RANK": "1"}, None, 8, "cuda:1"),
         # Ranks started here share what there is.

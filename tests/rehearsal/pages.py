@@ -1,4 +1,5 @@
-"""The cells of a lab's notebook, carried out in this process on a run from memory; nothing is written."""
+"""The cells of a lab's notebook, carried out in this process on a run from memory; nothing is
+written."""
 
 import json
 import re
@@ -61,7 +62,8 @@ def kind_of_point(point: Record) -> str:
 
 
 def carry_out(lab: Lab, run: Run, *, has_tries: bool = False) -> None:
-    """Run every code cell of the lab's notebook on `run`, and the Tries where they stand; raise what a cell raises.
+    """Run every code cell of the lab's notebook on `run`, and the Tries where they stand; raise
+    what a cell raises.
 
     What a Try leaves is not there for the cells below it.
     """
@@ -79,16 +81,22 @@ def carry_out(lab: Lab, run: Run, *, has_tries: bool = False) -> None:
             continue
         namespace["In"].append(source)
         exec(compile(source, place, "exec"), namespace)
-        if isinstance(opened := namespace.get("lab"), notebook.OpenLab) and not isinstance(opened, LabOnRun):
+        if isinstance(opened := namespace.get("lab"), notebook.OpenLab) and not isinstance(
+            opened, LabOnRun
+        ):
             namespace["lab"] = LabOnRun(lab, opened.parameters, run)
 
 
 def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:
-    """The same run with other rows: `rows` gets a point and a record, and gives one in its place, or None."""
+    """The same run with other rows: `rows` gets a point and a record, and gives one in its place,
+    or None."""
     planned = run.header.planned
     changed = [(row.point, rows(planned[row.point], row.model_dump())) for row in run._rows]
     kept = [Row.model_validate(record) for _, record in changed if record is not None]
     without = {point for point, record in changed if record is None} - {row.point for row in kept}
     lost = {"status": "failed", "reason": "rank 0: RuntimeError: rehearsed"}
-    ends = {point: end.model_copy(update=lost if point in without else {}) for point, end in run._ends.items()}
+    ends = {
+        point: end.model_copy(update=lost if point in without else {})
+        for point, end in run._ends.items()
+    }
     return Run(run.path, run.header, kept, ends)

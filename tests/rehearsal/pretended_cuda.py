@@ -1,8 +1,9 @@
 """A CUDA device that is not here, for the workers of labs: main memory that says it is on the GPU.
 
-Storages are tagged; tensors of tagged ones answer `cuda` when asked for their device, and an operator that would mix
-devices raises as CUDA's would. `torch.cuda` answers for one H100. Cannot be seen this way: streams, NCCL, CUPTI,
-allocator counters, numerics, launches of Triton kernels, what Inductor makes; nor what happens inside a backward pass.
+Storages are tagged; tensors of tagged ones answer `cuda` when asked for their device, and an
+operator that would mix devices raises as CUDA's would. `torch.cuda` answers for one H100. Cannot be
+seen this way: streams, NCCL, CUPTI, allocator counters, numerics, launches of Triton kernels, what
+Inductor makes; nor what happens inside a backward pass.
 """
 
 import time
@@ -23,9 +24,30 @@ NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)
 
 # CUDA lets a scalar of the CPU into element-wise operators, not into these.
-NO_SCALARS = {"stack", "cat", "concat", "hstack", "vstack", "bmm", "mm", "matmul", "linear", "embedding", "conv2d"}
+NO_SCALARS = {
+    "stack",
+    "cat",
+    "concat",
+    "hstack",
+    "vstack",
+    "bmm",
+    "mm",
+    "matmul",
+    "linear",
+    "embedding",
+    "conv2d",
+}
 # These cross from one device to another, or only look at a tensor.
-CROSSING = {"copy_", "__setitem__", "__getitem__", "set_", "_foreach_copy_", "equal", "__set__", "type_as"}
+CROSSING = {
+    "copy_",
+    "__setitem__",
+    "__getitem__",
+    "set_",
+    "_foreach_copy_",
+    "equal",
+    "__set__",
+    "type_as",
+}
 CROSSING |= {"_has_compatible_shallow_copy_type", "is_same_size"}
 OF_THE_SAME_STORAGE = {"grad", "data", "T", "mT"}
 
@@ -42,7 +64,8 @@ def is_on_gpu(tensor):
 def _put_on_gpu(result):
     with torch._C.DisableTorchFunction():
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):  # which knows its own device
+            # which knows its own device
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                 tensor.untyped_storage().is_on_gpu = True
     return result
 
@@ -82,7 +105,7 @@ class PretendedDevice(TorchFunctionMode):
         return _put_on_gpu(result) if is_there else result
 
     def _attribute(self, function, attribute, args):
-        (tensor, *_) = args
+        tensor, *_ = args
         there = is_on_gpu(tensor)
         if attribute in ("is_cuda", "is_cpu"):
             return there == (attribute == "is_cuda")
@@ -95,16 +118,23 @@ class PretendedDevice(TorchFunctionMode):
         tensor, *rest = args
         source = target = is_on_gpu(tensor)
         if name != "to":
-            target, rest, kwargs = name == "cuda", [], {}
+            target = name == "cuda"
+            rest = []
+            kwargs = {}
         for place, value in [*enumerate(rest), *kwargs.items()]:
             if isinstance(value, torch.Tensor):
                 target = is_on_gpu(value)
-            elif isinstance(value, str | torch.device) or (isinstance(value, int) and not isinstance(value, bool)):
+            elif isinstance(value, str | torch.device) or (
+                isinstance(value, int) and not isinstance(value, bool)
+            ):
                 target = _is_gpu(value)
                 (kwargs if isinstance(place, str) else rest)[place] = "cpu"
         with torch._C.DisableTorchFunction():
             result = torch.Tensor.to(tensor, *rest, **kwargs)
-            if target != source and result.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+            if (
+                target != source
+                and result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            ):
                 result = result.clone()
         return _put_on_gpu(result) if target else result
 
@@ -153,16 +183,37 @@ def _backward(tensor, *args, **options):
     torch.autograd.backward(tensor, *args, **options)
 
 
-def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, allow_unused=None, **_):
+def _grad(
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    allow_unused=None,
+    **_,
+):
     """`torch.autograd.grad` without its own look at devices, which C++ does not know of."""
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    given = (grad_outputs,) if isinstance(grad_outputs, torch.Tensor) or grad_outputs is None else tuple(grad_outputs)
-    seeds = tuple(torch.ones_like(out) if seed is None else seed for out, seed in zip(outputs, given, strict=True))
+    given = (
+        (grad_outputs,)
+        if isinstance(grad_outputs, torch.Tensor) or grad_outputs is None
+        else tuple(grad_outputs)
+    )
+    seeds = tuple(
+        torch.ones_like(out) if seed is None else seed
+        for out, seed in zip(outputs, given, strict=True)
+    )
     if [is_on_gpu(out) for out in outputs] != [is_on_gpu(seed) for seed in seeds]:
         raise MixedDevices("grad: outputs and their gradients should be on the same device")
     found = torch.autograd.graph._engine_run_backward(
-        outputs, seeds, bool(retain_graph), create_graph, inputs, bool(allow_unused), accumulate_grad=False
+        outputs,
+        seeds,
+        bool(retain_graph),
+        create_graph,
+        inputs,
+        bool(allow_unused),
+        accumulate_grad=False,
     )
     return tuple(
         _put_on_gpu(grad) if grad is not None and is_on_gpu(at) else grad
@@ -174,9 +225,14 @@ def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=Fa
 def pretended_gpu():
     """One H100 for whatever runs inside."""
     properties = SimpleNamespace(
-        name=NAME, total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+        name=NAME,
+        total_memory=MEMORY,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        multi_processor_count=132,
     )
-    counted = iter(range(2**20, 2**50, 4096))  # allocator counters that grow, as no two moments are alike
+    # allocator counters that grow, as no two moments are alike
+    counted = iter(range(2**20, 2**50, 4096))
 
     def count(device=None):
         return next(counted)
@@ -200,7 +256,9 @@ def pretended_gpu():
         "max_memory_allocated": count,
         "max_memory_reserved": count,
         "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": lambda device=None: {f"requested_bytes.all.{at}": count() for at in ("current", "peak")},
+        "memory_stats": lambda device=None: {
+            f"requested_bytes.all.{at}": count() for at in ("current", "peak")
+        },
         "device_of": lambda tensor: nullcontext(),
     }
     with (

@@ -1,4 +1,5 @@
-"""From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: binder, autotuner, grids.
+"""From PyTorch to the launch of every flash kernel, compiled for an H100 that is not here: binder,
+autotuner, grids.
 
 What the kernels compute is the interpreter's to test; what it passes over is what stands here.
 """
@@ -22,23 +23,29 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here launches for itself"),
 ]
 
-BATCH, SEQUENCE, HEAD_DIM = 2, 100, 64
+BATCH = 2
+SEQUENCE = 100
+HEAD_DIM = 64
 SHARED_BYTES = 227 * 1024
 LOADED = (1, 1, 64, 0, 1024)  # module, function, registers, spills, most threads a block
 
 
 class Driver:
-    """A Triton driver for an sm_90: kernels are compiled for real and launched nowhere; `launches` records them."""
+    """A Triton driver for an sm_90: kernels are compiled for real and launched nowhere; `launches`
+    records them."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, tuple[int, int, int]]] = []
         properties = {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
         self.utils = SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: LOADED, get_device_properties=lambda device: properties
+            load_binary=lambda name, kernel, shared, device: LOADED,
+            get_device_properties=lambda device: properties,
         )
 
     def launcher_cls(self, source, metadata):
-        return lambda x, y, z, stream, function, *arguments: self.launches.append((metadata.name, (x, y, z)))
+        return lambda x, y, z, stream, function, *arguments: self.launches.append(
+            (metadata.name, (x, y, z))
+        )
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -70,7 +77,9 @@ def h100(monkeypatch):
     monkeypatch.setattr(
         flash_attention,
         "_correct_tiles",
-        lambda name, head_dim, group, dtype, *_: tiles_for(name, dtype=dtype, head_dim=head_dim, capability=(9, 0)),
+        lambda name, head_dim, group, dtype, *_: tiles_for(
+            name, dtype=dtype, head_dim=head_dim, capability=(9, 0)
+        ),
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
@@ -80,24 +89,34 @@ def h100(monkeypatch):
 
 
 def _programs(kernel, dtype):
-    """Programs that the autotuner's tries start, and then the call: one for every block of every head."""
+    """Programs that the autotuner's tries start, and then the call: one for every block of every
+    head."""
     tiles = tiles_for(kernel, dtype=dtype, head_dim=HEAD_DIM, capability=(9, 0))
     blocks = [tile.block_k if kernel == "grad_kv" else tile.block_q for tile in tiles]
     return {(BATCH * -(-SEQUENCE // block), 1, 1) for block in blocks}
 
 
 def test_every_kernel_is_tuned_compiled_and_launched(h100):
-    inputs = [torch.randn(BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    ]
     output = flash_attention.FlashAttention.apply(*inputs, True)
     torch.autograd.grad(output, inputs, torch.ones_like(output))
-    started = {name: {grid for called, grid in h100.launches if called == name} for name, _ in h100.launches}
+    started = {
+        name: {grid for called, grid in h100.launches if called == name}
+        for name, _ in h100.launches
+    }
     assert started.keys() == {"forward_kernel", "delta_kernel", "grad_kv_kernel", "grad_q_kernel"}
     for kernel in ("forward", "grad_kv", "grad_q"):
         assert started[f"{kernel}_kernel"] == _programs(kernel, torch.bfloat16)
     once = len(h100.launches)
-    torch.autograd.grad(flash_attention.FlashAttention.apply(*inputs, True), inputs, torch.ones_like(output))
+    torch.autograd.grad(
+        flash_attention.FlashAttention.apply(*inputs, True), inputs, torch.ones_like(output)
+    )
     assert len(h100.launches) == once + 4, "what is tuned is not tuned again"
-    before, many = len(h100.launches), torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16)
+    before = len(h100.launches)
+    many = torch.zeros(3, 32 * BATCH, SEQUENCE, HEAD_DIM, dtype=torch.bfloat16)
     flash_attention.run_kernel("forward", many, True, None)
     tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=HEAD_DIM, capability=(9, 0))
     assert len(h100.launches) == before + len(tiles) + 1, "more programs are tuned for themselves"

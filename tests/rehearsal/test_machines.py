@@ -25,20 +25,29 @@ def _plan(study, machine, profile):
     points = study.plan(study.profiles_on(machine)[profile], machine)
     assert len({point.id for point in points}) == len(points)
     reasons = {point.id: point.skip_reason(machine) for point in points}
-    assert all(reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values())
-    return [point for point in points if reasons[point.id] is None], list(filter(None, reasons.values()))
+    assert all(
+        reason is None or (reason.strip() and "\n" not in reason) for reason in reasons.values()
+    )
+    return [point for point in points if reasons[point.id] is None], list(
+        filter(None, reasons.values())
+    )
 
 
 @pytest.fixture(autouse=True)
 def _this_machine_has_no_say(monkeypatch):
-    """A plan depends on its machine alone: not on the compiler or the free memory of the machine that plans.
+    """A plan depends on its machine alone: not on the compiler or the free memory of the machine
+    that plans.
 
     The tuned step joins what the recorded runs recommend, as if they were from the made-up machine.
     """
     monkeypatch.setattr("labkit.lab.point.available_memory_bytes", lambda: 32 * GIB)
-    monkeypatch.setattr("labkit.studies.training_step.worker.no_compiler_reason", lambda device: None)
+    monkeypatch.setattr(
+        "labkit.studies.training_step.worker.no_compiler_reason", lambda device: None
+    )
     monkeypatch.setattr("labkit.studies.tuned_step.lab.runs_here", lambda machine: {})
-    monkeypatch.setattr("labkit.studies.tuned_step.lab.recommend", lambda *where: _recommendations(*where[:2]))
+    monkeypatch.setattr(
+        "labkit.studies.tuned_step.lab.recommend", lambda *where: _recommendations(*where[:2])
+    )
 
 
 @cache
@@ -52,8 +61,14 @@ def test_a_lab_uses_the_gpus_that_are_there_or_the_cpu(lab):
     for (name, machine), profile in product(MACHINES.items(), PROFILES):
         planned, reasons = _plan(study, machine, profile)
         json.dumps([point.describe() for point in planned])
-        on_gpu = [point for point in planned if point.backend == "nccl" or getattr(point, "device", "") == "cuda"]
-        is_too_large = profile == "paper" and not planned and all("needs" in reason for reason in reasons)
+        on_gpu = [
+            point
+            for point in planned
+            if point.backend == "nccl" or getattr(point, "device", "") == "cuda"
+        ]
+        is_too_large = (
+            profile == "paper" and not planned and all("needs" in reason for reason in reasons)
+        )
         if machine.gpus:
             assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
         else:
@@ -61,7 +76,9 @@ def test_a_lab_uses_the_gpus_that_are_there_or_the_cpu(lab):
             assert not on_gpu, (name, profile)
         for point in on_gpu:
             assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
-        assert lab != "tuned_step" or all(point.world_size <= len(machine.gpus) for point in on_gpu), name
+        assert lab != "tuned_step" or all(
+            point.world_size <= len(machine.gpus) for point in on_gpu
+        ), name
 
 
 @pytest.mark.parametrize("lab", LABS)
@@ -78,7 +95,8 @@ def test_the_sizes_of_an_h100_are_planned_within_its_time(lab, count, monkeypatc
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_recorded_run_took_about_its_planned_time(lab):
-    study, run = load_lab(lab), recorded(lab)
+    study = load_lab(lab)
+    run = recorded(lab)
     points = study.plan(study.config.model_validate(run.header.config), run.header.machine)
     points = [point for point in points if point.id in run._ends]
     assert sum(run._ends[point.id].elapsed_s for point in points) <= 2 * planned_s(points)
@@ -86,17 +104,20 @@ def test_a_recorded_run_took_about_its_planned_time(lab):
 
 @pytest.mark.parametrize("profile", ["quick", "paper"])
 def test_throughput_is_measured_from_one_gpu_to_all(profile):
-    study, curves = load_lab("data_parallel"), {}
+    study = load_lab("data_parallel")
+    curves = {}
     for name in ("one H100", "two A4000", "eight H100"):
         points, _ = _plan(study, MACHINES[name], profile)
         curves[name] = sorted({(point.world_size, point.backend) for point in points})
-    nccl, both = [(ranks, "nccl") for ranks in (1, 2, 4, 8)], [(2, "gloo")]
+    nccl = [(ranks, "nccl") for ranks in (1, 2, 4, 8)]
+    both = [(2, "gloo")]
     one = both if profile == "quick" else [*nccl[:1], *both]
     assert curves == {"one H100": one, "two A4000": nccl[:2], "eight H100": nccl}
 
 
 def test_nccl_comes_first_and_no_cpu_size_stays_on_gpus():
-    study, machine = load_lab("all_reduce"), MACHINES["eight H100"]
+    study = load_lab("all_reduce")
+    machine = MACHINES["eight H100"]
     points, _ = _plan(study, machine, "quick")
     assert points[0].backend == "nccl"
     assert max(point.n_bytes for point in points if point.backend == "nccl") >= 2**28
@@ -111,7 +132,9 @@ def test_a_lab_says_why_there_are_no_usable_gpus(lab):
     study = load_lab(lab)
     wanted = study.profiles["smoke"].model_copy(update={"device": "cuda"})
     for name in ("driver too old", "V100", "container"):
-        reasons = [point.skip_reason(MACHINES[name]) for point in study.plan(wanted, MACHINES[name])]
+        reasons = [
+            point.skip_reason(MACHINES[name]) for point in study.plan(wanted, MACHINES[name])
+        ]
         assert any(MACHINES[name].no_gpu_reason in reason for reason in reasons if reason), name
 
 
@@ -124,13 +147,21 @@ def test_a_lab_says_why_there_are_no_usable_gpus(lab):
 )
 def test_the_page_of_a_run_from_gpus(lab, count, profile):
     """Every point that is planned there, with recorded rows of its kind."""
-    study, run, machine = load_lab(lab), recorded(lab), MACHINES[f"{count} H100"]
+    study = load_lab(lab)
+    run = recorded(lab)
+    machine = MACHINES[f"{count} H100"]
     points, _ = _plan(study, machine, profile)
     planned = {point.id: point.describe() for point in points}
     kinds = {kind_of_point(point): id for id, point in run.header.planned.items()}
-    sources = {id: kinds[kind] for id, point in planned.items() if (kind := kind_of_point(point)) in kinds}
+    sources = {
+        id: kinds[kind] for id, point in planned.items() if (kind := kind_of_point(point)) in kinds
+    }
     pairs = product(sources.items(), run._rows)
-    rows = [row.model_copy(update={"point": id}) for (id, source), row in pairs if row.point == source]
+    rows = [
+        row.model_copy(update={"point": id}) for (id, source), row in pairs if row.point == source
+    ]
     ends = {id: run._ends[source] for id, source in sources.items()}
-    header = run.header.model_copy(update={"machine": machine, "planned": planned, "profile": profile})
+    header = run.header.model_copy(
+        update={"machine": machine, "planned": planned, "profile": profile}
+    )
     carry_out(study, Run(run.path, header, rows, ends))

@@ -1,7 +1,7 @@
 """Pages of runs in which a kind of point failed, or all its alternatives did: on a GPU some will.
 
-From the recorded run of each lab, one kind of rows after another is taken away; whatever the notebook's cells build
-of the rest must come without an exception.
+From the recorded run of each lab, one kind of rows after another is taken away; whatever the
+notebook's cells build of the rest must come without an exception.
 """
 
 import pytest
@@ -22,14 +22,17 @@ FAILED = {"check": "failed: RuntimeError: rehearsed"}
 
 def _kinds_of_points():
     for lab in LABS:
-        yield from dict.fromkeys((lab, kind_of_point(point)) for point in recorded(lab).header.planned.values())
+        yield from dict.fromkeys(
+            (lab, kind_of_point(point)) for point in recorded(lab).header.planned.values()
+        )
 
 
 MAIN_KINDS = dict(reversed(list(_kinds_of_points())))  # the first of each lab
 
 
 @pytest.mark.parametrize(
-    ("lab", "kind"), thinned(_kinds_of_points(), lambda lab, kind: kind == MAIN_KINDS[lab] and lab in LABS[1::2])
+    ("lab", "kind"),
+    thinned(_kinds_of_points(), lambda lab, kind: kind == MAIN_KINDS[lab] and lab in LABS[1::2]),
 )
 def test_a_page_whose_points_of_a_kind_failed(lab, kind):
     run = run_of(recorded(lab), lambda point, row: None if kind_of_point(point) == kind else row)
@@ -47,7 +50,9 @@ def test_a_page_whose_alternatives_all_failed(lab):
     carry_out(load_lab(lab), run_of(recorded(lab), failed))
 
 
-@pytest.mark.parametrize(("lab", "column", "value"), thinned(KINDS_OF_ROWS, lambda lab, *_: lab == "data_parallel"))
+@pytest.mark.parametrize(
+    ("lab", "column", "value"), thinned(KINDS_OF_ROWS, lambda lab, *_: lab == "data_parallel")
+)
 def test_a_page_without_some_rows_of_its_points(lab, column, value):
     run = run_of(recorded(lab), lambda _, row: None if row["values"].get(column) == value else row)
     carry_out(load_lab(lab), run)

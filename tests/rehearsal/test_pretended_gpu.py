@@ -1,4 +1,5 @@
-"""Every lab's worker on a GPU that is pretended: no tensor on the wrong device, no question that only a CPU answers."""
+"""Every lab's worker on a GPU that is pretended: no tensor on the wrong device, no question that
+only a CPU answers."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -26,8 +27,10 @@ TORCHS_SYNC_BATCHNORM = {
 
 
 def _points(lab):
-    """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks they share."""
-    study, machine = load_lab(lab), MACHINES["one H100"]
+    """The first of each kind of points that run on a GPU and need no NCCL, by the group of ranks
+    they share."""
+    study = load_lab(lab)
+    machine = MACHINES["one H100"]
     kinds = {}
     for point in study.plan(study.profiles["smoke"], machine):
         kind = kind_of_point(vars(point))
@@ -39,7 +42,11 @@ def _points(lab):
 
 def _without_torchs(lab, point):
     field, name = TORCHS_SYNC_BATCHNORM.get(lab, ("", ""))
-    return replace(point, **{field: tuple(x for x in getattr(point, field) if x != name)}) if field else point
+    return (
+        replace(point, **{field: tuple(x for x in getattr(point, field) if x != name)})
+        if field
+        else point
+    )
 
 
 def _pretending(worker, point):
@@ -49,10 +56,15 @@ def _pretending(worker, point):
 
 def test_it_refuses_what_cuda_refuses():
     with pretended_gpu():
-        there, here = torch.ones(2, device="cuda"), torch.ones(2)
+        there = torch.ones(2, device="cuda")
+        here = torch.ones(2)
         assert (there + 1).device.type == (there * there.sum()).device.type == "cuda"
         assert there.cpu().device.type == here.device.type == "cpu"
-        for mixing in (lambda: there + here, lambda: torch.stack([there.sum(), here.sum()]), lambda: here[there > 0]):
+        for mixing in (
+            lambda: there + here,
+            lambda: torch.stack([there.sum(), here.sum()]),
+            lambda: here[there > 0],
+        ):
             with pytest.raises(RuntimeError, match=r"device|CPU"):
                 mixing()
     assert not torch.cuda.is_available()
@@ -66,7 +78,9 @@ def test_a_labs_worker_on_a_gpu(lab):
         pytest.skip("no point of it runs on a pretended GPU")
     for (world_size, backend), points in groups:
         rows = 0
-        with closing(launch(worker, points, world_size=world_size, backend=backend, timeout_s=300)) as events:
+        with closing(
+            launch(worker, points, world_size=world_size, backend=backend, timeout_s=300)
+        ) as events:
             for event in events:
                 if not isinstance(event, PointEnd):
                     rows = rows + 1 if isinstance(event, Row) else 0

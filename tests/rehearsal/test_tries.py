@@ -1,4 +1,5 @@
-"""What a notebook offers its reader to try works as written, and ends in questions whose answers are folded."""
+"""What a notebook offers its reader to try works as written, and ends in questions whose answers
+are folded."""
 
 import re
 from functools import cache
@@ -15,7 +16,11 @@ OWN = re.compile(r"lab\.measure\((models=)?\{")  # a reader's own alternative, o
 # Settings that make a lab's measurement of it short.
 SMALL = {
     "all_reduce": {"transports": [], "scheduling_bytes": []},
-    "attention": {"implementations": ["explicit", "tiled"], "sequences": [64], "compiled_sequences": []},
+    "attention": {
+        "implementations": ["explicit", "tiled"],
+        "sequences": [64],
+        "compiled_sequences": [],
+    },
     "data_parallel": {"implementations": ["torch"]},
     "training_step": {},
     "memory": {"precisions": ["float32"]},
@@ -26,14 +31,21 @@ SMALL = {
 
 @cache
 def _tries(lab):
-    return [source for kind, text in cells_of(lab) if kind == "markdown" for source in tries_in(text)]
+    return [
+        source for kind, text in cells_of(lab) if kind == "markdown" for source in tries_in(text)
+    ]
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_every_try_works_as_written_below_the_cells_above_it(lab):
     run = recorded(lab)
     if run.header.calibration is None:  # predictions need one
-        run = Run(run.path, run.header.model_copy(update={"calibration": calibrated.made_up()}), run._rows, run._ends)
+        run = Run(
+            run.path,
+            run.header.model_copy(update={"calibration": calibrated.made_up()}),
+            run._rows,
+            run._ends,
+        )
     carry_out(load_lab(lab), run, has_tries=True)
 
 
@@ -44,22 +56,32 @@ def test_a_lab_has_tries_and_its_source_and_ends_in_three_questions_with_folded_
     assert (lab in SMALL) == any(OWN.search(source) for source in _tries(lab))
     assert any("lab.source(" in source for kind, source in cells if kind == "code")
     (text,) = [source for kind, source in cells[-2:] if kind == "markdown"]
-    folded = re.findall(r"<details><summary>[^<>$`]+\?</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
+    folded = re.findall(
+        r"<details><summary>[^<>$`]+\?</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL
+    )
     assert len(folded) == 3
     assert text.count("<details>") == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lab", "source"), [(lab, one) for lab in SMALL for one in _tries(lab) if OWN.search(one)])
-def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(lab, source, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("lab", "source"), [(lab, one) for lab in SMALL for one in _tries(lab) if OWN.search(one)]
+)
+def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(
+    lab, source, monkeypatch, tmp_path
+):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
     above = [text for kind, text in cells_of(lab) if kind == "code"][:2]
-    namespace = {"In": [*above, f"profile = 'smoke'; config = {SMALL[lab]}"], "__name__": "__main__"}
+    namespace = {
+        "In": [*above, f"profile = 'smoke'; config = {SMALL[lab]}"],
+        "__name__": "__main__",
+    }
     exec(above[0], namespace)
     namespace |= {"profile": "smoke", "config": SMALL[lab]}
     exec(above[1], namespace)
     exec(source, namespace)
-    frame, study = namespace["frame"], load_lab(lab)
+    frame = namespace["frame"]
+    study = load_lab(lab)
     is_model = "models=" in source
     named = (study.model_parameters[0] if is_model else study.plugin_parameter).removesuffix("s")
     given = {"flat", "deep"} if lab == "training_step" else {"mine"}

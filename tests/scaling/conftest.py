@@ -22,14 +22,35 @@ def run(model=LLAMA_8B, gpu="h100", *, seq_len=4096, framework="generic", **layo
 
 def faster(one, **changes):
     """The same run on other hardware; `peak`, `memory`, `link` and `network` are factors."""
-    names = {"peak": "peak_tflops", "memory": "memory_gb_s", "link": "link_gb_s", "network": "network_gbps"}
-    values = {names[name]: getattr(one.hardware, names[name]) * factor for name, factor in changes.items()}
+    names = {
+        "peak": "peak_tflops",
+        "memory": "memory_gb_s",
+        "link": "link_gb_s",
+        "network": "network_gbps",
+    }
+    values = {
+        names[name]: getattr(one.hardware, names[name]) * factor for name, factor in changes.items()
+    }
     return replace(one, hardware=replace(one.hardware, **values))
 
 
-ONES = {"slowdown", "attention_slowdown", "matmul_ceiling", "gemm_efficiency", "attention_efficiency"}
+ONES = {
+    "slowdown",
+    "attention_slowdown",
+    "matmul_ceiling",
+    "gemm_efficiency",
+    "attention_efficiency",
+}
 ONES |= {"link_efficiency", "network_efficiency", "memory_efficiency"}
-ZEROS = {"gemm_k", "gemm_wave", "attention_head", "nccl_call_s", "network_step_s", "launch_s", "node_spread"}
+ZEROS = {
+    "gemm_k",
+    "gemm_wave",
+    "attention_head",
+    "nccl_call_s",
+    "network_step_s",
+    "launch_s",
+    "node_spread",
+}
 
 
 def ideal_constants():

@@ -1,4 +1,5 @@
-"""Files and names from the field: tables of runs, config.json, models and GPUs as people and programs write them."""
+"""Files and names from the field: tables of runs, config.json, models and GPUs as people and
+programs write them."""
 
 import csv
 import io
@@ -14,8 +15,23 @@ from labkit.scaling.prediction import COLUMNS, predict_rows, write_rows
 from labkit.scaling.table import read_rows
 
 GOOD = {
-    **{"group": "mosaic", "gpu": "H100-SXM-80GB", "gpus": "8", "layers": "32", "hidden": "4096", "heads": "32"},
-    **{"vocab": "50368", "seq_len": "2048", "tp": "1", "pp": "1", "dp": "8", "shard": "zero3", "micro_batch": "4"},
+    **{
+        "group": "mosaic",
+        "gpu": "H100-SXM-80GB",
+        "gpus": "8",
+        "layers": "32",
+        "hidden": "4096",
+        "heads": "32",
+    },
+    **{
+        "vocab": "50368",
+        "seq_len": "2048",
+        "tp": "1",
+        "pp": "1",
+        "dp": "8",
+        "shard": "zero3",
+        "micro_batch": "4",
+    },
     **{"global_batch": "64", "ffn": "", "note": ""},
 }
 WRONG = [
@@ -33,8 +49,14 @@ WRONG = [
     ({"precision": "fp8", "gpu": "A100"}, "no fp8 matmuls"),
     ({"dp": "0"}, "expected dp"),
     ({"micro_batch": "3"}, "no multiple of 3"),
-    ({"layers": "100000", "hidden": "1000000", "heads": "1000"}, "too far from every published run"),
-    ({"gpus": "1000000", "dp": "1000000", "global_batch": "4000000"}, "too far from every published run"),
+    (
+        {"layers": "100000", "hidden": "1000000", "heads": "1000"},
+        "too far from every published run",
+    ),
+    (
+        {"gpus": "1000000", "dp": "1000000", "global_batch": "4000000"},
+        "too far from every published run",
+    ),
     ({"note": "optimizer states kept on the CPU"}, "nearest is zero3"),
     ({"layers": "900000000", "pp": "100000000", "gpus": "800000000"}, "pp of at most 512"),
 ]
@@ -42,7 +64,9 @@ WRONG = [
 
 def _text(rows, separator=","):
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), delimiter=separator, lineterminator="\n", restval="")
+    writer = csv.DictWriter(
+        out, list(rows[0]), delimiter=separator, lineterminator="\n", restval=""
+    )
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
@@ -57,7 +81,9 @@ def _file(folder, content, name="rows.csv"):
 @pytest.mark.parametrize(("change", "reason"), WRONG, ids=str)
 def test_a_wrong_row_is_refused_by_its_line_and_the_others_are_predicted(tmp_path, change, reason):
     columns = dict.fromkeys(("tied", "precision"), "")
-    rows = read_rows(_file(tmp_path, _text([columns | GOOD, columns | GOOD | change, columns | GOOD])))
+    rows = read_rows(
+        _file(tmp_path, _text([columns | GOOD, columns | GOOD | change, columns | GOOD]))
+    )
     assert [row.line for row in rows] == [2, 3, 4]
     first, refused, last = predict_rows(rows)
     assert refused["step_s"] == ""
@@ -75,7 +101,9 @@ SPREADSHEETS = {
     "a separator line": ("sep=;\n" + _text([GOOD], ";")).encode(),
     "lines of commas only": (PLAIN + "," * len(GOOD) + "\n\n").encode(),
     "capital letters": PLAIN.replace("gpus", "GPUs").replace("hidden", "Hidden").encode(),
-    "thousands with points": _text([GOOD | {"vocab": "50.368", "node_network_gbps": "1.600,0"}], ";").encode(),
+    "thousands with points": (
+        _text([GOOD | {"vocab": "50.368", "node_network_gbps": "1.600,0"}], ";").encode()
+    ),
     "points before decimals": _text([GOOD | {"step_s": "0.500"}], ";").encode(),
     "spaces in the header": _text([GOOD]).replace("micro_batch", "micro batch").encode(),
     "thousands": _text([GOOD | {"hidden": "4,096", "vocab": "50 368"}]).encode(),
@@ -89,19 +117,27 @@ def test_tables_as_spreadsheets_write_them(case, tmp_path):
     (expected,) = predict_rows(read_rows(_file(tmp_path, PLAIN)))
     (predicted,) = predict_rows(read_rows(_file(tmp_path, SPREADSHEETS[case])))
     if case != "a decimal comma":
-        assert {name: predicted[name] for name in COLUMNS} == {name: expected[name] for name in COLUMNS}
+        assert {name: predicted[name] for name in COLUMNS} == {
+            name: expected[name] for name in COLUMNS
+        }
     assert float(predicted["step_s"]) == pytest.approx(float(expected["step_s"]), rel=0.2)
 
 
 REFUSED = {
-    "another table": (b"not,a,table\n1,2,3\n", "lacks the columns gpu, gpus.*first line has not, a, table"),
+    "another table": (
+        b"not,a,table\n1,2,3\n",
+        "lacks the columns gpu, gpus.*first line has not, a, table",
+    ),
     "a missing column": (PLAIN.replace("hidden", "width").encode(), "lacks the columns hidden"),
     "bytes": (b"\xff\xfe\x00gpu\xd8", "UTF"),
     "a zero byte": (PLAIN.replace("zero3", "ze\0ro3").encode(), "zero byte in line 2"),
     "only a header": (",".join(GOOD).encode(), "no rows"),
     "nothing": (b"", "lacks the columns"),
     "a column twice": (PLAIN.replace("note", "hidden").encode(), "column hidden twice"),
-    "predictions": (_text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(), "output of labkit predict"),
+    "predictions": (
+        _text([GOOD | {"step_low": "1", "step_high": "2"}]).encode(),
+        "output of labkit predict",
+    ),
 }
 
 
@@ -113,7 +149,8 @@ def test_other_files_are_refused_in_a_line(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "separator"), [({"vocab": "50.000"}, ","), ({"step_s": "2.345"}, ";"), ({"hidden": "4,096"}, ";")]
+    ("change", "separator"),
+    [({"vocab": "50.000"}, ","), ({"step_s": "2.345"}, ";"), ({"hidden": "4,096"}, ";")],
 )
 def test_thousands_that_may_be_decimals_are_refused(change, separator, tmp_path):
     (row,) = read_rows(_file(tmp_path, _text([GOOD | change], separator)))
@@ -151,10 +188,35 @@ def test_every_published_row_is_read():
 
 # as their makers print them, in billions
 PRINTED = {
-    **{"llama-2-7b": 6.74, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "llama-3-405b": 405.85},
-    **{"llama-3.2-1b": 1.236, "llama-3.2-3b": 3.21, "qwen-2.5-0.5b": 0.494, "qwen-2.5-7b": 7.62, "qwen-3-8b": 8.19},
-    **{"qwen-2.5-72b": 72.71, "mistral-7b": 7.24, "mistral-large": 122.6, "mistral-nemo": 12.25, "qwen-3-32b": 32.76},
-    **{"gpt-3-175b": 174.6, "mpt-7b": 6.65, "mpt-30b": 29.95, "phi-3-mini": 3.82, "olmo-2-7b": 7.3, "yi-34b": 34.4},
+    **{
+        "llama-2-7b": 6.74,
+        "llama-2-70b": 68.98,
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.55,
+        "llama-3-405b": 405.85,
+    },
+    **{
+        "llama-3.2-1b": 1.236,
+        "llama-3.2-3b": 3.21,
+        "qwen-2.5-0.5b": 0.494,
+        "qwen-2.5-7b": 7.62,
+        "qwen-3-8b": 8.19,
+    },
+    **{
+        "qwen-2.5-72b": 72.71,
+        "mistral-7b": 7.24,
+        "mistral-large": 122.6,
+        "mistral-nemo": 12.25,
+        "qwen-3-32b": 32.76,
+    },
+    **{
+        "gpt-3-175b": 174.6,
+        "mpt-7b": 6.65,
+        "mpt-30b": 29.95,
+        "phi-3-mini": 3.82,
+        "olmo-2-7b": 7.3,
+        "yi-34b": 34.4,
+    },
 }
 
 
@@ -164,7 +226,9 @@ def test_parameters_are_those_that_are_printed(name):
 
 
 def test_labkits_sizes_are_the_ones_that_are_trained():
-    assert {name: find_model(name).parameters for name in SIZES} == {name: n_parameters(SIZES[name]) for name in SIZES}
+    assert {name: find_model(name).parameters for name in SIZES} == {
+        name: n_parameters(SIZES[name]) for name in SIZES
+    }
 
 
 WRITTEN = {
@@ -174,8 +238,16 @@ WRITTEN = {
         "llama3-70b": "llama-3-70b",
         "2.7b": "2.7B",
     },
-    **{"Qwen/Qwen2.5-7B-Instruct": "qwen-2.5-7b", "GPT-3 175B": "gpt-3-175b", "10b": "10B", "mini": "mini"},
-    **{"meta-llama/Llama-2-13b-chat-hf": "llama-2-13b", "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b"},
+    **{
+        "Qwen/Qwen2.5-7B-Instruct": "qwen-2.5-7b",
+        "GPT-3 175B": "gpt-3-175b",
+        "10b": "10B",
+        "mini": "mini",
+    },
+    **{
+        "meta-llama/Llama-2-13b-chat-hf": "llama-2-13b",
+        "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    },
     **{"mistralai/Mistral-7B-v0.1": "mistral-7b", "openai-community/gpt2-xl": "gpt-2-xl"},
 }
 
@@ -187,7 +259,11 @@ def test_model_names_as_people_write_them(written, name):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("lama-3-8b", "did you mean .*llama-3-8b"), ("7B", "did you mean llama-2-7b"), ("9z", "config.json")],
+    [
+        ("lama-3-8b", "did you mean .*llama-3-8b"),
+        ("7B", "did you mean llama-2-7b"),
+        ("9z", "config.json"),
+    ],
 )
 def test_an_unknown_model_has_the_nearest_names(name, hint):
     with pytest.raises(ValueError, match=f"unknown model '{name}'.*{hint}"):
@@ -195,13 +271,37 @@ def test_an_unknown_model_has_the_nearest_names(name, hint):
 
 
 GPUS = {
-    **{"H100": "H100-SXM-80GB", "NVIDIA H100 80GB HBM3": "H100-SXM-80GB", "NVIDIA H100 PCIe": "H100-PCIe-80GB"},
-    **{"NVIDIA A100-SXM4-80GB": "A100-SXM-80GB", "A100 80GB PCIe": "A100-PCIe-80GB", "NVIDIA GB300": "GB300-279GB"},
-    **{"a100-sxm-40gb": "A100-SXM-40GB", "NVIDIA A100-SXM": "A100-SXM-80GB", "Tesla V100-SXM2-16GB": "V100-SXM-16GB"},
-    **{"rtx 4090": "RTX-4090-24GB", "NVIDIA GeForce RTX 4090": "RTX-4090-24GB", "NVIDIA GH200 480GB": "GH200-96GB"},
-    **{"NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Blackwell-96GB", "H100 NVL": "H100-NVL-94GB"},
+    **{
+        "H100": "H100-SXM-80GB",
+        "NVIDIA H100 80GB HBM3": "H100-SXM-80GB",
+        "NVIDIA H100 PCIe": "H100-PCIe-80GB",
+    },
+    **{
+        "NVIDIA A100-SXM4-80GB": "A100-SXM-80GB",
+        "A100 80GB PCIe": "A100-PCIe-80GB",
+        "NVIDIA GB300": "GB300-279GB",
+    },
+    **{
+        "a100-sxm-40gb": "A100-SXM-40GB",
+        "NVIDIA A100-SXM": "A100-SXM-80GB",
+        "Tesla V100-SXM2-16GB": "V100-SXM-16GB",
+    },
+    **{
+        "rtx 4090": "RTX-4090-24GB",
+        "NVIDIA GeForce RTX 4090": "RTX-4090-24GB",
+        "NVIDIA GH200 480GB": "GH200-96GB",
+    },
+    **{
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX-PRO-6000-Blackwell-96GB",
+        "H100 NVL": "H100-NVL-94GB",
+    },
     **{"AMD Instinct MI355X": "MI355X-288GB", "b300": "B300-SXM-270GB", "mi325x": "MI325X-256GB"},
-    **{"a100-40gb": "A100-SXM-40GB", "a100": "A100-SXM-80GB", "v100": "V100-SXM-32GB", "h100-94gb": "H100-NVL-94GB"},
+    **{
+        "a100-40gb": "A100-SXM-40GB",
+        "a100": "A100-SXM-80GB",
+        "v100": "V100-SXM-32GB",
+        "h100-94gb": "H100-NVL-94GB",
+    },
 }
 
 
@@ -216,24 +316,40 @@ def test_a_gpu_with_another_memory_keeps_its_peak():
     assert all(find_hardware(name) is card and card.source for name, card in HARDWARE.items())
 
 
-@pytest.mark.parametrize("name", ["H900", "", "h", "h100-800gb", "-80gb", "A100-SXM-9999999GB", "tpu"])
+@pytest.mark.parametrize(
+    "name", ["H900", "", "h", "h100-800gb", "-80gb", "A100-SXM-9999999GB", "tpu"]
+)
 def test_a_gpu_that_is_not_declared_is_refused(name):
     with pytest.raises(ValueError, match="unknown GPU"):
         find_hardware(name)
 
 
 LLAMA = {
-    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False},
+    **{
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    **{
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 
 
 def _config(folder, content):
-    return _file(folder, content if isinstance(content, bytes) else json.dumps(content), "config.json")
+    return _file(
+        folder, content if isinstance(content, bytes) else json.dumps(content), "config.json"
+    )
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "phi3", "internlm2", "olmo2", "granite", "stablelm"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "phi3", "internlm2", "olmo2", "granite", "stablelm"]
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_a_config_is_the_model_of_that_name(kind, encoding, tmp_path):
     content = json.dumps(LLAMA | {"model_type": kind}).encode(encoding)
@@ -247,7 +363,9 @@ def test_other_configs(tmp_path):
     assert (model.ffn, model.ffn_gated, model.tied, model.kv_heads) == (3072, False, True, 12)
     assert read_model(_config(tmp_path, LLAMA | {"head_dim": 64})).head_dim == 64
     mpt = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432}
-    assert [read_model(_config(tmp_path, mpt | ratio)).ffn for ratio in ({}, {"expansion_ratio": 2})] == [16384, 8192]
+    assert [
+        read_model(_config(tmp_path, mpt | ratio)).ffn for ratio in ({}, {"expansion_ratio": 2})
+    ] == [16384, 8192]
     snapshot = tmp_path / "models--meta-llama--Llama-3-8B" / "snapshots" / "1a2b"
     snapshot.mkdir(parents=True)
     (tmp_path / "blobs").mkdir()
@@ -262,7 +380,9 @@ HOSTILE = {
     "a text for a number": LLAMA | {"hidden_size": "4096"},
     "a flag for a number": LLAMA | {"num_hidden_layers": True},
     "not a number": b'{"model_type": "llama", "hidden_size": NaN}',
-    "a number of a million digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10**6 + b"}",
+    "a number of a million digits": (
+        b'{"model_type": "llama", "hidden_size": ' + b"9" * 10**6 + b"}"
+    ),
     "zero": LLAMA | {"vocab_size": 0},
     "a name twice": json.dumps(LLAMA).replace("{", '{"hidden_size": 1024, ').encode(),
     "enormous": LLAMA | {"hidden_size": 10**12},

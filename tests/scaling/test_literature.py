@@ -14,7 +14,15 @@ GIB = 2**30
 
 
 def _gpt(layers, hidden, heads):
-    return Model(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=51200, ffn_gated=False, tied=True)
+    return Model(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=51200,
+        ffn_gated=False,
+        tied=True,
+    )
 
 
 # arXiv:2205.05198, table 3: layers, hidden, heads; sequences of a micro-batch; interleaved chunks
@@ -29,8 +37,15 @@ KORTHIKANTI = {
 @pytest.mark.parametrize("row", read_table("activation_memory"), ids=str)
 def test_activations_of_korthikanti_et_al(row):
     model, micro_batch, vp = KORTHIKANTI[row["model"]]
-    pp, small = int(row["pp"]), row["mode"] == "seqsel"
-    layout = {"tp": 8, "pp": pp, "vp": vp, "micro_batch": micro_batch, "global_batch": micro_batch * pp}
+    pp = int(row["pp"])
+    small = row["mode"] == "seqsel"
+    layout = {
+        "tp": 8,
+        "pp": pp,
+        "vp": vp,
+        "micro_batch": micro_batch,
+        "global_batch": micro_batch * pp,
+    }
     layout |= {"sequence_parallel": small, "recompute": "selective" if small else "none"}
     runs = Runs([run(model, "a100", seq_len=2048, framework="megatron", **layout)])
     saved, again = memory.layer_activations(runs, np.ones(1), np.zeros(1))
@@ -41,10 +56,15 @@ def test_activations_of_korthikanti_et_al(row):
     assert matrices / GIB == pytest.approx(float(row["params_optimizer_gib"]), rel=1e-4)
 
 
-@pytest.mark.parametrize(("shard", "gigabytes"), [("none", 120.0), ("zero1", 31.4), ("zero2", 16.6)])
+@pytest.mark.parametrize(
+    ("shard", "gigabytes"), [("none", 120.0), ("zero1", 31.4), ("zero2", 16.6)]
+)
 def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
-    """ZeRO, arXiv:1910.02054, figure 1: 2 bytes of weights, 2 of gradients, 12 of optimizer per parameter."""
-    model = Model(layers=37, hidden=4096, heads=32, ffn=16384, vocab=1000, ffn_gated=False, tied=True)
+    """ZeRO, arXiv:1910.02054, figure 1: 2 bytes of weights, 2 of gradients, 12 of optimizer per
+    parameter."""
+    model = Model(
+        layers=37, hidden=4096, heads=32, ffn=16384, vocab=1000, ffn_gated=False, tied=True
+    )
     runs = Runs([run(model, framework="mosaic", dp=64, global_batch=64, shard=shard)])
     stages = memory.stage_bytes(runs)
     held = sum(stages[name][0, 0] for name in ("parameters", "gradients", "optimizer"))
@@ -52,24 +72,40 @@ def test_states_of_a_7b5_model_on_64_gpus(shard, gigabytes):
 
 
 def test_heads_of_no_multiple_of_eight_leave_the_tensor_cores():
-    """arXiv:2401.14489, section 6: BigScience's 96 heads of 150 took 1.2 to 1.4 times as long as 64 of 224."""
-    layout = {"tp": 8, "pp": 12, "dp": 4, "global_batch": 2048, "micro_batch": 2, "recompute": "full", "shard": "zero1"}
+    """arXiv:2401.14489, section 6: BigScience's 96 heads of 150 took 1.2 to 1.4 times as long as 64
+    of 224."""
+    layout = {
+        "tp": 8,
+        "pp": 12,
+        "dp": 4,
+        "global_batch": 2048,
+        "micro_batch": 2,
+        "recompute": "full",
+        "shard": "zero1",
+    }
     shapes = [_gpt(72, 14400, 96), _gpt(72, 14336, 64)]
-    runs = Runs([run(model, "a100", seq_len=2048, framework="vtrain", **layout) for model in shapes])
+    runs = Runs(
+        [run(model, "a100", seq_len=2048, framework="vtrain", **layout) for model in shapes]
+    )
     unaligned, aligned = predict_step_s(runs)
     assert 1.2 <= unaligned / aligned <= 1.5
 
 
 def test_flops_of_megatron():
     """arXiv:2104.04473, equation 3 without recomputation: 72 B S L h^2 (1 + S/6h + V/12Lh)."""
-    model, batch, s = _gpt(96, 12288, 96), 1536, 2048
-    h, layers, v = model.hidden, model.layers, model.vocab
+    model = _gpt(96, 12288, 96)
+    batch = 1536
+    s = 2048
+    h = model.hidden
+    layers = model.layers
+    v = model.vocab
     expected = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert step_flops(model, seq_len=s, sequences=batch) == pytest.approx(expected, rel=1e-6)
 
 
 def test_bubbles_of_the_pipeline_schedules():
-    """arXiv:2104.04473, section 2.2: (p-1)/m of the ideal time, 1/v of that interleaved; here p = 64, m = 512."""
+    """arXiv:2104.04473, section 2.2: (p-1)/m of the ideal time, 1/v of that interleaved; here p =
+    64, m = 512."""
     layout = {"tp": 8, "pp": 64, "global_batch": 512, "framework": "megatron"}
     runs = Runs([run(_gpt(128, 25600, 160), "a100", vp=vp, **layout) for vp in (1, 2)])
     ideal, bubble = schedule_s(runs, np.ones((2, 64)))
@@ -80,8 +116,11 @@ def test_bubbles_of_the_pipeline_schedules():
     ("layers", "pp", "vp", "first", "middle", "last"),
     [(126, 16, 1, 7, 8, 7), (30, 4, 8, 7, 8, 7), (126, 8, 16, 15, 16, 15), (32, 4, 1, 8, 8, 8)],
 )
-def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(layers, pp, vp, first, middle, last):
-    """arXiv:2407.21783, section 3.3.2: Llama 3 405B has 126 layers so that 126 + 2 divide over the stages."""
+def test_embedding_and_loss_count_as_layers_if_a_recipe_divides_only_so(
+    layers, pp, vp, first, middle, last
+):
+    """arXiv:2407.21783, section 3.3.2: Llama 3 405B has 126 layers so that 126 + 2 divide over the
+    stages."""
     model = Model(layers=layers, hidden=4096, heads=32, ffn=16384, vocab=51200)
     stages = Runs([run(model, pp=pp, vp=vp, global_batch=pp)]).stage_layers[0]
     assert stages.sum() == layers
@@ -101,8 +140,9 @@ def test_nccl_in_a_node_of_a100():
 @pytest.mark.parametrize(
     ("one", "kind", "ratio"),
     [
-        # The scaling book, "Training": FSDP is compute-bound above C/W = 2199 tokens per chip, data parallelism above
-        # 2C/3W, or twice that for gradients of four bytes; (n-1)/n of a ring of eight.
+        # The scaling book, "Training": FSDP is compute-bound above C/W = 2199 tokens per chip, data
+        # parallelism above 2C/3W, or twice that for gradients of four bytes; (n-1)/n of a ring of
+        # eight.
         (run(dp=8, shard="zero3", global_batch=8), "sharding", 4096 / (2199 * 7 / 8)),
         (run(dp=8, global_batch=64, framework="mosaic"), "data", 8 * 4096 / (2 / 3 * 2199 * 7 / 8)),
         (run(dp=8, global_batch=64), "data", 8 * 4096 / (2 * 2 / 3 * 2199 * 7 / 8)),

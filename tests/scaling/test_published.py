@@ -1,4 +1,5 @@
-"""The published runs: predictions of those that a fit had left out, memory, and how intervals widen."""
+"""The published runs: predictions of those that a fit had left out, memory, and how intervals
+widen."""
 
 import sys
 from dataclasses import replace
@@ -15,9 +16,14 @@ from labkit.scaling.published import held_out_s, is_timed, nearest, nearest_keys
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
-# by fold: largest median error in percent, least share of rows inside the intervals, largest median of high over low
+# by fold: largest median error in percent, least share of rows inside the intervals, largest median
+# of high over low
 BOUNDS = {
-    **{"beyond 64 GPUs": (9, 0.9, 2), "beyond 32 GPUs": (10, 0.9, 2.2), "beyond 512 GPUs": (6, 0.9, 1.5)},
+    **{
+        "beyond 64 GPUs": (9, 0.9, 2),
+        "beyond 32 GPUs": (10, 0.9, 2.2),
+        "beyond 512 GPUs": (6, 0.9, 1.5),
+    },
     **{"without the largest scale": (11, 0.88, 1.8), "without the largest models": (11, 0.85, 2)},
     **{"beyond 8192 tokens": (12, 0.9, 2.2), "without the sharding": (10, 0.9, 3.5)},
     # these leave whole frameworks out, and nanotron is slower than any other
@@ -26,7 +32,12 @@ BOUNDS = {
     **{"without the GPU": (12, 0.9, 6.5), "without the GPU generation": (12, 0.9, 6.5)},
     **{"without the model": (7, 0.85, 1.8), "without the run": (7, 0.9, 1.8)},
 }
-MOST = {"beyond 64 GPUs": 0.97, "beyond 32 GPUs": 0.97, "without the framework": 0.97, "without the model": 0.95}
+MOST = {
+    "beyond 64 GPUs": 0.97,
+    "beyond 32 GPUs": 0.97,
+    "without the framework": 0.97,
+    "without the model": 0.95,
+}
 MIN_ROWS = 30
 
 
@@ -37,7 +48,8 @@ def predictions(published):
 
 @pytest.mark.parametrize("fold", BOUNDS)
 def test_runs_that_a_fit_had_left_out_are_predicted_and_covered(fold):
-    rows, (median, least, width) = held_out().query("fold == @fold"), BOUNDS[fold]
+    rows = held_out().query("fold == @fold")
+    median, least, width = BOUNDS[fold]
     assert rows["error_percent"].median() <= median
     assert rows["is_covered"].mean() >= least
     assert rows["high_over_low"].median() <= width
@@ -84,7 +96,10 @@ def _predict(gpu="h100", seq_len=8192, framework="nemo", **layout):
 
 
 WIDER = {
-    "more GPUs": ({"dp": 16384, "global_batch": 16384}, "extrapolated: 16384 GPUs, fitted up to 2304 with nemo"),
+    "more GPUs": (
+        {"dp": 16384, "global_batch": 16384},
+        "extrapolated: 16384 GPUs, fitted up to 2304 with nemo",
+    ),
     "another framework": ({"framework": "generic"}, "framework without published runs"),
     "another GPU": ({"gpu": "mi300x"}, "no published run on cdna3 GPUs"),
     "another sharding": ({"shard": "hsdp"}, "no published run with nemo in hsdp"),
@@ -96,7 +111,8 @@ WIDER = {
 def test_intervals_widen_with_the_distance_and_the_answer_says_so(case):
     changes, words = WIDER[case]
     usual = {"dp": 1024, "global_batch": 1024, "shard": "zero1", "recompute": "full"}
-    near, far = _predict(**usual), _predict(**usual | changes)
+    near = _predict(**usual)
+    far = _predict(**usual | changes)
     assert near.warnings == ()
     assert any(words in warning for warning in far.warnings)
     assert far.distance > near.distance
@@ -108,15 +124,19 @@ def test_intervals_widen_from_a_published_table_to_another_source_and_an_unknown
     layout = {"dp": 8, "global_batch": 64, "shard": "zero1", "recompute": "full"}
     known = run(LLAMA_8B, seq_len=8192, framework="nemo", **layout)
     kinds = [replace(known, table="dgxc"), known, replace(known, framework="generic")]
-    low, high = (np.array(ends) for ends in zip(*(predict(one).interval_90 for one in kinds), strict=True))
+    low, high = (
+        np.array(ends) for ends in zip(*(predict(one).interval_90 for one in kinds), strict=True)
+    )
     assert (np.diff(high / low) > 0.1).all()
 
 
 def test_an_unknown_pipeline_engine_is_in_the_interval():
-    """nanotron's pipelines on several nodes ran one of two engines; the upper end is the slow one's."""
+    """nanotron's pipelines on several nodes ran one of two engines; the upper end is the slow
+    one's."""
     layout = {"framework": "nanotron", "pp": 8, "dp": 8, "global_batch": 256, "shard": "zero1"}
     unknown, slow, fast = (
-        _predict(**layout, options=frozenset(options)) for options in ([], ["old_pipeline"], ["new_pipeline"])
+        _predict(**layout, options=frozenset(options))
+        for options in ([], ["old_pipeline"], ["new_pipeline"])
     )
     assert unknown.step_s == fast.step_s < slow.step_s < unknown.interval_90[1]
     assert fast.interval_90[1] < slow.step_s
@@ -151,8 +171,14 @@ def test_the_nearest_published_runs_are_alike_and_carry_the_error_made_on_them(p
     assert rows[0].run.table == "torchtitan"
     assert [row.distance for row in rows] == sorted(row.distance for row in rows)
     assert all(row.run.step_s > 0 and np.isfinite(row.error) for row in rows)
-    assert len({(row.run.table, row.run.model.name, row.run.layout.gpus) for row in rows}) == len(rows) == 5
+    assert (
+        len({(row.run.table, row.run.model.name, row.run.layout.gpus) for row in rows})
+        == len(rows)
+        == 5
+    )
     layout = {"dp": 8, "shard": "zero3", "global_batch": 64}
     assert nearest_keys(published.take([0])) == [(published.key[0], 0)]
-    named, unknown = (nearest(run(LLAMA_8B, framework=name, **layout))[0] for name in ("mosaic", "generic"))
+    named, unknown = (
+        nearest(run(LLAMA_8B, framework=name, **layout))[0] for name in ("mosaic", "generic")
+    )
     assert named.predicted_s != unknown.predicted_s

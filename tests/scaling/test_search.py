@@ -31,7 +31,8 @@ def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model,
     predictions = [ranking.predictions.prediction(row) for row in ranking.order]
     assert all(impossible_reason(one.layout, model, 4096) is None for one in predictions)
     assert all(one.layout.gpus == gpus and one.fits for one in predictions)
-    best, proposed = ranking.first(), ranking.proposed()
+    best = ranking.first()
+    proposed = ranking.proposed()
     assert best.step_s == pytest.approx(predict(Run(model, H100, best.layout, 4096)).step_s)
     assert best.step_s <= np.median([one.step_s for one in predictions])
     assert proposed[0].layout == best.layout
@@ -42,7 +43,8 @@ def test_the_proposed_bucket_balances_calls_and_the_last_bucket():
     constants = load_constants()
     one = run(dp=64, global_batch=64)
     ranks = Group(Runs([one], constants), np.array([64.0]), 1)
-    total, best = 4 * LLAMA_8B.parameters, bucket_bytes(one, constants)
+    total = 4 * LLAMA_8B.parameters
+    best = bucket_bytes(one, constants)
 
     def exposed_s(bucket):
         call_s = ranks.all_reduce_s(np.zeros(1))[0]
@@ -87,7 +89,11 @@ def test_impossible_requests(wrong, reason):
 
 
 def test_the_best_of_three_is_near_the_best_measured_and_never_runs_out_of_memory():
-    table = chosen_layouts().set_index("table").loc[["nanotron", "vtrain_multinode", "vtrain_singlenode"]]
+    table = (
+        chosen_layouts()
+        .set_index("table")
+        .loc[["nanotron", "vtrain_multinode", "vtrain_singlenode"]]
+    )
     assert isinstance(table, pd.DataFrame)
     assert table["families"].sum() > 100
     assert (table["best_of_three"] < 5).all()

@@ -15,7 +15,17 @@ from labkit.scaling.runs import RECOMPUTE, SHARDS, Layout, Run, Runs, impossible
 from labkit.scaling.step_time import breakdown, predict_step_s
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B, faster, ideal_constants, run
 
-FRAMEWORKS = ("generic", "nanotron", "vtrain", "mosaic", "nemo", "maxtext", "megatron", "torchtitan", "fms")
+FRAMEWORKS = (
+    "generic",
+    "nanotron",
+    "vtrain",
+    "mosaic",
+    "nemo",
+    "maxtext",
+    "megatron",
+    "torchtitan",
+    "fms",
+)
 
 
 def powers(largest):
@@ -63,7 +73,9 @@ def test_every_breakdown_adds_up_and_nothing_is_negative(one):
     assert sum(prediction.parts_s.values()) == pytest.approx(prediction.step_s, rel=1e-9)
     assert min(prediction.parts_s.values()) >= -1e-12 * prediction.step_s
     assert len(prediction.memory_gib) == one.layout.pp
-    assert max(sum(stage.values()) for stage in prediction.memory_gib) == pytest.approx(prediction.peak_gib, rel=1e-9)
+    assert max(sum(stage.values()) for stage in prediction.memory_gib) == pytest.approx(
+        prediction.peak_gib, rel=1e-9
+    )
     assert all(value >= -1e-9 for stage in prediction.memory_gib for value in stage.values())
     low, high = prediction.interval_90
     assert 0 < low <= prediction.step_s <= high < np.inf
@@ -80,14 +92,17 @@ def test_better_hardware_is_never_slower(one, name, factor):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(possible_runs(), st.floats(0.1, 10))
 def test_seconds_are_seconds(one, factor):
-    """All rates times k and all times over k is the same machine with another clock: the step is k times shorter."""
+    """All rates times k and all times over k is the same machine with another clock: the step is k
+    times shorter."""
     constants = load_constants()
     table = {quantity: dict(values) for quantity, values in constants.table.items()}
     for quantity in table:
         if quantity.endswith("_s"):
             table[quantity] = {key: value / factor for key, value in table[quantity].items()}
     other = faster(one, peak=factor, memory=factor, link=factor, network=factor)
-    assert seconds(other, replace(constants, table=table)) * factor == pytest.approx(seconds(one), rel=1e-9)
+    assert seconds(other, replace(constants, table=table)) * factor == pytest.approx(
+        seconds(one), rel=1e-9
+    )
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -102,8 +117,12 @@ def test_larger_models_take_longer_and_more_memory(one, name):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(possible_runs())
 def test_a_row_does_not_depend_on_its_neighbors(one):
-    others = [run(LLAMA_70B, "a100", tp=8, pp=16, framework="megatron", global_batch=64), run(GPT_1B)]
-    alone, among = predict_runs(Runs([one])), predict_runs(Runs([*others, one]))
+    others = [
+        run(LLAMA_70B, "a100", tp=8, pp=16, framework="megatron", global_batch=64),
+        run(GPT_1B),
+    ]
+    alone = predict_runs(Runs([one]))
+    among = predict_runs(Runs([*others, one]))
     for name in ("step_s", "peak_gib", "low_90", "high_90"):
         assert getattr(among, name)[2] == pytest.approx(getattr(alone, name)[0], rel=1e-12)
 
@@ -115,10 +134,14 @@ def test_one_gpu_communicates_nothing():
 
 
 def test_at_the_peak_a_step_takes_its_flops_over_the_peak():
-    """Ideal constants, endless memory bandwidth, one GPU: only arithmetic is left (half of attention's scores)."""
+    """Ideal constants, endless memory bandwidth, one GPU: only arithmetic is left (half of
+    attention's scores)."""
     one = faster(run(seq_len=2048), memory=1e12)
     runs = Runs([one])
-    matrices = LLAMA_8B.layers * (runs.layer_parameters[0] - 2 * LLAMA_8B.hidden) + runs.embedding_parameters[0]
+    matrices = (
+        LLAMA_8B.layers * (runs.layer_parameters[0] - 2 * LLAMA_8B.hidden)
+        + runs.embedding_parameters[0]
+    )
     attention = LLAMA_8B.layers * 3.5 * 4 * 2048**2 * LLAMA_8B.hidden / 2
     expected = (6 * 2048 * matrices + attention) / (one.hardware.peak_tflops * 1e12)
     assert seconds(one, ideal_constants()) == pytest.approx(expected, rel=1e-3)
@@ -127,12 +150,17 @@ def test_at_the_peak_a_step_takes_its_flops_over_the_peak():
 def test_recomputation_costs_a_forward_pass():
     """Full recomputation makes three passes four: 4/3 of the matmuls' time.
 
-    If it stops early, the last matmul runs once: of 2 h (h + kv) + 3 h f columns, all but h f again.
+    If it stops early, the last matmul runs once: of 2 h (h + kv) + 3 h f columns, all but h f
+    again.
     """
-    kept, again = (part(run(recompute=how, framework="megatron"), "gemm_s") for how in ("none", "full"))
+    kept, again = (
+        part(run(recompute=how, framework="megatron"), "gemm_s") for how in ("none", "full")
+    )
     assert again / kept == pytest.approx(4 / 3, rel=0.02)
     kept, again = (part(run(recompute=how), "gemm_s") for how in ("none", "full"))
-    h, kv, f = LLAMA_8B.hidden, LLAMA_8B.hidden / 4, LLAMA_8B.ffn
+    h = LLAMA_8B.hidden
+    kv = LLAMA_8B.hidden / 4
+    f = LLAMA_8B.ffn
     last = h * f / (2 * h * (h + kv) + 3 * h * f)
     assert again / kept == pytest.approx((4 - last) / 3, rel=0.02)
 
@@ -184,11 +212,17 @@ LAYOUTS = [
 
 
 def _runs(framework):
-    return [run(model, framework=framework, **layout) for model in (LLAMA_8B, LLAMA_70B) for layout in LAYOUTS]
+    return [
+        run(model, framework=framework, **layout)
+        for model in (LLAMA_8B, LLAMA_70B)
+        for layout in LAYOUTS
+    ]
 
 
 def test_three_runs_calibrate_a_slower_site():
-    theirs = load_constants().with_profile("theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6})
+    theirs = load_constants().with_profile(
+        "theirs", "generic", {"slowdown": 1.5, "tp_exposed": 0.6}
+    )
     measured = predict_runs(Runs(_runs("theirs"), theirs)).step_s
     calibrated = calibrate(_runs("generic")[:3], measured[:3].tolist())
     mine = predict_runs(as_calibrated(_runs("generic"), calibrated))

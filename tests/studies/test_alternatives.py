@@ -40,7 +40,9 @@ def test_those_that_run_are_timed_whatever_the_others_raise():
         "third": {"forward": _broken},
     }
     samples, failed = time_guarded(alternatives, device="cpu", warmup=1, repeats=3)
-    assert {name: list(phases) for name, phases in samples.items()} == {"second": ["forward", "backward"]}
+    assert {name: list(phases) for name, phases in samples.items()} == {
+        "second": ["forward", "backward"]
+    }
     assert all(len(seconds) == 3 for seconds in samples["second"].values())
     assert set(failed) == {"first", "third"}
     assert all(re.fullmatch(NO_PLAN, reason) for reason in failed.values())
@@ -58,7 +60,8 @@ def test_an_error_in_its_inputs_is_an_alternatives_failure_and_one_of_options_is
 
 
 def _in_turns(_):
-    """On all ranks two are out of memory, the second with a message on its way, and one leaves a collective halfway."""
+    """On all ranks two are out of memory, the second with a message on its way, and one leaves a
+    collective halfway."""
 
     def out_of_memory():
         raise MemoryError("no more")
@@ -92,7 +95,9 @@ def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
     items = list(launch(_in_turns, [None], world_size=2))
     at = max(number for number, item in enumerate(items) if isinstance(item, Retry))
     result = {
-        item.values["name"]: item.values["result"] for item in items[at:] if isinstance(item, Row) and not item.rank
+        item.values["name"]: item.values["result"]
+        for item in items[at:]
+        if isinstance(item, Row) and not item.rank
     }
     assert result["out_of_memory"] == result["out_of_memory_later"] == "out of memory: no more"
     assert result["next_message"] == [1.0] * 4

@@ -1,4 +1,5 @@
-"""The CIFAR-100 lab's training: weights of one process, one order for all, and a resume that changes nothing."""
+"""The CIFAR-100 lab's training: weights of one process, one order for all, and a resume that
+changes nothing."""
 
 import hashlib
 from dataclasses import replace
@@ -24,7 +25,9 @@ from labkit.studies.cifar100.training import (
 from tests.parallel.sync_batchnorm_cases import collectives_of
 
 ORDERED = Recipe(classes=10, batch=4, accumulation=3)
-RECIPE = Recipe(classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05)
+RECIPE = Recipe(
+    classes=10, batch=4, accumulation=2, dropout=False, dtype=torch.float64, learning_rate=0.05
+)
 
 
 def call(point):
@@ -45,7 +48,8 @@ def weights(net):
 
 def first_updates(number, images):
     """(micro-batches, ranks, images) of the first so many updates of the recipe's epochs."""
-    updates, epoch = [], 0
+    updates = []
+    epoch = 0
     while len(updates) < number:
         epoch += 1
         updates += updates_of(images, RECIPE, 0, epoch, dist.get_world_size())
@@ -53,7 +57,8 @@ def first_updates(number, images):
 
 
 def one_process(net, images, labels, updates, batch):
-    """Plain PyTorch: each update is one step down the mean loss of its images, which pass the net `batch` at a time."""
+    """Plain PyTorch: each update is one step down the mean loss of its images, which pass the net
+    `batch` at a time."""
     optimizer = torch.optim.SGD(net.parameters(), lr=RECIPE.learning_rate, momentum=RECIPE.momentum)
     for update in updates:
         everybody = update.flatten()
@@ -65,11 +70,13 @@ def one_process(net, images, labels, updates, batch):
 
 
 def deviation_from_one_process(case):
-    """After 3 updates: how far weights are from one process's, how far they went, how far statistics are."""
+    """After 3 updates: how far weights are from one process's, how far they went, how far
+    statistics are."""
     name, batch = case
     images, labels = random_images(40)
     updates = first_updates(3, len(images))
-    trainer, alone = Trainer(name, RECIPE, 0), SmallConvNet(RECIPE.classes, dropout=(0.0, 0.0)).double()
+    trainer = Trainer(name, RECIPE, 0)
+    alone = SmallConvNet(RECIPE.classes, dropout=(0.0, 0.0)).double()
     alone.load_state_dict(trainer.net.state_dict())
     start = weights(alone)
     for update in updates:
@@ -78,8 +85,12 @@ def deviation_from_one_process(case):
     one_process(alone, images, labels, updates, batch)
     statistics = {key: value for key, value in trainer.net.state_dict().items() if "running" in key}
     expected = alone.state_dict()
-    of_statistics = max(float((value - expected[key]).abs().max()) for key, value in statistics.items())
-    deviation, change = (float((weights(alone) - other).abs().max()) for other in (weights(trainer.net), start))
+    of_statistics = max(
+        float((value - expected[key]).abs().max()) for key, value in statistics.items()
+    )
+    deviation, change = (
+        float((weights(alone) - other).abs().max()) for other in (weights(trainer.net), start)
+    )
     return deviation, change, of_statistics
 
 
@@ -92,7 +103,8 @@ def collectives_by_micro_batches(names):
         trainer.update(images[:8], labels[:8])  # what is done once
         trainer.update(images[:8], labels[:8])
         counts[name] = [
-            sorted(collectives_of(lambda n=n, t=trainer: t.update(images[:n], labels[:n]))[1]) for n in (4, 8, 16)
+            sorted(collectives_of(lambda n=n, t=trainer: t.update(images[:n], labels[:n]))[1])
+            for n in (4, 8, 16)
         ]
     return counts
 
@@ -100,17 +112,23 @@ def collectives_by_micro_batches(names):
 def digest(trainer):
     """Of everything the next epoch depends on, bit by bit."""
     state = trainer.state()
-    tensors = [*state["net"].values(), *(slot["momentum_buffer"] for slot in state["optimizer"]["state"].values())]
+    tensors = [
+        *state["net"].values(),
+        *(slot["momentum_buffer"] for slot in state["optimizer"]["state"].values()),
+    ]
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def interrupted_and_not(name):
-    """Digests after two epochs with dropout: in one go, and by a new trainer from the state after the first one."""
+    """Digests after two epochs with dropout: in one go, and by a new trainer from the state after
+    the first one."""
     recipe = replace(RECIPE, dropout=True, dtype=torch.float32)
-    data, shard = random_images(16), random_images(6, seed=1 + dist.get_rank())
+    data = random_images(16)
+    shard = random_images(6, seed=1 + dist.get_rank())
     digests = []
     for stops_after in (2, 1):
-        trainer, losses = Trainer(name, recipe, 7), []
+        trainer = Trainer(name, recipe, 7)
+        losses = []
         for epoch in (1, 2):
             if epoch == stops_after + 1:
                 file = BytesIO()
@@ -119,7 +137,9 @@ def interrupted_and_not(name):
                 trainer = Trainer(name, recipe, 7)
                 trainer.load(torch.load(BytesIO(file.getvalue()), weights_only=True))
             total, seen = trainer.epoch(*data, 7, epoch)
-            losses.append([float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())])
+            losses.append(
+                [float(total), seen, *trainer.validate(*shard, 6 * dist.get_world_size())]
+            )
         digests.append([digest(trainer), losses])
     return digests
 
@@ -140,8 +160,10 @@ def validated(sizes):
 
 
 TRAINED = (OWN_SYNC, OWN_LOCAL, TORCH_LOCAL)
-# Images that one process passes through the net at a time: a micro-batch of both ranks, or that of one.
-WHOLE, EACH = 2 * RECIPE.batch, RECIPE.batch
+# Images that one process passes through the net at a time: a micro-batch of both ranks, or that of
+# one.
+WHOLE = 2 * RECIPE.batch
+EACH = RECIPE.batch
 DEVIATIONS = [(OWN_SYNC, WHOLE), (OWN_LOCAL, EACH), (TORCH_LOCAL, EACH)]
 POINTS = [
     *((deviation_from_one_process, case) for case in DEVIATIONS),
@@ -189,7 +211,8 @@ def test_ranks_synchronize_once_an_update_however_many_micro_batches():
             one, two, four = rank[name]
             assert one == two == four
             assert one.count("allreduce_") == 2  # the first bucket, and the rest of the gradients
-        # batch norm gathers in each forward pass and adds up in each backward, one message each on two ranks
+        # batch norm gathers in each forward pass and adds up in each backward, one message each on
+        # two ranks
         counts = [(names.count("1 message"), names.count("allreduce_")) for names in rank[OWN_SYNC]]
         assert counts == [(2, 2), (4, 2), (8, 2)]
 
@@ -209,23 +232,34 @@ def test_validation_over_shards_is_that_of_one_process(sizes):
 
 
 def test_each_epoch_has_an_order_of_its_own_and_every_image_at_most_once():
-    first, again, second = (torch.cat(list(updates_of(50, ORDERED, 3, epoch, 2))) for epoch in (1, 1, 2))
+    first, again, second = (
+        torch.cat(list(updates_of(50, ORDERED, 3, epoch, 2))) for epoch in (1, 1, 2)
+    )
     assert first.shape == (6, 2, 4)  # micro-batches, ranks, images; two images are left over
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert len(set(first.flatten().tolist())) == first.numel()
-    assert [len(update) for update in updates_of(50, replace(ORDERED, accumulation=4), 3, 1, 2)] == [4, 2]
+    assert [
+        len(update) for update in updates_of(50, replace(ORDERED, accumulation=4), 3, 1, 2)
+    ] == [4, 2]
 
 
 def test_a_batch_is_no_larger_than_what_there_is():
     (update,) = updates_of(7, ORDERED, 0, 1, 2)
     assert update.shape == (1, 2, 3)
-    with pytest.raises(ValueError, match="expected at least two images per rank, got 3 for 2 ranks"):
+    with pytest.raises(
+        ValueError, match="expected at least two images per rank, got 3 for 2 ranks"
+    ):
         list(updates_of(3, ORDERED, 0, 1, 2))
 
 
 def test_seeds_of_different_things_differ():
-    seeds = [seed_of(seed, what, epoch) for seed in range(3) for what in ("order", "dropout") for epoch in range(3)]
+    seeds = [
+        seed_of(seed, what, epoch)
+        for seed in range(3)
+        for what in ("order", "dropout")
+        for epoch in range(3)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -238,10 +272,14 @@ def test_the_net_is_the_published_one():
 
 
 def test_validation_adds_up_on_the_device_of_the_model():
-    """The meta device stands for a GPU: it too refuses a stack of its numbers and one in main memory."""
+    """The meta device stands for a GPU: it too refuses a stack of its numbers and one in main
+    memory."""
     for device in ("meta", "cpu"):
         sums = torch.zeros(3, dtype=torch.float64, device=device)
-        logits, target = torch.eye(4, device=device), torch.tensor([0, 1, 2, 0], device=device)
+        logits = torch.eye(4, device=device)
+        target = torch.tensor([0, 1, 2, 0], device=device)
         add_to_sums(sums, logits, target)
     assert sums[1:].tolist() == [3, 4]
-    assert float(sums[0]) == pytest.approx(float(torch.nn.functional.cross_entropy(logits, target, reduction="sum")))
+    assert float(sums[0]) == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits, target, reduction="sum"))
+    )

@@ -1,4 +1,5 @@
-"""What torch compiles in a rank outlives it, in the user's directory or the one that the user names."""
+"""What torch compiles in a rank outlives it, in the user's directory or the one that the user
+names."""
 
 import os
 import tempfile

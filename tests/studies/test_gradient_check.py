@@ -1,6 +1,7 @@
 """The gate of averaged gradients sees each rank's part of each parameter, for any number of ranks.
 
-One process plays all ranks: their local gradients are computed one after the other, and averaged, or nearly, here.
+One process plays all ranks: their local gradients are computed one after the other, and averaged,
+or nearly, here.
 """
 
 import math
@@ -17,15 +18,21 @@ WORLDS = thinned([2, 3, 5, 8, 16, 32], lambda ranks: ranks in (3, 8))
 
 
 class _Ranks:
-    """A model whose gradients of all ranks are known while a gate looks; `mistake` changes their means."""
+    """A model whose gradients of all ranks are known while a gate looks; `mistake` changes their
+    means."""
 
     def __init__(self, ranks, monkeypatch, dtype=torch.float32):
-        self.rank, self.ranks = 0, ranks
+        self.rank = 0
+        self.ranks = ranks
         monkeypatch.setattr(checks.dist, "get_rank", lambda: self.rank)
         monkeypatch.setattr(checks.dist, "get_world_size", lambda: ranks)
-        monkeypatch.setattr(checks, "first_failing_rank", lambda report: (0, report) if report[0] >= 0 else None)
+        monkeypatch.setattr(
+            checks, "first_failing_rank", lambda report: (0, report) if report[0] >= 0 else None
+        )
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(dtype)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 3)).to(
+            dtype
+        )
         self.named = dict(self.model.named_parameters())
         self.parameters = list(self.named.values())
         self.x = torch.randn(4, 6, dtype=dtype)
@@ -42,7 +49,9 @@ class _Ranks:
     def verdict(self, mistake=None):
         def run():
             self.backward()  # replaced below, as a wrapper does
-            for parameter, parts in zip(self.parameters, zip(*self.local, strict=True), strict=True):
+            for parameter, parts in zip(
+                self.parameters, zip(*self.local, strict=True), strict=True
+            ):
                 parameter.grad = sum(parts) / self.ranks
             if mistake:
                 mistake([parameter.grad for parameter in self.parameters])
@@ -66,7 +75,8 @@ def test_a_mean_is_right_whenever_it_is_divided(ranks, monkeypatch):
 def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(ranks, monkeypatch):
     world = _Ranks(ranks, monkeypatch, torch.float64 if ranks == 8 else torch.float32)
     for rank in range(0, ranks, max(1, ranks // 8)):
-        parts, neighbors = world.local[rank], world.local[(rank + 1) % ranks]
+        parts = world.local[rank]
+        neighbors = world.local[(rank + 1) % ranks]
         few = range(len(parts)) if ranks < 4 else [rank % len(parts)]
         for index, part, neighbor in ((index, parts[index], neighbors[index]) for index in few):
             for change in (-part, part, neighbor - part):
@@ -101,7 +111,8 @@ def test_a_parameter_that_is_not_reduced_lost_or_has_another_ones_gradient_is_se
             assert world.verdict(mistake).startswith("wrong"), (index, mistake.__name__)
 
     def swapped(gradients):
-        first, second = gradients[1].clone(), gradients[3].clone()  # two biases of one length
+        first = gradients[1].clone()
+        second = gradients[3].clone()  # two biases of one length
         gradients[1].copy_(second)
         gradients[3].copy_(first)
 

@@ -1,4 +1,5 @@
-"""Null frames: a lab's own points and columns, in which no alternative differs and predictions hold, but for noise."""
+"""Null frames: a lab's own points and columns, in which no alternative differs and predictions
+hold, but for noise."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,25 +15,36 @@ from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.studies import LABS, load_lab
 
-NOISE, SEEDS, MOST_CLAIMS = 0.1, 100, 0.05
+NOISE = 0.1
+SEEDS = 100
+MOST_CLAIMS = 0.05
 NOISE_OF_MEDIANS = 1.25 * NOISE / 6**0.5  # of six rounds
 NO_CLAIM = {Compare: {"no clear difference", "undecided"}, Check: {"yes"}}
 
 
 def answer_null(question, run, rows, seed):
-    """The answer of a question to one null frame: of measured times, or of measured beside predicted values."""
+    """The answer of a question to one null frame: of measured times, or of measured beside
+    predicted values."""
     rng = np.random.default_rng(seed)
     if isinstance(question, Compare):
         value = question.metric.value
-        return question.answer(Results(rows.assign(**{value: np.exp(rng.normal(0, NOISE, len(rows)))})))
-    measured = rows[question.predicted].astype(float) * np.exp(rng.normal(0, NOISE_OF_MEDIANS, len(rows)))
-    return replace(question, table=lambda _: rows.assign(**{question.measured: measured})).answer(run.results())
+        return question.answer(
+            Results(rows.assign(**{value: np.exp(rng.normal(0, NOISE, len(rows)))}))
+        )
+    measured = rows[question.predicted].astype(float) * np.exp(
+        rng.normal(0, NOISE_OF_MEDIANS, len(rows))
+    )
+    return replace(question, table=lambda _: rows.assign(**{question.measured: measured})).answer(
+        run.results()
+    )
 
 
 def rows_of(question, run):
-    """Rows whose values are replaced; none of a report, of a count without noise, or where nothing was measured."""
+    """Rows whose values are replaced; none of a report, of a count without noise, or where nothing
+    was measured."""
     if isinstance(question, Compare) and not question.metric.exact:
-        frame, metric = run.frame(), question.metric
+        frame = run.frame()
+        metric = question.metric
         rows = frame.dropna(subset=metric.value) if metric.value in frame else frame.iloc[:0]
         for column, wanted in metric.where.items():
             rows = rows[rows[column].isin(wanted if isinstance(wanted, tuple) else (wanted,))]
@@ -46,7 +58,8 @@ def rows_of(question, run):
 def null_claims(lab):
     """By kind of question: (claims, answers)."""
     (path,) = (recorded_directory() / lab).glob("*.jsonl")
-    run, counts = Run.load(path), {Compare: [0, 0], Check: [0, 0]}
+    run = Run.load(path)
+    counts = {Compare: [0, 0], Check: [0, 0]}
     for question in load_lab(lab).questions:
         if len(rows := rows_of(question, run)):
             for seed in range(SEEDS):

@@ -1,4 +1,5 @@
-"""An alternative that fails on one rank only costs no other alternative of its point, in any lab."""
+"""An alternative that fails on one rank only costs no other alternative of its point, in any
+lab."""
 
 import os
 import re
@@ -23,14 +24,23 @@ from labkit.studies.tuned_step.worker import TunedStepPoint
 from tests.cases import thinned
 
 TWO = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 2}
-GATE, CLOCK, EPOCH = "check", "clock", "epoch"
+GATE = "check"
+CLOCK = "clock"
+EPOCH = "epoch"
 TRAINING = {"dataset": "digits", "epochs": 1, "batch": 4, "accumulation": 2, "train_images": 16}
-TRAINING |= {"learning_rate": 0.01, "momentum": 0.5, "world_size": 2, "backend": "gloo", "has_memory": True}
+TRAINING |= {
+    "learning_rate": 0.01,
+    "momentum": 0.5,
+    "world_size": 2,
+    "backend": "gloo",
+    "has_memory": True,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A point, the column that names its alternatives, the one that fails and those that must not suffer."""
+    """A point, the column that names its alternatives, the one that fails and those that must not
+    suffer."""
 
     point: Any
     column: str
@@ -51,7 +61,8 @@ CASES = {
     ),
     "data_parallel": _case(
         DataParallelPoint(
-            sweep="wrappers", alternatives=(LOCAL, "torch", "naive"), workload="nano", context_length=8, batch=1, **TWO
+            sweep="wrappers", alternatives=(LOCAL, "torch", "naive"),
+            workload="nano", context_length=8, batch=1, **TWO
         ),
         *("implementation", "naive", "torch", LOCAL),
         when=CLOCK,
@@ -63,7 +74,8 @@ CASES = {
     ),
     "sharding": _case(
         ShardingPoint(
-            kind="time", transport="point_to_point", implementations=("ddp", "zero1", "torch_ddp"), size="nano",
+            kind="time", transport="point_to_point", implementations=("ddp", "zero1", "torch_ddp"),
+            size="nano",
             context_length=8, **TWO,
         ),
         *("implementation", "zero1", "ddp", "torch_ddp"),
@@ -71,7 +83,8 @@ CASES = {
     ),
     "tuned_step": _case(
         TunedStepPoint(
-            model="nano", precision="float32", attention="tiled", compiled=False, wrapper="flat", batch=1,
+            model="nano", precision="float32", attention="tiled", compiled=False, wrapper="flat",
+            batch=1,
             context_length=16, **TWO,
         ),
         *("implementation", "joined"),
@@ -82,12 +95,14 @@ CASES = {
         *("implementation", OWN_LOCAL, OWN_SYNC, TORCH_LOCAL),
         when=EPOCH,
     ),
-    "limits": _case(LimitPoint(sweep="exchange", sizes=(64,), **TWO), "way", "shared memory", "gloo"),
+    "limits": _case(LimitPoint(sweep="exchange", sizes=(64,), **TWO), "way", "shared memory",
+    "gloo"),
 }  # fmt: skip
 
 
 def _with_a_failure(case_and_how):
-    """The lab's worker, where the second rank raises or dies when it is the turn of that alternative."""
+    """The lab's worker, where the second rank raises or dies when it is the turn of that
+    alternative."""
     case, how = case_and_how
     shared = import_module("labkit.studies.shared.alternatives")
     lab = import_module(type(case.point).__module__.rpartition(".")[0] + ".worker")
@@ -98,7 +113,8 @@ def _with_a_failure(case_and_how):
                 os.abort()
             raise ValueError("only here")
 
-    gate, clock = shared.guarded_turn, shared.time_parts_interleaved
+    gate = shared.guarded_turn
+    clock = shared.time_parts_interleaved
 
     @contextmanager
     def guarded_turn(name, device):
@@ -122,13 +138,15 @@ def _with_a_failure(case_and_how):
     try:
         yield from (lab.train if case.when == EPOCH else lab.measure)(case.point)
     finally:
-        shared.guarded_turn, shared.time_parts_interleaved = gate, clock
+        shared.guarded_turn = gate
+        shared.time_parts_interleaved = clock
         lab.guarded_turn = gate
 
 
 @cache
 def _measured(is_quick):
-    """By case: how its point ended, the alternatives without which it began anew, and its rows. One launch for all."""
+    """By case: how its point ended, the alternatives without which it began anew, and its rows. One
+    launch for all."""
     results = {name: ([], [], []) for name in CASES if (name in QUICK) == is_quick}
     points = [(CASES[name], _how(CASES[name])) for name in results]
     for item in launch(_with_a_failure, points, world_size=2, timeout_s=120):
@@ -156,11 +174,17 @@ def test_every_other_alternative_is_measured_and_the_failed_one_has_its_reason(n
     ends, again, rows = _measured(name in QUICK)[name]
     assert ends == [None]
     assert again == [case.fails]
-    expected = "rank 1 was killed by SIGABRT" if _how(case) == "abort" else "on rank 1: ValueError: only here"
+    expected = (
+        "rank 1 was killed by SIGABRT"
+        if _how(case) == "abort"
+        else "on rank 1: ValueError: only here"
+    )
     for rank in range(2):
         checks = {}
         for row in (row for row_rank, row in rows if row_rank == rank and case.column in row):
             checks.setdefault(row[case.column], set()).add(row.get("check", "ok"))
         reasons = checks[case.fails] - {"ok"}
-        assert {re.match(rf"failed:? {expected}", reason) is not None for reason in reasons} == {True}
+        assert {re.match(rf"failed:? {expected}", reason) is not None for reason in reasons} == {
+            True
+        }
         assert {check for spared in case.spared for check in checks[spared]} <= {"ok"}

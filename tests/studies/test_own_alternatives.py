@@ -1,4 +1,5 @@
-"""A user's alternatives in every lab that takes them: a right one is timed, a wrong one is named and costs no other."""
+"""A user's alternatives in every lab that takes them: a right one is timed, a wrong one is named
+and costs no other."""
 
 import re
 
@@ -57,7 +58,8 @@ class AllButOne(nn.Module):
 
 
 class Own(torch.optim.Optimizer):
-    """A sharded optimizer in a few lines; the subclass leaves the last parameter as it is on all ranks but one."""
+    """A sharded optimizer in a few lines; the subclass leaves the last parameter as it is on all
+    ranks but one."""
 
     n_left_out = 0
 
@@ -94,7 +96,12 @@ CASES = {
         None,
     ),
     "sharding": (
-        {"optimizers": ["SGD"], "transports": ["point_to_point"], "memory_world_sizes": [2], "context_length": 8},
+        {
+            "optimizers": ["SGD"],
+            "transports": ["point_to_point"],
+            "memory_world_sizes": [2],
+            "context_length": 8,
+        },
         {"right": Own, "forgets": Forgetful, "raises": raise_error},
         None,
     ),
@@ -112,8 +119,12 @@ def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     declared = load_lab(lab)
     few = {"repeats": 2, "warmup": 0, declared.plugin_parameter: ALONGSIDE[lab]}
     smoke = declared.profiles["smoke"].model_dump() | few
-    config = declared.config.model_validate(smoke | {name: value for name, value in changed.items() if name in smoke})
-    run = measure(declared, config, profile="smoke", plugins=Plugins(alternatives), directory=tmp_path)
+    config = declared.config.model_validate(
+        smoke | {name: value for name, value in changed.items() if name in smoke}
+    )
+    run = measure(
+        declared, config, profile="smoke", plugins=Plugins(alternatives), directory=tmp_path
+    )
     frame = run.frame()
     rows = frame.groupby(column or "implementation", sort=False)
     verdicts = {name: set(group["check"].dropna()) for name, group in rows}
@@ -121,9 +132,15 @@ def test_a_right_alternative_is_timed_and_a_wrong_one_is_named(lab, tmp_path):
     assert {*ALONGSIDE[lab], "right"} <= timed
     assert verdicts["right"] == {"ok"}
     for name in set(alternatives) - {"right", "raises"}:
-        assert {text.partition(":")[0] for text in verdicts[name]} == {"wrong"}, (name, verdicts[name])
+        assert {text.partition(":")[0] for text in verdicts[name]} == {"wrong"}, (
+            name,
+            verdicts[name],
+        )
         assert name not in timed
-    assert all(re.match(r"failed.*no such thing, line \d+ of test_own_alternatives", one) for one in verdicts["raises"])
+    assert all(
+        re.match(r"failed.*no such thing, line \d+ of test_own_alternatives", one)
+        for one in verdicts["raises"]
+    )
     assert run.coverage()["status"].eq("ok").all()
 
 

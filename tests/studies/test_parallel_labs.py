@@ -24,7 +24,14 @@ from labkit.studies.sharding.lab import largest_models
 COMMON = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 1}
 SMALL = {"layers": 4, "batch": 2, "context_length": 8}
 MODEL = partial(model_worker.ModelParallelPoint, **COMMON, **SMALL)
-DATA = partial(data_worker.DataParallelPoint, **COMMON, workload="nano", batch=1, context_length=8, micro_batches=2)
+DATA = partial(
+    data_worker.DataParallelPoint,
+    **COMMON,
+    workload="nano",
+    batch=1,
+    context_length=8,
+    micro_batches=2,
+)
 DATA = partial(DATA, alternatives=("flat",))
 SWEEPS = ("wrappers", "accumulation", "timeline", "memory")
 MEASURED = {"seconds", "duration_s", "peak_bytes", "parameters_bytes"}
@@ -38,16 +45,25 @@ BREAKS = {
 }
 POINTS = {
     "tensor": (model_worker, MODEL(sweep="tensor", widths=(32,), alternatives=("shared",))),
-    "pipeline": (model_worker, MODEL(sweep="pipeline", widths=(32,), alternatives=("1f1b",), micro_batches=(2,))),
+    "pipeline": (
+        model_worker,
+        MODEL(sweep="pipeline", widths=(32,), alternatives=("1f1b",), micro_batches=(2,)),
+    ),
     "axes": (model_worker, MODEL(sweep="axes", model="nano", alternatives=("pipeline",))),
     "context": (
         context_worker,
-        context_worker.ContextParallelPoint(**COMMON, ways=("ring, zigzag",), sequence=64, heads=1, head_dim=16),
+        context_worker.ContextParallelPoint(
+            **COMMON, ways=("ring, zigzag",), sequence=64, heads=1, head_dim=16
+        ),
     ),
     "sharding": (
         sharding_worker,
         sharding_worker.ShardingPoint(
-            **COMMON, kind="memory", size="nano", transport="point_to_point", implementations=("zero1",)
+            **COMMON,
+            kind="memory",
+            size="nano",
+            transport="point_to_point",
+            implementations=("zero1",),
         ),
     ),
     **{sweep: (data_worker, DATA(sweep=sweep)) for sweep in SWEEPS},
@@ -87,7 +103,13 @@ def test_a_lost_message_is_found_before_anything_is_timed(name, is_broken):
 
 @pytest.mark.parametrize(("host_ranks", "share"), [(4, 4), (2, 2), (float("nan"), 4)])
 def test_ranks_share_the_memory_of_their_host(host_ranks, share):
-    point = {"kind": "memory", "world_size": 4, "host_ranks": host_ranks, "device": "cpu", "batch": 1}
+    point = {
+        "kind": "memory",
+        "world_size": 4,
+        "host_ranks": host_ranks,
+        "device": "cpu",
+        "batch": 1,
+    }
     frame = pd.DataFrame([point | {"context_length": 32}])
     table = largest_models(Results(frame, machine_bytes=2**35))
     assert set(table["memory_bytes"]) == {0.9 * 2**35 / share}

@@ -1,4 +1,5 @@
-"""Numbers in sentences and tables of labs, computed again from the raw samples of recorded runs by other code."""
+"""Numbers in sentences and tables of labs, computed again from the raw samples of recorded runs by
+other code."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -23,7 +24,10 @@ def slowest(run, *names, **where):
     by_rank = defaultdict(lambda: defaultdict(list))
     for row in run._rows:
         about = run.header.planned[row.point] | row.values
-        if all(about.get(name) == value for name, value in where.items()) and "seconds" in row.values:
+        if (
+            all(about.get(name) == value for name, value in where.items())
+            and "seconds" in row.values
+        ):
             by_rank[tuple(about.get(name) for name in names)][row.rank] += row.values["seconds"]
     return {key: [*map(max, zip(*ranks.values(), strict=True))] for key, ranks in by_rank.items()}
 
@@ -36,25 +40,41 @@ def test_limits_say_the_shortest_all_reduce_and_the_fastest_matmul_that_were_mea
     said = answers(run := recorded("limits"))
     times = slowest(run, "world_size", "way", sweep="exchange", what="all-reduce", n_bytes=1024)
     assert format_value("seconds", median(times[min(times)])) in said["exchange"].headline
-    products = slowest(run, "flops", "shape", "device", sweep="products", world_size=1, dtype="float32")
+    products = slowest(
+        run, "flops", "shape", "device", sweep="products", world_size=1, dtype="float32"
+    )
     best = max(flops / median(seconds) for (flops, *_), seconds in products.items())
     assert format_value("flops_per_s", best) in said["matmuls"].headline
-    assert said["matmuls"].table.query("dtype == 'float32'")["flops_per_s"].max() == pytest.approx(best)
+    assert said["matmuls"].table.query("dtype == 'float32'")["flops_per_s"].max() == pytest.approx(
+        best
+    )
 
 
 def test_averaging_costs_what_a_step_is_longer_and_never_hides_more_than_all():
     run = recorded("data_parallel")
     table = answers(run)["communication"].table.set_index(["implementation", "workload"])
     times = slowest(run, "implementation", "workload", "phase", sweep="wrappers")
-    steps = {key[:2]: [*map(sum, zip(*(times[(*key[:2], phase)] for phase in PHASES), strict=True))] for key in times}
+    steps = {
+        key[:2]: [*map(sum, zip(*(times[(*key[:2], phase)] for phase in PHASES), strict=True))]
+        for key in times
+    }
     for (name, workload), row in table.iterrows():
         local = steps["local", workload]
-        longer = median(a - b for a, b in zip(steps[name, workload], local, strict=True)) / median(local)
+        longer = median(a - b for a, b in zip(steps[name, workload], local, strict=True)) / median(
+            local
+        )
         assert row["longer_percent"] == pytest.approx(100 * longer)
 
     def halved(_, row):
-        is_faster = row["values"].get("phase") == "backward" and row["values"].get("implementation") == "bucketed"
-        changed = {"seconds": [0.2 * seconds for seconds in row["values"]["seconds"]]} if is_faster else {}
+        is_faster = (
+            row["values"].get("phase") == "backward"
+            and row["values"].get("implementation") == "bucketed"
+        )
+        changed = (
+            {"seconds": [0.2 * seconds for seconds in row["values"]["seconds"]]}
+            if is_faster
+            else {}
+        )
         return row | {"values": row["values"] | changed}
 
     hidden = answers(run_of(run, halved))["communication"].table["hidden_percent"]
@@ -66,7 +86,9 @@ class Words(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(50, 64), nn.LSTM(64, 64, 2), nn.Linear(64, 50)
+        self.embedding = nn.Embedding(50, 64)
+        self.lstm = nn.LSTM(64, 64, 2)
+        self.head = nn.Linear(64, 50)
 
     def forward(self, tokens):
         return self.head(self.lstm(self.embedding(tokens))[0]).flatten(0, 1)
@@ -74,9 +96,15 @@ class Words(nn.Module):
 
 def test_the_parts_of_a_users_model_make_up_the_peak_that_is_measured():
     tokens = torch.randint(50, (32, 16))
-    point = memory.MemoryPoint(kind="counted", size="mine", context_length=0, batch=0, phases=("full_step",), repeats=2)
-    with registered_models({"mine": lambda: (Words(), tokens, tokens.flatten(), nn.functional.cross_entropy)}):
-        (counted,), (measured,) = (list(memory.measure(replace(point, kind=kind))) for kind in ("counted", "measured"))
+    point = memory.MemoryPoint(
+        kind="counted", size="mine", context_length=0, batch=0, phases=("full_step",), repeats=2
+    )
+    with registered_models(
+        {"mine": lambda: (Words(), tokens, tokens.flatten(), nn.functional.cross_entropy)}
+    ):
+        (counted,), (measured,) = (
+            list(memory.measure(replace(point, kind=kind))) for kind in ("counted", "measured")
+        )
     parts = sum(counted.get(f"{part}_bytes", 0) for part in PARTS)
     assert (
         parts == counted["peak_bytes"] == pytest.approx(measured["peak_bytes"][0], rel=0.15)
@@ -84,13 +112,22 @@ def test_the_parts_of_a_users_model_make_up_the_peak_that_is_measured():
 
 
 def test_steps_with_checkpoints_have_the_same_gradients_and_are_timed():
-    about = {"size": "nano", "context_length": 8, "batch": 1, "segments": (0, 2), "warmup": 0, "repeats": 1}
+    about = {
+        "size": "nano",
+        "context_length": 8,
+        "batch": 1,
+        "segments": (0, 2),
+        "warmup": 0,
+        "repeats": 1,
+    }
     rows = list(memory.measure(memory.MemoryPoint(kind=memory.CHECKPOINT, **about)))
     assert [row["segment"] for row in rows if "seconds" in row] == [0, 2]
     assert {row["check"] for row in rows if "check" in row} == {"ok"}
 
 
 def test_the_floor_lies_below_all_that_is_measured():
-    times = slowest(recorded("all_reduce"), "world_size", "n_bytes", "algorithm", sweep="transports")
+    times = slowest(
+        recorded("all_reduce"), "world_size", "n_bytes", "algorithm", sweep="transports"
+    )
     for (*where, algorithm), seconds in times.items():
         assert algorithm == "floor" or median(seconds) > median(times[*where, "floor"])

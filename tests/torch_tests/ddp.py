@@ -1,7 +1,9 @@
-"""Torch's own tests of DistributedDataParallel and SyncBatchNorm, read from the installed torch, on labkit's parts.
+"""Torch's own tests of DistributedDataParallel and SyncBatchNorm, read from the installed torch, on
+labkit's parts.
 
-`make torch-tests` runs them; nothing of torch's is copied. Tests that labkit refuses or leaves out are in the table of
-docs/torch-tests.md, with the reason; they must fail. Tests for GPUs run on the CPU.
+`make torch-tests` runs them; nothing of torch's is copied. Tests that labkit refuses or leaves out
+are in the table of docs/torch-tests.md, with the reason; they must fail. Tests for GPUs run on the
+CPU.
 """
 
 import inspect
@@ -23,7 +25,8 @@ from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": "2", "TEMP_DIR": tempfile.gettempdir()}
-if "expecttest" not in sys.modules:  # torch's tests derive from a class of it; these need nothing else of it
+# torch's tests derive from a class of it; these need nothing else of it
+if "expecttest" not in sys.modules:
     sys.modules["expecttest"] = types.ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
@@ -34,14 +37,16 @@ WORDS = ("ddp", "DDP", "DistributedDataParallel", "SyncBatchNorm")
 TESTS = sorted(
     name
     for name in dir(TORCHS)
-    if name.startswith("test_") and any(word in name + inspect.getsource(getattr(TORCHS, name)) for word in WORDS)
+    if name.startswith("test_")
+    and any(word in name + inspect.getsource(getattr(TORCHS, name)) for word in WORDS)
 )
 TABLE = Path(__file__).parents[2] / "docs" / "torch-tests.md"
 LEFT_OUT = set(re.findall(r"`(test_\w+)`", TABLE.read_text()))
 
 
 class Wrapper(BucketedDDP):
-    """BucketedDDP, saved and loaded as torch's tests do: the module, which is then wrapped again."""
+    """BucketedDDP, saved and loaded as torch's tests do: the module, which is then wrapped
+    again."""
 
     def __init__(
         self,
@@ -52,9 +57,14 @@ class Wrapper(BucketedDDP):
         forward_sync_buffers: bool = True,  # of torch 2.13, for broadcast_buffers
         **options: Any,
     ):
-        super().__init__(module, find_unused=static_graph, **{"broadcast_buffers": forward_sync_buffers, **options})
+        super().__init__(
+            module,
+            find_unused=static_graph,
+            **{"broadcast_buffers": forward_sync_buffers, **options},
+        )
         self.forward_sync_buffers = self.broadcast_buffers
-        self.process_group, self.broadcast_bucket_size = self.join_process_group, 2**28
+        self.process_group = self.join_process_group
+        self.broadcast_bucket_size = 2**28
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self), (self.module,)
@@ -69,7 +79,9 @@ class Norm(SyncBatchNorm):
 class OnCPU(TorchFunctionMode):
     """Devices that tests for GPUs name, by number or as "cuda", are the CPU."""
 
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         at = {torch.Tensor.to: 1, torch.device: 0}.get(function)
         moved = [_on_cpu(value, number == at) for number, value in enumerate(args)]
         named = {name: _on_cpu(value, name == "device") for name, value in (kwargs or {}).items()}
@@ -83,7 +95,8 @@ def _on_cpu(value: Any, is_device: bool) -> Any:
 
 
 def _put_labkit_in_place() -> None:
-    """Let torch's tests, in this process, find labkit's classes, and the CPU where they name GPUs."""
+    """Let torch's tests, in this process, find labkit's classes, and the CPU where they name
+    GPUs."""
     distributed_test.DistributedDataParallel = Wrapper
     nn.parallel.DistributedDataParallel = Wrapper  # type: ignore[misc]
     nn.SyncBatchNorm = Norm  # type: ignore[misc]
@@ -94,7 +107,8 @@ def _put_labkit_in_place() -> None:
     )
     for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all"):
         setattr(torch.cuda, name, lambda *args, **options: None)
-    torch.cuda.current_device, torch.cuda.device_count = (lambda: 0), (lambda: 2)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: 2
     torch.set_num_threads(1)
 
 
