@@ -1,4 +1,5 @@
-"""Correctness checks before anything is timed: errors, their limits, agreement of ranks, matmuls."""
+"""Correctness checks before anything is timed: errors, their limits, agreement of ranks,
+matmuls."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,15 +26,19 @@ def largest(values: Tensor) -> float:
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest deviation relative to the largest expected value of its tensor; infinite for NaN or missing tensors."""
+    """Largest deviation relative to the largest expected value of its tensor; infinite for NaN or
+    missing tensors."""
     if actual.keys() != expected.keys():
         return math.inf
-    errors = [largest(actual[name] - one) / max(largest(one), 1e-30) for name, one in expected.items()]
+    errors = [
+        largest(actual[name] - one) / max(largest(one), 1e-30) for name, one in expected.items()
+    ]
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
-    """The numbers of all ranks, equally many on each, in order of ranks; a collective if there are several."""
+    """The numbers of all ranks, equally many on each, in order of ranks; a collective if there are
+    several."""
     if not dist.is_initialized():
         return [list(numbers)]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -44,28 +49,38 @@ def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def max_over_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as infinite."""
+    """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as
+    infinite."""
     return max(math.inf if math.isnan(one) else one for (one,) in gather_numbers([error]))
 
 
 def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
-    """The first rank whose report begins with a number that is not negative, and its report; None without one.
+    """The first rank whose report begins with a number that is not negative, and its report; None
+    without one.
 
-    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities are kept.
+    A collective: all ranks pass equally many numbers and get the same result. NaN and infinities
+    are kept.
     """
-    return next(((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0), None)
+    return next(
+        ((rank, numbers) for rank, numbers in enumerate(gather_numbers(report)) if numbers[0] >= 0),
+        None,
+    )
 
 
 @contextmanager
 def deterministic_math() -> Iterator[None]:
-    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic convolutions.
+    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic
+    convolutions.
 
-    A check computes everything twice, and rounding alone can grow large, as in batch norm over two values.
+    A check computes everything twice, and rounding alone can grow large, as in batch norm over two
+    values.
     """
     units = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    flags, precisions = (cudnn.deterministic, cudnn.benchmark), [unit.fp32_precision for unit in units]
+    flags = (cudnn.deterministic, cudnn.benchmark)
+    precisions = [unit.fp32_precision for unit in units]
     cudnn.allow_tf32 = False  # the older name: reading it raises if it contradicts the others
-    cudnn.deterministic, cudnn.benchmark = True, False
+    cudnn.deterministic = True
+    cudnn.benchmark = False
     for unit in units:
         unit.fp32_precision = "ieee"
     try:
@@ -79,7 +94,8 @@ def deterministic_math() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Work:
-    """An operation to time, its FLOPs, the least bytes that it reads and writes, and the verdict on its result."""
+    """An operation to time, its FLOPs, the least bytes that it reads and writes, and the verdict on
+    its result."""
 
     run: Callable[[], Any]
     flops: float
@@ -87,11 +103,20 @@ class Work:
     check: str = "ok"
 
 
-def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1) -> Work:
-    """A matmul of normal (m, k) and (k, n), or a `batch` of them; one row of a first result is checked in float64."""
-    left, right = (torch.randn(batch, *sides, device=device).to(dtype) for sides in ((m, k), (k, n)))
+def matrix_product(
+    device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1
+) -> Work:
+    """A matmul of normal (m, k) and (k, n), or a `batch` of them; one row of a first result is
+    checked in float64."""
+    left, right = (
+        torch.randn(batch, *sides, device=device).to(dtype) for sides in ((m, k), (k, n))
+    )
     out = torch.empty(batch, m, n, dtype=dtype, device=device)
-    run = partial(torch.mm, left[0], right[0], out=out[0]) if batch == 1 else partial(torch.bmm, left, right, out=out)
+    run = (
+        partial(torch.mm, left[0], right[0], out=out[0])
+        if batch == 1
+        else partial(torch.bmm, left, right, out=out)
+    )
     run()
     exact = left[-1, m // 2].double() @ right[-1].double()
     error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
@@ -100,9 +125,11 @@ def matrix_product(device: str, dtype: torch.dtype, m: int, k: int, n: int, *, b
 
 
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:
-    """Relative error that rounding explains in a matmul whose elements are sums of `terms` products.
+    """Relative error that rounding explains in a matmul whose elements are sums of `terms`
+    products.
 
-    Successive additions of K terms are off by about sqrt(K)/6 units. Three times that is allowed, and at least eight
-    units for libraries that add in blocks. TF32 instead of float32 is off by about 2**-12, which is wrong.
+    Successive additions of K terms are off by about sqrt(K)/6 units. Three times that is allowed,
+    and at least eight units for libraries that add in blocks. TF32 instead of float32 is off by
+    about 2**-12, which is wrong.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

@@ -4,10 +4,11 @@ With t a fixed random sequence of PERIOD numbers, rank r of p adds to element i
 
     1 + (t_i + r) mod M
 
-and the sum is at most 2 / eps, the largest whole number that the type counts up to (256 for bfloat16). So nothing is
-rounded, whatever the order of additions. A missing part makes the sum too small and a repeated one too large. No two
-ranks' parts are equal, up to 21 ranks in bfloat16, 62 in float16 and 127 in wider types. A right sum at another
-element's place is wrong, too (in bfloat16 up to 59 ranks). M is at most 128, which leaves room for an exact mean.
+and the sum is at most 2 / eps, the largest whole number that the type counts up to (256 for
+bfloat16). So nothing is rounded, whatever the order of additions. A missing part makes the sum too
+small and a repeated one too large. No two ranks' parts are equal, up to 21 ranks in bfloat16, 62 in
+float16 and 127 in wider types. A right sum at another element's place is wrong, too (in bfloat16 up
+to 59 ranks). M is at most 128, which leaves room for an exact mean.
 """
 
 import math
@@ -25,7 +26,8 @@ ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in ca
 
 
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
-    """Describe the first wrong element on the first such rank, on all ranks; None if the sum is right.
+    """Describe the first wrong element on the first such rank, on all ranks; None if the sum is
+    right.
 
     `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place.
     """
@@ -35,13 +37,17 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
     if (failure := first_failing_rank(first_deviation(tensor, ranks))) is None:
         return None
     rank, (element, expected, got) = failure
-    return f"wrong: rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of whole numbers)"
+    return (
+        f"wrong: rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of"
+        " whole numbers)"
+    )
 
 
 def first_deviation(
     tensor: Tensor, ranks: int, *, starts: Iterable[int] = (0,), within: float = 0.0
 ) -> tuple[int, float, float]:
-    """The first element further than `within` from the sum of all ranks' parts, that sum, and the actual value.
+    """The first element further than `within` from the sum of all ranks' parts, that sum, and the
+    actual value.
 
     (-1, 0, 0) if there is none. Several `starts` are summed, too.
     """
@@ -56,7 +62,8 @@ def first_deviation(
 
 
 def fill_part(tensor: Tensor, rank: int, ranks: int, *, start: int = 0, times: int = 1) -> None:
-    """Overwrite the tensor with the part of `rank` from element `start` of the sequence, times a number."""
+    """Overwrite the tensor with the part of `rank` from element `start` of the sequence, times a
+    number."""
     vector = tensor.view(-1)
     period = (_part(rank, ranks, tensor.dtype, start) * times).to(tensor.device, tensor.dtype)
     end = len(vector) // PERIOD * PERIOD
@@ -75,8 +82,11 @@ def _modulus(ranks: int, dtype: torch.dtype) -> int:
     if ranks < modulus:
         return modulus
     if ranks > largest:
-        raise ValueError(f"expected at most {largest} ranks, whose sums {dtype} can count; got {ranks}")
+        raise ValueError(
+            f"expected at most {largest} ranks, whose sums {dtype} can count; got {ranks}"
+        )
     modulus = min(128, largest // ranks)
-    while modulus > 1 and ranks % modulus == 0:  # if ranks fill whole cycles, the sum does not depend on t
+    # if ranks fill whole cycles, the sum does not depend on t
+    while modulus > 1 and ranks % modulus == 0:
         modulus -= 1
     return modulus

@@ -1,14 +1,17 @@
-"""A clock: alternatives take turns in a shuffled order, until their ratios are precise or the time is up.
+"""A clock: alternatives take turns in a shuffled order, until their ratios are precise or the time
+is up.
 
-CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle device. It includes
-whatever the stream waits for: kernels, and the host if it is slower. A host takes 10 to 50 us to launch the first
-kernel; `calls` above 1 takes that out.
+CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle
+device. It includes whatever the stream waits for: kernels, and the host if it is slower. A host
+takes 10 to 50 us to launch the first kernel; `calls` above 1 takes that out.
 
-With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each repeat counts.
+With several ranks, pass a barrier as `before`. Each rank times itself, and the slowest rank of each
+repeat counts.
 
-Only the width of intervals or the time ends the rounds, never the result. Stopping at a fixed width makes intervals
-slightly too narrow (Chow & Robbins 1965, "On the asymptotic theory of fixed-width sequential confidence intervals for
-the mean"). `MIN_ROUNDS`, and checks ever further apart, keep that effect small.
+Only the width of intervals or the time ends the rounds, never the result. Stopping at a fixed width
+makes intervals slightly too narrow (Chow & Robbins 1965, "On the asymptotic theory of fixed-width
+sequential confidence intervals for the mean"). `MIN_ROUNDS`, and checks ever further apart, keep
+that effect small.
 """
 
 import math
@@ -35,13 +38,15 @@ T = TypeVar("T")
 MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
-"""Rounds at one check over those at the check before; frequent checks would stop at chance agreement."""
+"""Rounds at one check over those at the check before; frequent checks would stop at chance
+agreement."""
 
 
 def time_interleaved(
     alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Any
 ) -> dict[str, list[float]]:
-    """Seconds per call of each alternative, one sample per round; `options` as in `time_parts_interleaved`.
+    """Seconds per call of each alternative, one sample per round; `options` as in
+    `time_parts_interleaved`.
 
     Sample i of all alternatives is from the same round. An empty mapping takes no time.
     """
@@ -63,21 +68,27 @@ def time_parts_interleaved(
     ratio_within: float = 0.0,
     rounds_s: float = math.inf,
 ) -> Samples:
-    """Time alternatives in successive parts, such as forward and backward: seconds by alternative and part.
+    """Time alternatives in successive parts, such as forward and backward: seconds by alternative
+    and part.
 
-    A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its parts. Turns expose
-    every alternative to the same drift of the machine, so ratios hold even if absolute times do not. Caches hold what
-    ran before: in a fixed order identical functions differ by a factor of two.
+    A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its
+    parts. Turns expose every alternative to the same drift of the machine, so ratios hold even if
+    absolute times do not. Caches hold what ran before: in a fixed order identical functions differ
+    by a factor of two.
 
-    `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio of any two
-    alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or at the first check after `rounds_s` seconds.
-    With either limit this is a collective: all ranks must call it. `prepare` makes inputs before a turn, and `before`
-    (a barrier) precedes each part; both are untimed. A sample is the mean of `calls` in a row. With several on CUDA, an
-    untimed call goes first, during which the host queues the others. `seed` must be equal on all ranks. ValueError for
-    impossible counts.
+    `warmup` rounds are thrown away, and at most `repeats` are kept. They end sooner once the ratio
+    of any two alternatives is known to within `ratio_within` (0.05: 5%; 0: never), or at the first
+    check after `rounds_s` seconds. With either limit this is a collective: all ranks must call it.
+    `prepare` makes inputs before a turn, and `before` (a barrier) precedes each part; both are
+    untimed. A sample is the mean of `calls` in a row. With several on CUDA, an untimed call goes
+    first, during which the host queues the others. `seed` must be equal on all ranks. ValueError
+    for impossible counts.
     """
     if warmup < 0 or repeats < 1 or calls < 1:
-        raise ValueError(f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and {calls}")
+        raise ValueError(
+            f"expected warmup >= 0, repeats >= 1 and calls >= 1, got {warmup}, {repeats} and"
+            f" {calls}"
+        )
     is_cuda = _is_cuda(device)
     samples: Samples = {name: {part: [] for part in parts} for name, parts in alternatives.items()}
     stopping = None
@@ -101,7 +112,8 @@ def time_parts_interleaved(
 def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) -> list[str]:
     """Shuffle the turns of a round; every order is equally likely.
 
-    The order depends on the names, the number and the seed: neither on the rank nor on the order of `names`.
+    The order depends on the names, the number and the seed: neither on the rank nor on the order of
+    `names`.
     """
     turns = sorted(names)
     random.Random(f"{seed} {round_number}").shuffle(turns)
@@ -109,20 +121,26 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
 
 
 class Stopping:
-    """Decides after each round whether it was the last one. Create it when the first kept round begins."""
+    """Decides after each round whether it was the last one. Create it when the first kept round
+    begins."""
 
     def __init__(self, ratio_within: float, rounds_s: float) -> None:
-        self._half_width, self._rounds_s = math.log1p(ratio_within), rounds_s
+        self._half_width = math.log1p(ratio_within)
+        self._rounds_s = rounds_s
         self._start = time.perf_counter()
         self._next_check = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
 
     def is_enough(self, samples: Samples) -> bool:
-        """Whether the ratios of each part are precise, or the time is up. A collective; all ranks decide alike."""
+        """Whether the ratios of each part are precise, or the time is up. A collective; all ranks
+        decide alike."""
         columns = [seconds for parts in samples.values() for seconds in parts.values()]
         if not columns or (rounds := len(columns[0])) < self._next_check:
             return False
-        table, self._next_check = np.array(columns), math.ceil(rounds * GROWTH)
-        elapsed_s, *slowest = np.max(gather_numbers([time.perf_counter() - self._start, *table.ravel()]), axis=0)
+        table = np.array(columns)
+        self._next_check = math.ceil(rounds * GROWTH)
+        elapsed_s, *slowest = np.max(
+            gather_numbers([time.perf_counter() - self._start, *table.ravel()]), axis=0
+        )
         if elapsed_s >= self._rounds_s:
             return True
         if rounds < MIN_ROUNDS or min(slowest) <= 0:
@@ -131,11 +149,14 @@ class Stopping:
         names = [part for parts in samples.values() for part in parts]
         for name, logs in zip(names, np.log(slowest).reshape(table.shape), strict=True):
             by_part[name].append(logs)
-        return all(_widest_ratio(alternatives) <= self._half_width for alternatives in by_part.values())
+        return all(
+            _widest_ratio(alternatives) <= self._half_width for alternatives in by_part.values()
+        )
 
 
 def _widest_ratio(logs: list[np.ndarray]) -> float:
-    """Half the width of the widest interval, in log units, of a ratio of two alternatives; of a lone one, its time."""
+    """Half the width of the widest interval, in log units, of a ratio of two alternatives; of a
+    lone one, its time."""
     differences = [one - other for one, other in combinations(logs, 2)] or logs
     return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
 
@@ -170,7 +191,8 @@ class Stopwatch:
 
 
 def _time_calls(action: Action, calls: int, is_cuda: bool) -> float:
-    first, last = _make_event(is_cuda), _make_event(is_cuda)
+    first = _make_event(is_cuda)
+    last = _make_event(is_cuda)
     if is_cuda:
         torch.cuda.synchronize()
         if calls > 1:

@@ -1,8 +1,9 @@
 """Intervals and p-values from samples: of a median, and of a ratio within rounds.
 
-Twelve rounds and more are compared by a signed-rank test, which assumes no normal distribution. Fewer are compared by
-Student's t: signed ranks of six pairs give no p below 0.03, which a correction for many comparisons never passes.
-`scipy.special` alone, since `scipy.stats` takes ten times as long to load, in every process that measures.
+Twelve rounds and more are compared by a signed-rank test, which assumes no normal distribution.
+Fewer are compared by Student's t: signed ranks of six pairs give no p below 0.03, which a
+correction for many comparisons never passes. `scipy.special` alone, since `scipy.stats` takes ten
+times as long to load, in every process that measures.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ MAX_VALUES = 500
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio or its logarithm, the 95% interval, and the p-value of no difference; NaN with too few samples."""
+    """A ratio or its logarithm, the 95% interval, and the p-value of no difference; NaN with too
+    few samples."""
 
     value: float
     low: float = float("nan")
@@ -32,16 +34,19 @@ class Estimate:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float]:
-    """Bound the median of `values`, (n,), by interpolated order statistics (Hettmansperger & Sheather 1986).
+    """Bound the median of `values`, (n,), by interpolated order statistics (Hettmansperger &
+    Sheather 1986).
 
     NaN, NaN below `MIN_SAMPLES`.
     """
     n = len(values)
     if n < MIN_SAMPLES:
         return float("nan"), float("nan")
-    inside = 1 - 2 * bdtr(np.arange(n // 2), n, 0.5)  # coverage between the k-th smallest and largest, k = 1, 2, ...
+    # coverage between the k-th smallest and largest, k = 1, 2, ...
+    inside = 1 - 2 * bdtr(np.arange(n // 2), n, 0.5)
     depth = int(np.flatnonzero(inside >= CONFIDENCE)[-1]) + 1
-    coverage, deeper = inside[depth - 1], inside[depth]  # those of the middle values are below CONFIDENCE
+    coverage = inside[depth - 1]
+    deeper = inside[depth]  # those of the middle values are below CONFIDENCE
     excess = (coverage - CONFIDENCE) / (coverage - deeper)
     weight = (n - depth) * excess / (depth + (n - 2 * depth) * excess)
     ordered = np.sort(values)
@@ -53,15 +58,19 @@ def median_interval(values: np.ndarray) -> tuple[float, float]:
 def estimate_paired(differences: np.ndarray) -> Estimate:
     """Estimate the center of symmetry of `differences`, (rounds,), of two alternatives' logarithms.
 
-    Hodges-Lehmann with the interval and p-value of Wilcoxon's signed-rank test (Hollander, Wolfe & Chicken 2014,
-    chapter 3); scipy has no quantiles of that test. Correlation between rounds widens the interval.
+    Hodges-Lehmann with the interval and p-value of Wilcoxon's signed-rank test (Hollander, Wolfe &
+    Chicken 2014, chapter 3); scipy has no quantiles of that test. Correlation between rounds widens
+    the interval.
     """
     n = len(differences)
     if n < MIN_SAMPLES:
         return Estimate(float(np.median(differences)))
     if n < MIN_FOR_SIGNED_RANKS:
-        return _student(float(differences.mean()), float(differences.std(ddof=1)) / np.sqrt(n), n - 1)
-    factor, values = autocorrelation_factor(differences), differences
+        return _student(
+            float(differences.mean()), float(differences.std(ddof=1)) / np.sqrt(n), n - 1
+        )
+    factor = autocorrelation_factor(differences)
+    values = differences
     if n > MAX_VALUES:
         values = np.quantile(values, (np.arange(MAX_VALUES) + 0.5) / MAX_VALUES)
     first, second = np.triu_indices(len(values))
@@ -69,15 +78,19 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
     at_most = _signed_rank_cdf(len(values))
     above = float((averages > 0).sum() + (averages == 0).sum() / 2)
     p = min(1.0, 2 * float(at_most[int(min(above, len(averages) - above))]))
-    depth = int(np.searchsorted(at_most, TAIL, side="right")) - 1  # averages outside the interval on each side
-    value, low, high = float(np.median(averages)), float(averages[depth]), float(averages[-1 - depth])
+    # averages outside the interval on each side
+    depth = int(np.searchsorted(at_most, TAIL, side="right")) - 1
+    value = float(np.median(averages))
+    low = float(averages[depth])
+    high = float(averages[-1 - depth])
     if factor > 1:
         p = 2 * float(ndtr(ndtri(p / 2) / factor))
     return Estimate(value, value - factor * (value - low), value + factor * (high - value), p)
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:
-    """Factor by which lag-1 correlation r widens an interval, sqrt((1 + r) / (1 - r)); 1 if r is not positive."""
+    """Factor by which lag-1 correlation r widens an interval, sqrt((1 + r) / (1 - r)); 1 if r is
+    not positive."""
     centered = values - values.mean()
     power = float(centered @ centered)
     rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
@@ -91,12 +104,15 @@ def _student(value: float, error: float, freedom: float) -> Estimate:
     if error == 0:
         return Estimate(value, value, value, float(value == 0))
     reach = float(stdtrit(freedom, 1 - TAIL)) * error
-    return Estimate(value, value - reach, value + reach, 2 * float(stdtr(freedom, -abs(value) / error)))
+    return Estimate(
+        value, value - reach, value + reach, 2 * float(stdtr(freedom, -abs(value) / error))
+    )
 
 
 @lru_cache(maxsize=64)
 def _signed_rank_cdf(n: int) -> np.ndarray:
-    """P(T <= t) for t = 0, 1, ...: every rank counts or does not, so the counts are a product of (1 + x**rank)."""
+    """P(T <= t) for t = 0, 1, ...: every rank counts or does not, so the counts are a product of (1
+    + x**rank)."""
     counts = np.ones(1)
     for rank in range(1, n + 1):
         counts = (np.pad(counts, (0, rank)) + np.pad(counts, (rank, 0))) / 2

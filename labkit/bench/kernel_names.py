@@ -1,4 +1,5 @@
-"""Families and short names of operators and GPU kernels, by the demangled names that a profiler gives."""
+"""Families and short names of operators and GPU kernels, by the demangled names that a profiler
+gives."""
 
 import re
 from functools import cache
@@ -19,7 +20,10 @@ _RULES = (
     ),
     ("optimizer", r"multi_tensor_apply|_foreach_|_fused_adam|fused_adam"),
     # the second alternative: labkit's kernels (nn/flash_kernels.py, nn/flash_backward_kernels.py)
-    ("attention", r"flash|fmha|sdpa|scaled_dot_product|attention|^(forward|delta|grad_kv|grad_q)_kernel"),
+    (
+        "attention",
+        r"flash|fmha|sdpa|scaled_dot_product|attention|^(forward|delta|grad_kv|grad_q)_kernel",
+    ),
     ("loss", r"log_?softmax|nll_loss|cross_entropy"),
     ("softmax", r"softmax"),
     (
@@ -51,8 +55,11 @@ _RULES = (
     ),
 )
 """A name belongs to the first family whose pattern it contains."""
-_WORK = re.compile(r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+")
-"""Template arguments that name a kernel's work: "MulFunctor", "exp_kernel_cuda", "GemmUniversal"."""
+_WORK = re.compile(
+    r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+"
+)
+"""Template arguments that name a kernel's work: "MulFunctor", "exp_kernel_cuda",
+"GemmUniversal"."""
 
 
 @cache
@@ -61,20 +68,28 @@ def family_of(name: str) -> str:
 
     "dispatch" is the host's work around kernels: views, allocations, the autograd engine, Python.
     """
-    return next((family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other")
+    return next(
+        (family for family, pattern in _RULES if re.search(pattern, name, re.IGNORECASE)), "other"
+    )
 
 
 @cache
 def short_name(name: str) -> str:
-    """A kernel's demangled name without namespaces, parameters and most template arguments, at most `MAX_NAME` long.
+    """A kernel's demangled name without namespaces, parameters and most template arguments, at most
+    `MAX_NAME` long.
 
-    Kernels that do different work keep different names: the innermost functor, or the tile of a CUTLASS GEMM.
+    Kernels that do different work keep different names: the innermost functor, or the tile of a
+    CUTLASS GEMM.
     """
     if name.startswith(("aten::", "autograd::")):
         return name[:MAX_NAME]
     if cutlass := re.search(r"cutlass_\w+", name):
         return cutlass[0][:MAX_NAME]
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("at::native::", "")
+    plain = (
+        name.removeprefix("void ")
+        .replace("(anonymous namespace)::", "")
+        .replace("at::native::", "")
+    )
     head, _, arguments = plain.partition("<")
     work = _WORK.findall(arguments)
     return (f"{head}<{work[-1]}>" if work else head.partition("(")[0])[:MAX_NAME].strip()

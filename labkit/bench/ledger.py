@@ -1,4 +1,5 @@
-"""A ledger of tensor memory: every storage from its allocation to its release, with size, operator and line of code.
+"""A ledger of tensor memory: every storage from its allocation to its release, with size, operator
+and line of code.
 
     with FakeTensorMode(), AllocationLedger(source=name) as ledger:      # or without FakeTensorMode
         step = ...
@@ -8,9 +9,9 @@
         ledger.label_alive("activations", "forward")
     peak_between(ledger.allocations, 0, ledger.moment).by_category()
 
-Under `FakeTensorMode` tensors have no memory, so a step of any size is counted on any machine. The ledger sees what
-operators return to PyTorch's dispatcher: neither a kernel's scratch nor what libraries allocate. A storage that an
-operator resizes is a new allocation from then on.
+Under `FakeTensorMode` tensors have no memory, so a step of any size is counted on any machine. The
+ledger sees what operators return to PyTorch's dispatcher: neither a kernel's scratch nor what
+libraries allocate. A storage that an operator resizes is a new allocation from then on.
 """
 
 import sys
@@ -39,10 +40,12 @@ class Allocation:
     born: int
     operator: str
     line: str
-    """The line of the forward pass that called for it, "file.py:12"; in a backward pass, the line it differentiates."""
+    """The line of the forward pass that called for it, "file.py:12"; in a backward pass, the line
+    it differentiates."""
     phase: str
     recomputed: bool
-    """Allocated inside a backward pass with gradients enabled: by activation checkpointing, which repeats a part."""
+    """Allocated inside a backward pass with gradients enabled: by activation checkpointing, which
+    repeats a part."""
     freed: int | None = None
     category: str = ""
 
@@ -56,14 +59,17 @@ class Peak:
     live: Sequence[Allocation]
 
     def by_category(self) -> dict[str, int]:
-        return {name: sum(one.n_bytes for one in self.live if one.category == name) for name in _categories(self.live)}
+        return {
+            name: sum(one.n_bytes for one in self.live if one.category == name)
+            for name in _categories(self.live)
+        }
 
 
 class AllocationLedger(TorchDispatchMode):
     """Follows every storage that operators allocate on `device` while it is active.
 
-    `source` names a file of the code under study by its path; "" for other files. Sizes are as requested, before an
-    allocator rounds them up.
+    `source` names a file of the code under study by its path; "" for other files. Sizes are as
+    requested, before an allocator rounds them up.
     """
 
     def __init__(self, *, device: str = "cpu", source: Callable[[str], str] = lambda path: ""):
@@ -74,7 +80,8 @@ class AllocationLedger(TorchDispatchMode):
         self._source = source
         self._phase = ""
         self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
-        self._lines: dict[int, str] = {}  # sequence number of an autograd node -> line of the forward pass
+        # sequence number of an autograd node -> line of the forward pass
+        self._lines: dict[int, str] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -98,10 +105,13 @@ class AllocationLedger(TorchDispatchMode):
                 allocation.category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, line = func(*args, **(kwargs or {})), self._line()
-        operator, created = str(func.overloadpacket).removeprefix("aten."), result
+        result = func(*args, **(kwargs or {}))
+        line = self._line()
+        operator = str(func.overloadpacket).removeprefix("aten.")
+        created = result
         if func is RESIZE:
-            operator, created = "resize_storage", args[0]
+            operator = "resize_storage"
+            created = args[0]
             if (key := created.untyped_storage()._cdata) in self._alive:
                 self._end(key)
         for value in tree_leaves(created):
@@ -110,7 +120,8 @@ class AllocationLedger(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage, operator: str, line: str) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        n_bytes = storage.nbytes()
         if key in self._alive or not n_bytes:
             return
         recomputed = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
@@ -124,7 +135,8 @@ class AllocationLedger(TorchDispatchMode):
         self.moment += 1
 
     def _line(self) -> str:
-        """The current line under study, remembered for the backward pass of the operator that it calls."""
+        """The current line under study, remembered for the backward pass of the operator that it
+        calls."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
@@ -154,20 +166,34 @@ def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Pea
 def timeline_between(
     allocations: Sequence[Allocation], start: int, end: int, points: int = 200
 ) -> list[tuple[int, dict[str, int]]]:
-    """(moment, live bytes by category) of the highest moment of each of about `points` stretches."""
+    """(moment, live bytes by category) of the highest moment of each of about `points`
+    stretches."""
     categories, live = _live_bytes(allocations, start, end)
-    totals, stretch = live.sum(axis=1), max(1, (end - start) // points)
-    highest = [first + int(totals[first : first + stretch].argmax()) for first in range(0, len(totals), stretch)]
-    return [(max(start, start - 1 + row), dict(zip(categories, live[row].tolist(), strict=True))) for row in highest]
+    totals = live.sum(axis=1)
+    stretch = max(1, (end - start) // points)
+    highest = [
+        first + int(totals[first : first + stretch].argmax())
+        for first in range(0, len(totals), stretch)
+    ]
+    return [
+        (max(start, start - 1 + row), dict(zip(categories, live[row].tolist(), strict=True)))
+        for row in highest
+    ]
 
 
-def _live_bytes(allocations: Sequence[Allocation], start: int, end: int) -> tuple[list[str], np.ndarray]:
-    """The categories, and live bytes (moments, categories) after the event before `start` and each one up to `end`."""
+def _live_bytes(
+    allocations: Sequence[Allocation], start: int, end: int
+) -> tuple[list[str], np.ndarray]:
+    """The categories, and live bytes (moments, categories) after the event before `start` and each
+    one up to `end`."""
     categories = _categories(allocations)
     changes = np.zeros((end + 1, len(categories)), dtype=np.int64)  # row 0: before the first event
     for allocation in allocations:
         column = categories.index(allocation.category)
-        for moment, n_bytes in ((allocation.born, allocation.n_bytes), (allocation.freed, -allocation.n_bytes)):
+        for moment, n_bytes in (
+            (allocation.born, allocation.n_bytes),
+            (allocation.freed, -allocation.n_bytes),
+        ):
             if moment is not None and moment < end:
                 changes[moment + 1, column] += n_bytes
     return categories, changes.cumsum(axis=0)[start:]

@@ -6,8 +6,9 @@
             step.run()
     record.peaks["step"]
 
-Bytes as requested, counted from the beginning of the record, without C++ libraries' memory (gloo's buffers). A record
-misses what other threads free, so trainings whose gradients are freed in the background use `process_peak`.
+Bytes as requested, counted from the beginning of the record, without C++ libraries' memory (gloo's
+buffers). A record misses what other threads free, so trainings whose gradients are freed in the
+background use `process_peak`.
 """
 
 import ctypes
@@ -44,8 +45,8 @@ class AllocationRecord:
     peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has freed it, and the
-    record is this much too high from then on."""
+    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has
+    freed it, and the record is this much too high from then on."""
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -78,11 +79,13 @@ def record_allocations(device: str) -> Iterator[AllocationRecord]:
     results: Any = profiler.profiler
     events = sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event for event in events if event.name() == "[memory]"]
-    times, totals = [event.start_ns() for event in changes], [0, *accumulate(event.nbytes() for event in changes)]
+    times = [event.start_ns() for event in changes]
+    totals = [0, *accumulate(event.nbytes() for event in changes)]
     record.left_bytes = max(0, totals[-1])
     for event in events:
         if event.name().startswith(WINDOW):
-            first, last = bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns())
+            first = bisect_left(times, event.start_ns())
+            last = bisect_right(times, event.end_ns())
             record.peaks[event.name().removeprefix(WINDOW)] = max(totals[first : last + 1])
 
 
@@ -90,11 +93,15 @@ def _cuda_bytes(moment: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"])
 
 
-def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, device: str) -> dict[str, Any]:
-    """Measure the peak of the second `run` of the subject that `make` returns, which is included. A collective.
+def measure_second_peak(
+    make: Callable[[], T], run: Callable[[T], Any], *, device: str
+) -> dict[str, Any]:
+    """Measure the peak of the second `run` of the subject that `make` returns, which is included. A
+    collective.
 
-    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. A record in which another thread freed
-    tensors, which the profiler misses, is repeated until every rank has one without that.
+    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. A record in which
+    another thread freed tensors, which the profiler misses, is repeated until every rank has one
+    without that.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
@@ -108,7 +115,11 @@ def measure_second_peak(make: Callable[[], T], run: Callable[[T], Any], *, devic
         peak = record.peaks["run"]
         if max_over_ranks(record.left_bytes / max(1, peak)) < MAX_EXCESS:
             return {"check": "ok", "peak_bytes": peak}
-    return {"not_measured": f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"}
+    return {
+        "not_measured": (
+            f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"
+        )
+    }
 
 
 @dataclass
@@ -121,17 +132,21 @@ class ProcessPeak:
 
 @contextmanager
 def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
-    """Measure the highest memory use in the block, above the use at its start, whichever thread frees what.
+    """Measure the highest memory use in the block, above the use at its start, whichever thread
+    frees what.
 
-    CUDA: bytes of the caching allocator. CPU: the resident set on Linux, with what libraries allocate.
+    CUDA: bytes of the caching allocator. CPU: the resident set on Linux, with what libraries
+    allocate.
     """
     peak = ProcessPeak()
     if torch.device(device).type == "cuda":
         with record_allocations(device) as record, record.window("block"):
             yield peak
-        peak.growth_bytes, peak.end_bytes = record.peaks["block"], _cuda_bytes("current") - record.base_bytes
+        peak.growth_bytes = record.peaks["block"]
+        peak.end_bytes = _cuda_bytes("current") - record.base_bytes
         return
-    _call_glibc("malloc_trim", 0)  # the C library's free memory would not count when it is used again
+    # the C library's free memory would not count when it is used again
+    _call_glibc("malloc_trim", 0)
     before = 0
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
@@ -144,8 +159,10 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
 
 
 def return_memory_when_freed() -> None:
-    """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free memory. Slower."""
-    _call_glibc("mallopt", -3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
+    """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free
+    memory. Slower."""
+    # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
+    _call_glibc("mallopt", -3, 1 << 16)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
@@ -154,12 +171,15 @@ def _call_glibc(name: str, *arguments: int) -> None:
 
 
 def _resident_bytes(field: str) -> int:
-    (kib,) = re.findall(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    (kib,) = re.findall(
+        rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
+    )
     return int(kib) * 1024
 
 
 def saved_for_backward(function: Callable[[], T]) -> tuple[T, dict[int, int]]:
-    """Call `function`; return its result, and bytes by address of the storages that autograd saved, inputs included."""
+    """Call `function`; return its result, and bytes by address of the storages that autograd saved,
+    inputs included."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -13,9 +13,13 @@ from torch.utils.flop_counter import flop_registry
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})
 ALLOCATIONS = ("empty", "new_empty")
 # They compute and move nothing, as views do, without being declared as such.
-FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"})
+FREE = frozenset(
+    {"_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "promote_types"}
+)
 # Their target is not read; nor is an argument `out`.
-OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"})
+OVERWRITES = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"}
+)
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class OperatorCall:
 def record_operators(action: Callable[[], Any]) -> tuple[OperatorCall, ...]:
     """Call `action` and list its operators, those of a backward pass included.
 
-    An operator moves the tensors that it reads, that its schema says it writes into, and that it creates. Views and
-    allocations move nothing and are left out. Works on fake tensors, too.
+    An operator moves the tensors that it reads, that its schema says it writes into, and that it
+    creates. Views and allocations move nothing and are left out. Works on fake tensors, too.
     """
     with _OperatorRecord() as record:
         action()
@@ -52,12 +56,17 @@ class _OperatorRecord(TorchDispatchMode):
             return result
         read, written = _read_and_written(func, args, kwargs)
         targets = {id(tensor) for tensor in written}
-        inputs, outputs = _tensors((args, kwargs)), [one for one in _tensors(result) if id(one) not in targets]
-        moved = [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
+        inputs = _tensors((args, kwargs))
+        outputs = [one for one in _tensors(result) if id(one) not in targets]
+        moved = (
+            [*inputs[1:], *outputs, *outputs] if name in LOOKUPS else [*read, *written, *outputs]
+        )
         count = flop_registry.get(func.overloadpacket)
         flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
         n_bytes = float(sum(tensor.numel() * tensor.itemsize for tensor in moved))
-        dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
+        dtype = (
+            str((inputs or outputs)[0].dtype).removeprefix("torch.") if inputs or outputs else ""
+        )
         self.calls.append(OperatorCall(name, flops, n_bytes, dtype))
         return result
 
@@ -65,7 +74,8 @@ class _OperatorRecord(TorchDispatchMode):
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The argument tensors that an operator reads, and those that it writes into, by its schema."""
     overwrites = func.overloadpacket.__name__.removeprefix("_foreach_") in OVERWRITES
-    read, written = [], []
+    read = []
+    written = []
     for place, argument in enumerate(func._schema.arguments):
         tensors = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
         is_written = argument.alias_info is not None and argument.alias_info.is_write

@@ -1,8 +1,10 @@
-"""A probe of the machine before a point: how long two ranks take to answer one another, and a copy of 64 MB.
+"""A probe of the machine before a point: how long two ranks take to answer one another, and a copy
+of 64 MB.
 
-Load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow copy. Two ranks
-exchange 1 MiB three times as slowly if a host has placed their cores where they share no cache. All are stored with the
-point (`machine.load.Load`); `machine.load.busy_points` compares the points of a run, and `labkit check` two runs.
+Load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow
+copy. Two ranks exchange 1 MiB three times as slowly if a host has placed their cores where they
+share no cache. All are stored with the point (`machine.load.Load`); `machine.load.busy_points`
+compares the points of a run, and `labkit check` two runs.
 """
 
 import timeit
@@ -25,7 +27,8 @@ PROBE = "machine probe"
 def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[Any]:
     """Yield one row with the probe of this rank, then the worker's rows.
 
-    A point that measures the start of its processes (`fresh_ranks`) is not probed: the probe would warm them up.
+    A point that measures the start of its processes (`fresh_ranks`) is not probed: the probe would
+    warm them up.
     """
     if not getattr(point, "fresh_ranks", False):
         yield {PROBE: probe()}
@@ -33,10 +36,11 @@ def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[A
 
 
 def probe() -> dict[str, float]:
-    """Return the mean round trips of `MESSAGES` between ranks 0 and 1, and `copy_s`, on rank 0; {} on other ranks.
+    """Return the mean round trips of `MESSAGES` between ranks 0 and 1, and `copy_s`, on rank 0; {}
+    on other ranks.
 
-    Without a second rank on the CPU there are no round trips; without 128 MB of memory, no `copy_s`. CPU ranks wait for
-    one another, since the work of others would slow the copy down.
+    Without a second rank on the CPU there are no round trips; without 128 MB of memory, no
+    `copy_s`. CPU ranks wait for one another, since the work of others would slow the copy down.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     has_peer = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() == "gloo"
@@ -44,8 +48,11 @@ def probe() -> dict[str, float]:
     seconds = {name: _ping_pong(rank, *message) for name, message in messages.items()}
     if rank == 0:
         with suppress(MemoryError):
-            source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
-            seconds["copy_s"] = median(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=3))
+            source = np.ones(COPY_BYTES, np.uint8)
+            target = np.ones(COPY_BYTES, np.uint8)
+            seconds["copy_s"] = median(
+                timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=3)
+            )
     if has_peer:
         dist.barrier()
     return seconds if rank == 0 else {}

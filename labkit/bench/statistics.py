@@ -1,13 +1,15 @@
-"""Which differences count: comparisons by table, one rule of significance, and ratios from several sessions.
+"""Which differences count: comparisons by table, one rule of significance, and ratios from several
+sessions.
 
-The rule (`with_verdicts`): the false-discovery rate over all comparisons that answer a question is at most
-`FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed.
+The rule (`with_verdicts`): the false-discovery rate over all comparisons that answer a question is
+at most `FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed.
 
-A session is the same comparison, measured by other processes at another time. Results vary between processes more than
-their rounds show: two all-reduces of 64 KB differed by 14% one way in one group of ranks and by 16% the other way in
-the next, each within 8% by its rounds. So the uncertainty of a ratio comes from the spread of its sessions. It is
-shrunk towards the median spread of the other settings: moderated t-statistics (Smyth 2004, "Linear models and empirical
-Bayes methods for assessing differential expression in microarray experiments", section 3).
+A session is the same comparison, measured by other processes at another time. Results vary between
+processes more than their rounds show: two all-reduces of 64 KB differed by 14% one way in one group
+of ranks and by 16% the other way in the next, each within 8% by its rounds. So the uncertainty of a
+ratio comes from the spread of its sessions. It is shrunk towards the median spread of the other
+settings: moderated t-statistics (Smyth 2004, "Linear models and empirical Bayes methods for
+assessing differential expression in microarray experiments", section 3).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -23,14 +25,18 @@ from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
 FALSE_DISCOVERY_RATE = 0.025
-"""Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of that."""
+"""Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of
+that."""
 MIN_RELEVANT_DIFFERENCE = 0.03
-"""Smallest relative difference that counts: two runs differ by more than the repeats within a run."""
+"""Smallest relative difference that counts: two runs differ by more than the repeats within a
+run."""
 PRIOR_FREEDOM = 3.0
-"""How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with this freedom.
+"""How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with
+this freedom.
 
-A larger value raises false claims above 5% if every fifth setting varies ten times as much as the others. A smaller one
-makes small tables claim nothing (`tests/bench/test_sessions.py`)."""
+A larger value raises false claims above 5% if every fifth setting varies ten times as much as the
+others. A smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
+"""
 MEDIAN_EFFICIENCY = 2 / np.pi
 BASELINE_CORRELATION = 0.5
 """Correlation of two alternatives' ratios: half of the variance of each is their baseline's."""
@@ -39,12 +45,17 @@ BASELINE_CORRELATION = 0.5
 def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
     """Estimate the ratio of times a to b, of the same rounds; below 1 means that a is faster.
 
-    The rounds' ratios are compared, so a slow moment that hit both does not count. ValueError if their numbers differ,
-    or for a value that is not finite. Samples that are not all above zero get a ratio of medians and no interval.
+    The rounds' ratios are compared, so a slow moment that hit both does not count. ValueError if
+    their numbers differ, or for a value that is not finite. Samples that are not all above zero get
+    a ratio of medians and no interval.
     """
-    first, second = _finite(a), _finite(b)
+    first = _finite(a)
+    second = _finite(b)
     if len(first) != len(second):
-        raise ValueError(f"expected as many samples of both, since they took turns: {len(first)} and {len(second)}")
+        raise ValueError(
+            f"expected as many samples of both, since they took turns: {len(first)} and"
+            f" {len(second)}"
+        )
     if min(first.min(), second.min()) <= 0:
         with np.errstate(divide="ignore", invalid="ignore"):
             return Estimate(float(np.median(first) / np.median(second)))
@@ -56,13 +67,14 @@ def compare(a: Iterable[float], b: Iterable[float]) -> Estimate:
 def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     """Add `verdict` to a table with `ratio` and `p` whose rows answer one question together.
 
-    Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which hold for
-    comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
+    Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which
+    hold for comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
     """
     p, ratio = (ratios[name].to_numpy(dtype=float, copy=True) for name in ("p", "ratio"))
     if (has_p := ~np.isnan(p)).any():
         p[has_p] = false_discovery_control(p[has_p])
-    is_significant, least = p <= FALSE_DISCOVERY_RATE, 1 + MIN_RELEVANT_DIFFERENCE
+    is_significant = p <= FALSE_DISCOVERY_RATE
+    least = 1 + MIN_RELEVANT_DIFFERENCE
     verdict = np.full(len(p), "no difference shown", dtype=object)
     verdict[is_significant & (ratio <= 1 / least)] = "faster"
     verdict[is_significant & (ratio >= least)] = "slower"
@@ -70,22 +82,27 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
-    """One row per group of `by`: the `median` of the column `value`, its bounds `low` and `high`, and `n`.
+    """One row per group of `by`: the `median` of the column `value`, its bounds `low` and `high`,
+    and `n`.
 
     ValueError for a value that is not finite.
     """
     groups = [(key, _finite(group)) for key, group in frame.groupby(list(by), dropna=False)[value]]
-    rows = [(*key, float(np.median(some)), *median_interval(some), len(some)) for key, some in groups]
+    rows = [
+        (*key, float(np.median(some)), *median_interval(some), len(some)) for key, some in groups
+    ]
     return pd.DataFrame(rows, columns=[*by, "median", "low", "high", "n"])
 
 
 def compare_groups(
     frame: pd.DataFrame, value: str, setting: Sequence[str], column: str, baseline: Hashable
 ) -> pd.DataFrame:
-    """Compare, within each setting, `value` (a time) of every alternative in `column` with that of `baseline`.
+    """Compare, within each setting, `value` (a time) of every alternative in `column` with that of
+    `baseline`.
 
-    One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, and `verdict`, adjusted for all rows.
-    Settings without the baseline are left out. Rows of a setting and alternative are in the order of their repeats.
+    One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, and `verdict`, adjusted for
+    all rows. Settings without the baseline are left out. Rows of a setting and alternative are in
+    the order of their repeats.
     """
     rows = []
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
@@ -94,7 +111,9 @@ def compare_groups(
         for name, samples in by_name.items() if base is not None else ():
             one = compare(samples, base)
             rows.append((*key, name, one.value, one.low, one.high, one.p))
-    return with_verdicts(pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "p"]))
+    return with_verdicts(
+        pd.DataFrame(rows, columns=[*setting, column, "ratio", "low", "high", "p"])
+    )
 
 
 def slowest_rank(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
@@ -109,26 +128,33 @@ def _finite(samples: Iterable[float]) -> np.ndarray:
     return values
 
 
-def combine_sessions(ratios: pd.DataFrame, setting: Sequence[str], alternative: str) -> pd.DataFrame:
+def combine_sessions(
+    ratios: pd.DataFrame, setting: Sequence[str], alternative: str
+) -> pd.DataFrame:
     """Return one row per (setting, alternative), from rows with the same columns per session.
 
-    `ratio` is the geometric mean of the sessions'. An alternative with a single session is as uncertain as those with
-    several in its setting; a setting with one session keeps its intervals.
+    `ratio` is the geometric mean of the sessions'. An alternative with a single session is as
+    uncertain as those with several in its setting; a setting with one session keeps its intervals.
     """
     keys = [*setting, alternative]
     if not ratios.duplicated(keys).any():
         return ratios[[*keys, "ratio", "low", "high", "p"]]
     logs = np.log(ratios[["ratio", "low", "high"]])
     within = ((logs["high"] - logs["low"]) / (2 * ndtri((1 + CONFIDENCE) / 2))) ** 2
-    groups = ratios.assign(log=logs["ratio"], within=within.fillna(np.inf)).groupby(keys, dropna=False, sort=False)
+    groups = ratios.assign(log=logs["ratio"], within=within.fillna(np.inf)).groupby(
+        keys, dropna=False, sort=False
+    )
     table = groups[["low", "high", "p"]].first()
-    table["sessions"], table["log"], table["between"] = groups["log"].size(), groups["log"].mean(), groups["log"].var()
+    table["sessions"] = groups["log"].size()
+    table["log"] = groups["log"].mean()
+    table["between"] = groups["log"].var()
     table["within"] = groups["within"].mean()
     table = table.reset_index()
     group = table.groupby(list(setting), dropna=False, sort=False).ngroup()
     variance, freedom = _moderate_variance(table, group.to_numpy())
     variance = np.maximum(variance, table["within"]).where(np.isfinite(table["within"]))
-    error, is_alone = np.sqrt(variance / table["sessions"]), np.isnan(freedom)
+    error = np.sqrt(variance / table["sessions"])
+    is_alone = np.isnan(freedom)
     reach = stdtrit(freedom, 1 - TAIL) * error
     return table[keys].assign(
         ratio=np.exp(table["log"]),
@@ -139,18 +165,23 @@ def combine_sessions(ratios: pd.DataFrame, setting: Sequence[str], alternative: 
 
 
 def _moderate_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variance of one session's logarithm and its degrees of freedom, per row; NaN in a setting with one session."""
+    """Variance of one session's logarithm and its degrees of freedom, per row; NaN in a setting
+    with one session."""
     repeated = table["between"].notna()
-    n = repeated.groupby(group).sum().to_numpy(dtype=float)  # alternatives with several sessions, per setting
+    # alternatives with several sessions, per setting
+    n = repeated.groupby(group).sum().to_numpy(dtype=float)
     extra = (table["sessions"] - 1).groupby(group).sum().to_numpy(dtype=float)
     own = table["between"].groupby(group).mean().to_numpy()
     freedom = np.where(n > 0, extra / (1 + np.maximum(n - 1, 0) * BASELINE_CORRELATION**2), np.nan)
     scaled = own / fdtri(freedom, PRIOR_FREEDOM, 0.5)  # its median is the typical variance
-    variance, total = own.copy(), freedom.copy()
+    variance = own.copy()
+    total = freedom.copy()
     for index in np.flatnonzero(n):
         others = np.delete(np.arange(len(n)), index)[np.delete(n, index) > 0]
         if len(others):
             prior = 1 / (1 / PRIOR_FREEDOM + 1 / (MEDIAN_EFFICIENCY * freedom[others].sum()))
             total[index] = freedom[index] + prior
-            variance[index] = (prior * np.median(scaled[others]) + freedom[index] * own[index]) / total[index]
+            variance[index] = (
+                prior * np.median(scaled[others]) + freedom[index] * own[index]
+            ) / total[index]
     return variance[group], total[group]

@@ -1,10 +1,11 @@
 """Operators or GPU kernels inside a call, from `torch.profiler`, as events to sum up.
 
-If the profiler's trace has GPU kernels, they are the events; otherwise the operators on the host are. An event's own
-time leaves out what ran inside it, so sums over events are the total.
+If the profiler's trace has GPU kernels, they are the events; otherwise the operators on the host
+are. An event's own time leaves out what ran inside it, so sums over events are the total.
 
-Named ranges (`torch.profiler.record_function`) hold whatever starts while they are open, on any thread: a backward pass
-runs in a thread of its own. A kernel belongs to the ranges open at its launch.
+Named ranges (`torch.profiler.record_function`) hold whatever starts while they are open, on any
+thread: a backward pass runs in a thread of its own. A kernel belongs to the ranges open at its
+launch.
 """
 
 import json
@@ -56,7 +57,8 @@ def profiled(activities: Sequence[ProfilerActivity], *, memory: bool = False) ->
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it reports start and end on stderr
     profiler = profile(activities=activities, profile_memory=memory)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Profiler clears events")  # of earlier cycles: there is one
+        # of earlier cycles: there is one
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
         profiler.start()
     try:
         yield profiler
@@ -69,8 +71,9 @@ def profile_call(
 ) -> list[TraceEvent]:
     """Run `action` once under the profiler and return its events (`read_events`). Warm up first.
 
-    `before` (a barrier) runs once the profiler has started, which takes ranks unequally long. RuntimeError if a GPU was
-    profiled and no kernel was recorded: operators of the host must not pass for kernels.
+    `before` (a barrier) runs once the profiler has started, which takes ranks unequally long.
+    RuntimeError if a GPU was profiled and no kernel was recorded: operators of the host must not
+    pass for kernels.
     """
     activities = [ProfilerActivity.CPU]
     if is_cuda := torch.device(device).type == "cuda":
@@ -89,19 +92,22 @@ def profile_call(
         trace = json.loads(path.read_bytes())
     if is_cuda and not _complete(trace, DEVICE):
         raise RuntimeError(
-            "the profiler recorded no GPU kernel: another profiler runs, or only administrators may profile "
-            "(NVreg_RestrictProfilingToAdminUsers)"
+            "the profiler recorded no GPU kernel: another profiler runs, or only administrators may"
+            " profile (NVreg_RestrictProfilingToAdminUsers)"
         )
     return read_events(trace)
 
 
 def read_events(trace: Trace) -> list[TraceEvent]:
-    """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are any, or operators."""
-    host, device = _complete(trace, HOST), _complete(trace, DEVICE)
+    """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are
+    any, or operators."""
+    host = _complete(trace, HOST)
+    device = _complete(trace, DEVICE)
     events = device or host
     numbered = [(_correlation(event), event["ts"]) for event in _complete(trace, LAUNCH)]
     launches = {number: start for number, start in numbered if number is not None}
-    starts: list[Any] = [launches.get(_correlation(event), event["ts"]) for event in events]  # or its own
+    # or its own
+    starts: list[Any] = [launches.get(_correlation(event), event["ts"]) for event in events]
     ranges = [event for event in host if event["cat"] == RANGE]
     return [
         TraceEvent(
@@ -117,8 +123,13 @@ def read_events(trace: Trace) -> list[TraceEvent]:
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
-    """The events with a duration in these categories, by start; an event comes before those inside it."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in categories]
+    """The events with a duration in these categories, by start; an event comes before those inside
+    it."""
+    events = [
+        event
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in categories
+    ]
     return sorted(events, key=lambda event: (event["ts"], -event["dur"]))
 
 
@@ -132,7 +143,8 @@ def _end(event: Event) -> float:
 
 
 def _self_times(events: list[Event]) -> list[float]:
-    """Duration of each event minus the host's events directly inside it, per thread, in the order of `_complete`."""
+    """Duration of each event minus the host's events directly inside it, per thread, in the order
+    of `_complete`."""
     own = [float(event["dur"]) for event in events]
     stacks: dict[Any, list[int]] = defaultdict(list)
     for i, event in enumerate(events):
