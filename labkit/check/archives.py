@@ -24,15 +24,21 @@ MAX_BYTES = 50 * 2**20
 """Of a file in a hand-in, and of a run in a bundle."""
 NAME = re.compile(r"\w[\w .'-]{0,63}")
 FOLDERS = re.compile(r"(?:(?<=\\[nrt])|(?<![\w/<>.~+-]))(?<!:/)/(?:[\w.@+-]+/)+(?=[\w.@+-])")
-"""Folders of an absolute path, in text, JSON or HTML. The file's name stays, and so do pictures in base64."""
+"""Folders of an absolute path, in text, JSON or HTML. The file's name stays, and so do pictures in
+base64."""
 HOST = re.compile(r'"host": ?"([^"]+)"')
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
 """User names that identify nobody, and are words of other texts."""
 
 
 def scrub(text: str) -> str:
-    """Return text, JSON lines or HTML without names of user and hosts, and without folders outside the project."""
-    places = {project_root(): "PROJECT", Path(__file__).parents[2]: "LABKIT", Path(sys.prefix): "PYTHON"}
+    """Return text, JSON lines or HTML without names of user and hosts, and without folders outside
+    the project."""
+    places = {
+        project_root(): "PROJECT",
+        Path(__file__).parents[2]: "LABKIT",
+        Path(sys.prefix): "PYTHON",
+    }
     for place, word in sorted(places.items(), key=lambda item: -len(item[0].parts)):
         if len(place.parts) > 1:
             text = text.replace(str(place), word)
@@ -40,10 +46,12 @@ def scrub(text: str) -> str:
     hosts = {describe_machine().host, *HOST.findall(text)}
     words = {short: "host" for name in hosts for short in (name, name.partition(".")[0])}
     for user_name in (getpass.getuser, lambda: Path.home().name):
-        with suppress(KeyError, OSError, RuntimeError):  # a container's user may have no name, or no folder
+        # a container's user may have no name, or no folder
+        with suppress(KeyError, OSError, RuntimeError):
             words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")
     for name, word in words.items():
-        if len(name) > 1 and name not in COMMON_NAMES:  # keys of JSON stay, but for hosts with their ranks
+        # keys of JSON stay, but for hosts with their ranks
+        if len(name) > 1 and name not in COMMON_NAMES:
             text = re.sub(rf'(?<![^\W_]){re.escape(name)}(?![^\W_])(?!":\s?[^\s\[])', word, text)
     return text
 
@@ -62,39 +70,68 @@ def _newest_run(lab: str) -> Path | None:
 
 
 def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -> None:
-    """Write machine, check, newest runs, failures with tracebacks and kernels. `document` is the check's JSON."""
-    kernels = result.run.frame().reindex(columns=["device", "kernel", "registers", "spills"]).dropna(subset="kernel")
-    failures = [f"{one.lab}, {one.name}: {one.reason}\n{one.details}" for one in result.correctness if one.is_bad]
+    """Write machine, check, newest runs, failures with tracebacks and kernels. `document` is the
+    check's JSON."""
+    kernels = (
+        result.run.frame()
+        .reindex(columns=["device", "kernel", "registers", "spills"])
+        .dropna(subset="kernel")
+    )
+    failures = [
+        f"{one.lab}, {one.name}: {one.reason}\n{one.details}"
+        for one in result.correctness
+        if one.is_bad
+    ]
     files = {
         "doctor.txt": "".join(f"{name}: {value}\n" for name, value in machine_rows()),
         "check.json": json.dumps(document),
-        "kernels.txt": kernels.drop_duplicates().to_string(index=False) if len(kernels) else "no kernels launched\n",
+        "kernels.txt": (
+            kernels.drop_duplicates().to_string(index=False)
+            if len(kernels)
+            else "no kernels launched\n"
+        ),
     }
     for lab, run in {"check": result.run.path, **{lab: _newest_run(lab) for lab in LABS}}.items():
         if run is not None and run.stat().st_size <= MAX_BYTES:
             files[f"runs/{lab}.jsonl"] = run.read_text(encoding="utf-8", errors="replace")
             try:
-                failures += [f"{lab}, {point}: {why}\n{details}" for point, why, details in Run.load(run).failures()]
+                failures += [
+                    f"{lab}, {point}: {why}\n{details}"
+                    for point, why, details in Run.load(run).failures()
+                ]
             except RunFileError as error:
                 failures.append(f"{lab}: {error}\n")
     _write_zip(path, files | {"failures.txt": "\n\n".join(failures)})
 
 
-def write_hand_in(name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()) -> Path:
-    """Write `hand-in-<name>.zip` with the newest run and page of each measured lab; return its path.
+def write_hand_in(
+    name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()
+) -> Path:
+    """Write `hand-in-<name>.zip` with the newest run and page of each measured lab; return its
+    path.
 
     Raises ParameterError for an unusable name, a missing notebook, and if no lab was measured.
     """
     if not NAME.fullmatch(name):
-        raise ParameterError(f"expected a name of letters, digits, blanks and .-'_, at most 64, got {name!r:.80}")
+        raise ParameterError(
+            f"expected a name of letters, digits, blanks and .-'_, at most 64, got {name!r:.80}"
+        )
     for notebook in notebooks:
         if not notebook.is_file():
             raise ParameterError(f"{notebook}: no such notebook")
     runs = {lab: run for lab in labs if (run := _newest_run(lab)) is not None}
     if not runs:
-        raise ParameterError(f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}")
-    files = {CARD: json.dumps({"name": name, "labs": list(runs), "labkit": str(describe_machine().source)})}
-    files |= {f"notebooks/{notebook.name}": notebook.read_text(encoding="utf-8") for notebook in notebooks}
+        raise ParameterError(
+            f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}"
+        )
+    files = {
+        CARD: json.dumps(
+            {"name": name, "labs": list(runs), "labkit": str(describe_machine().source)}
+        )
+    }
+    files |= {
+        f"notebooks/{notebook.name}": notebook.read_text(encoding="utf-8") for notebook in notebooks
+    }
     for lab, run in runs.items():
         files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
         if (page := project_root() / "reports" / f"{lab}.html").is_file():

@@ -1,4 +1,5 @@
-"""The course of a check: correctness of every implementation first, then the fixed set, then the baseline."""
+"""The course of a check: correctness of every implementation first, then the fixed set, then the
+baseline."""
 
 import fcntl
 import re
@@ -12,7 +13,15 @@ from typing import Any
 from labkit.check import TOLERANCE
 from labkit.check.comparison import Change, SessionTimes, compare, differences, has_lost_hardware
 from labkit.check.worker import CheckPoint, measure_quantities
-from labkit.lab.config import ParameterError, RatioWithin, Repeats, Seconds, Sessions, TimedConfig, Warmup
+from labkit.lab.config import (
+    ParameterError,
+    RatioWithin,
+    Repeats,
+    Seconds,
+    Sessions,
+    TimedConfig,
+    Warmup,
+)
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
 from labkit.lab.project import check_writable, project_root, runs_directory, write_file
@@ -41,7 +50,9 @@ def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
     """Yield one rank and all ranks on each device, in new processes for every session."""
     places: list[dict[str, Any]] = [{}, {"world_size": CPU_RANKS, "backend": "gloo"}]
     for ranks in sorted({1, len(machine.gpus)}) if machine.gpus else ():
-        places.append({"device": "cuda"} | ({"world_size": ranks, "backend": "nccl"} if ranks > 1 else {}))
+        places.append(
+            {"device": "cuda"} | ({"world_size": ranks, "backend": "nccl"} if ranks > 1 else {})
+        )
     points = [CheckPoint.of(config, **place) for place in places]
     yield from points
     yield from repeat_in_sessions(points, config.sessions)
@@ -50,17 +61,29 @@ def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
 CHECK = Lab(
     name="check",
     title="Has this machine changed?",
-    summary="A fixed small set of quantities, compared with an earlier measurement of the same machine",
+    summary=(
+        "A fixed small set of quantities, compared with an earlier measurement of the same machine"
+    ),
     config=CheckConfig,
     points=_points,
     worker=measure_quantities,
     questions=(),
 )
 
-# By lab: parameters, and which of its points check results. Compiled naive attention is torch's, and slow to compile.
+# By lab: parameters, and which of its points check results. Compiled naive attention is torch's,
+# and slow to compile.
 CORRECTNESS: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], bool]]] = {
     "attention": (
-        {"implementations": ["tiled", "flash", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa"]},
+        {
+            "implementations": [
+                "tiled",
+                "flash",
+                "sdpa_flash",
+                "sdpa_efficient",
+                "sdpa_cudnn",
+                "sdpa",
+            ]
+        },
         lambda point: True,
     ),
     "all_reduce": ({}, lambda point: point.sweep in ("sizes", "transports")),
@@ -73,7 +96,8 @@ ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Results of a check; `baseline` has the newest run last, and is empty if nothing was compared."""
+    """Results of a check; `baseline` has the newest run last, and is empty if nothing was
+    compared."""
 
     run: Run
     baseline: Sequence[Run]
@@ -85,11 +109,16 @@ class CheckResult:
     @property
     def slower(self) -> list[Change]:
         """Quantities slower than the baseline by more than the tolerance."""
-        return [one for one in self.changes if one.verdict == "slower" and one.ratio > 1 + self.tolerance]
+        return [
+            one
+            for one in self.changes
+            if one.verdict == "slower" and one.ratio > 1 + self.tolerance
+        ]
 
     @property
     def status(self) -> int:
-        """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or GPUs, else 0."""
+        """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or
+        GPUs, else 0."""
         if any(self.run.failures()) or any(one.is_bad for one in self.correctness):
             return 1
         has_lost = bool(self.baseline) and has_lost_hardware(self.baseline[-1], self.run)
@@ -114,7 +143,9 @@ def check_machine(
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ParameterError("another check runs here: start this one when that has ended") from None
+            raise ParameterError(
+                "another check runs here: start this one when that has ended"
+            ) from None
         correctness = list(check_correctness(show, on_output))
         options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}
         run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
@@ -122,26 +153,42 @@ def check_machine(
     return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
 
 
-def check_correctness(show: ShowProgress, on_output: Callable[[str], None] | None) -> Iterator[Correctness]:
-    """Yield the verdict on each implementation of the labs, on every device and transport of this machine."""
+def check_correctness(
+    show: ShowProgress, on_output: Callable[[str], None] | None
+) -> Iterator[Correctness]:
+    """Yield the verdict on each implementation of the labs, on every device and transport of this
+    machine."""
     labs = [(device, *pair) for device in ("cpu", "cuda") for pair in _correctness_labs(device)]
     with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
         for index, (device, lab, config) in enumerate(labs):
             show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
-            yield from verdicts(measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output))
+            yield from verdicts(
+                measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
+            )
 
 
 def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
-    """Yield labs reduced to the points that check results, each with its shortest config; none without the device."""
+    """Yield labs reduced to the points that check results, each with its shortest config; none
+    without the device."""
     for name, (parameters, is_checked) in CORRECTNESS.items():
         lab = load_lab(name)
         names = lab.config.model_fields
-        values = {key: value for key, value in {**ONCE, **parameters, "device": device}.items() if key in names}
-        if device == "cpu" or ("device" in names and describe_machine().gpus):  # others have points of every backend
-            yield replace(lab, points=partial(_select, lab, is_checked)), lab.configure("smoke", values)
+        values = {
+            key: value
+            for key, value in {**ONCE, **parameters, "device": device}.items()
+            if key in names
+        }
+        # others have points of every backend
+        if device == "cpu" or ("device" in names and describe_machine().gpus):
+            yield (
+                replace(lab, points=partial(_select, lab, is_checked)),
+                lab.configure("smoke", values),
+            )
 
 
-def _select(lab: Lab, is_checked: Callable[[Any], bool], config: Any, machine: Machine) -> Iterator[Point]:
+def _select(
+    lab: Lab, is_checked: Callable[[Any], bool], config: Any, machine: Machine
+) -> Iterator[Point]:
     return filter(is_checked, lab.points(config, machine))
 
 
@@ -151,26 +198,37 @@ def checks_directory() -> Path:
 
 
 def baseline_folder(machine: Machine) -> Path:
-    """Folder of this host's baseline; a GPU more or less is a change of the machine, not another machine."""
+    """Folder of this host's baseline; a GPU more or less is a change of the machine, not another
+    machine."""
     return project_root() / "data" / "baselines" / (re.sub(r"[^\w-]+", "-", machine.host) or "host")
 
 
 def load_baseline(against: str | None) -> list[Run]:
-    """Return the run that `--against` names, or this machine's saved runs that are comparable with the newest.
+    """Return the run that `--against` names, or this machine's saved runs that are comparable with
+    the newest.
 
-    Raises RunFileError, which names the file, for a damaged one, and ParameterError for a lab's run.
+    Raises RunFileError, which names the file, for a damaged one, and ParameterError for a lab's
+    run.
     """
     folder = baseline_folder(describe_machine())
-    paths = sorted(folder.glob("*.jsonl")) if against is None else [find_run([checks_directory(), folder], against)]
+    paths = (
+        sorted(folder.glob("*.jsonl"))
+        if against is None
+        else [find_run([checks_directory(), folder], against)]
+    )
     runs = [Run.load(path) for path in paths]
     for run in runs:
         if run.header.lab != CHECK.name:
-            raise ParameterError(f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote")
+            raise ParameterError(
+                f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check`"
+                " wrote"
+            )
     return [run for run in runs if not differences(runs[-1], run, decisive=True)]
 
 
 def no_baseline_reason(result: CheckResult) -> str | None:
-    """Return why a run must not be a baseline: something failed, or the machine was busy; or None."""
+    """Return why a run must not be a baseline: something failed, or the machine was busy; or
+    None."""
     if result.status:
         return "something is wrong or failed"
     times = SessionTimes(result.run)

@@ -1,4 +1,5 @@
-"""The page of a class: what to look at in each student's hand-in, verdicts, and a dot per student and question."""
+"""The page of a class: what to look at in each student's hand-in, verdicts, and a dot per student
+and question."""
 
 import json
 import math
@@ -49,7 +50,8 @@ def read_hand_ins(folder: Path) -> Iterator[HandIn]:
         try:
             with zipfile.ZipFile(path) as archive:
                 yield _read_hand_in(archive)
-        except Exception as error:  # whatever a damaged or hostile zip raises, the page shows the others
+        # whatever a damaged or hostile zip raises, the page shows the others
+        except Exception as error:
             yield HandIn(path.stem.rpartition("hand-in-")[2], flags=[f"cannot be read: {error}"])
 
 
@@ -87,8 +89,11 @@ def write_class_page(folder: Path, page: Path) -> list[str]:
 
 def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
     """Return a lab's part of the page, and add the flags of its runs to those of the students."""
-    runs = {student: one.runs[lab.name] for student, one in students.items() if lab.name in one.runs}
-    usual = pd.DataFrame(map(_values, runs.values())).mode().iloc[0].to_dict()  # the most frequent values
+    runs = {
+        student: one.runs[lab.name] for student, one in students.items() if lab.name in one.runs
+    }
+    # the most frequent values
+    usual = pd.DataFrame(map(_values, runs.values())).mode().iloc[0].to_dict()
     answers: dict[str, Mapping[str, Answer]] = {}
     rows = []
     for student, one in students.items():
@@ -99,21 +104,34 @@ def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
             except Exception as error:  # rows that were edited: the page shows the others
                 one.flags.append(f"{lab.name}: cannot be read: {error}")
             else:
-                verdicts = {question: answer.verdict for question, answer in answers[student].items()}
-                rows.append({"student": student, "machine": runs[student].header.machine.label, **verdicts})
+                verdicts = {
+                    question: answer.verdict for question, answer in answers[student].items()
+                }
+                rows.append(
+                    {"student": student, "machine": runs[student].header.machine.label, **verdicts}
+                )
         elif one.runs:  # else its flag says that nothing can be read
             one.flags.append(f"{lab.name}: not handed in")
     strips = [
-        _strip(question.text, [(one, each[question.id]) for one, each in answers.items()]) for question in lab.questions
+        _strip(question.text, [(one, each[question.id]) for one, each in answers.items()])
+        for question in lab.questions
     ]
     verdicts = table(pd.DataFrame(rows), "Verdicts").data
-    return {"name": lab.name, "title": lab.title, "verdicts": verdicts, "strips": list(filter(None, strips))}
+    return {
+        "name": lab.name,
+        "title": lab.title,
+        "verdicts": verdicts,
+        "strips": list(filter(None, strips)),
+    }
 
 
 def _strip(text: str, answers: Iterable[tuple[str, Answer]]) -> dict[str, Any]:
-    """Place a dot per student on a logarithmic axis whose middle is 1; empty if all effects are 1."""
+    """Place a dot per student on a logarithmic axis whose middle is 1; empty if all effects are
+    1."""
     effects = [
-        (one, answer.effect) for one, answer in answers if answer.verdict != "not measured" and answer.effect > 0
+        (one, answer.effect)
+        for one, answer in answers
+        if answer.verdict != "not measured" and answer.effect > 0
     ]
     if all(effect == 1 for _, effect in effects):
         return {}
@@ -128,11 +146,14 @@ def _values(run: Run) -> dict[str, str]:
 
 
 def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:
-    """Yield what a teacher should look at: other parameters, wrong results, hangs, missing points, load."""
+    """Yield what a teacher should look at: other parameters, wrong results, hangs, missing points,
+    load."""
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
     for name in ["profile"] if "profile" in different else different:
         yield f"{name} {different[name]}, the others {usual[name]}"
     bad = [one for one in verdicts(run) if one.is_bad]
-    yield from dict.fromkeys(f"{one.verdict} ({one.name}): {one.reason or 'interrupted'}" for one in bad)
+    yield from dict.fromkeys(
+        f"{one.verdict} ({one.name}): {one.reason or 'interrupted'}" for one in bad
+    )
     if len(run.busy) > MANY_BUSY * len(run.header.planned):
         yield f"busy machine during {len(run.busy)} of {len(run.header.planned)} points"

@@ -37,26 +37,44 @@ lab.check(mine)
 
 
 def check(
-    save: Annotated[bool, typer.Option("--save", help="Add this measurement to the machine's baseline.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Add this measurement to the machine's baseline.")
+    ] = False,
     against: Annotated[
-        str | None, typer.Option(metavar="RUN|FILE", help="Compare with this check.", show_default="the baseline")
+        str | None,
+        typer.Option(
+            metavar="RUN|FILE", help="Compare with this check.", show_default="the baseline"
+        ),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0.0, max=10.0, help="Slower by more than this share is status 3.")
     ] = TOLERANCE,
-    bundle: Annotated[Path | None, typer.Option(metavar="FILE.zip", help="Also write what a bug report needs.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")] = False,
+    bundle: Annotated[
+        Path | None, typer.Option(metavar="FILE.zip", help="Also write what a bug report needs.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+    ] = False,
 ) -> None:
-    """Check every implementation on this machine, and compare its speed with the baseline. Takes 80 s on two cores.
+    """Check every implementation on this machine, and compare its speed with the baseline. Takes 80
+    s on two cores.
 
-    Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or hardware is gone.
+    Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or
+    hardware is gone.
     """
     from labkit.check.archives import write_bundle
-    from labkit.check.checking import check_machine, load_baseline, no_baseline_reason, save_baseline
+    from labkit.check.checking import (
+        check_machine,
+        load_baseline,
+        no_baseline_reason,
+        save_baseline,
+    )
     from labkit.lab.runs.progress import terminal_line
 
     if save and against is not None:
-        raise ParameterError("--save keeps a new baseline, and --against compares with one: expected one of them")
+        raise ParameterError(
+            "--save keeps a new baseline, and --against compares with one: expected one of them"
+        )
     if bundle is not None:
         if bundle.is_dir():
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
@@ -84,12 +102,16 @@ def check(
         raise typer.Exit(1)
     path = save_baseline(result)
     runs = counted(len(load_baseline(None)), "run")
-    err.print(f"baseline: {runs}, {path_from_here(path)}; three, saved at different hours, show changes of 10 to 20%")
+    err.print(
+        f"baseline: {runs}, {path_from_here(path)}; three, saved at different hours, show changes"
+        " of 10 to 20%"
+    )
 
 
 def describe(result: "CheckResult") -> dict[str, Any]:
     """Return the numbers and facts of a check's JSON document (`docs/for-scripts.md`)."""
-    unit, numbers = "seconds now over seconds then", []
+    unit = "seconds now over seconds then"
+    numbers = []
     for one in result.changes:
         facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
         facts |= {"validity": one.verdict, "measured": result.run.header.started}
@@ -104,44 +126,71 @@ def describe(result: "CheckResult") -> dict[str, Any]:
 
 
 def _print(result: "CheckResult") -> None:
-    for (lab, device, ranks), group in groupby(result.correctness, key=lambda one: (one.lab, one.device, one.ranks)):
+    for (lab, device, ranks), group in groupby(
+        result.correctness, key=lambda one: (one.lab, one.device, one.ranks)
+    ):
         rows = list(group)
         right = ", ".join(row.name for row in rows if row.verdict == "ok")
         out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
         for row in rows:
             if row.verdict != "ok":
-                out.print(f"  {row.name}: {row.verdict}: {row.reason}", style="bold red" if row.is_bad else None)
+                out.print(
+                    f"  {row.name}: {row.verdict}: {row.reason}",
+                    style="bold red" if row.is_bad else None,
+                )
     for _, reason, _ in result.run.failures():
         out.print(f"not timed: {reason}")
     if result.baseline:
-        header, runs = result.baseline[-1].header, counted(len(result.baseline), "run")
-        out.print(f"baseline: {header.machine.label}, {runs}, the newest of {header.started:%Y-%m-%d %H:%M} UTC")
+        header = result.baseline[-1].header
+        runs = counted(len(result.baseline), "run")
+        out.print(
+            f"baseline: {header.machine.label}, {runs}, the newest of"
+            f" {header.started:%Y-%m-%d %H:%M} UTC"
+        )
     verdicts = {one.verdict for one in result.changes}
     common = [*verdicts] if len(verdicts) == 1 and "not comparable: " in str(verdicts) else []
     for line in (*result.circumstances, *common):
         out.print(line)
     for place, changes in groupby(result.changes, key=lambda one: one.place):
-        factor = statistics.median([one.shared for one in changes if not math.isnan(one.shared)] or [1.0])
+        factor = statistics.median(
+            [one.shared for one in changes if not math.isnan(one.shared)] or [1.0]
+        )
         if abs(math.log(factor)) > math.log1p(result.tolerance):
             times = f"{factor:.2f} times as long"
-            out.print(f"{place}: all take {times}, which the baseline's runs explain: ratios leave it out")
-    table = Table("quantity", "where", "now", "now / baseline", "shows from", "verdict", box=None, pad_edge=False)
+            out.print(
+                f"{place}: all take {times}, which the baseline's runs explain: ratios leave it out"
+            )
+    table = Table(
+        "quantity",
+        "where",
+        "now",
+        "now / baseline",
+        "shows from",
+        "verdict",
+        box=None,
+        pad_edge=False,
+    )
     for one in result.changes:
         ratio = smallest = ""
         if not math.isnan(one.ratio):
             ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
             smallest = f"{100 * (one.smallest_change - 1):.0f}%"
         speed = one.speed + describe_peak_share(one, result.run.header.machine)
-        table.add_row(one.quantity, one.place, speed, ratio, smallest, "" if common else one.verdict)
+        table.add_row(
+            one.quantity, one.place, speed, ratio, smallest, "" if common else one.verdict
+        )
     out.print(table, soft_wrap=False)
     if any(one.smallest_change > 1.1 for one in result.changes):
-        out.print("more baseline runs (`labkit check --save`), at different hours, show smaller changes")
+        out.print(
+            "more baseline runs (`labkit check --save`), at different hours, show smaller changes"
+        )
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
         out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}")
 
 
 def describe_peak_share(one: "Change", machine: "Machine") -> str:
-    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a declared peak."""
+    """Word the share of the peak, and the published maximum, for bfloat16 matmuls on a GPU with a
+    declared peak."""
     from labkit.scaling.constants import load_constants
     from labkit.scaling.hardware import find_hardware
 
@@ -158,7 +207,9 @@ def describe_peak_share(one: "Change", machine: "Machine") -> str:
 
 def notebook(
     lab: Annotated[str, typer.Argument(help="The lab.", show_default=False)],
-    student: Annotated[bool, typer.Option("--student", help="Leave out implementations, answers, solutions.")] = False,
+    student: Annotated[
+        bool, typer.Option("--student", help="Leave out implementations, answers, solutions.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="The copy.", show_default="LAB.ipynb")] = None,
 ) -> None:
     """Copy a lab's notebook to work in; reports still run the project's notebook."""
@@ -207,14 +258,19 @@ def student_notebook(notebook: Any, *, takes_mine: bool) -> Any:
 
 def hand_in(
     name: Annotated[str, typer.Argument(help="Your name.", show_default=False)],
-    labs: Annotated[list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all that were measured")] = None,
+    labs: Annotated[
+        list[str] | None, typer.Argument(metavar="[LAB]...", show_default="all that were measured")
+    ] = None,
     notebooks: Annotated[
-        list[Path] | None, typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated.")
+        list[Path] | None,
+        typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated."),
     ] = None,
 ) -> None:
     """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
     from labkit.check.archives import write_hand_in
     from labkit.studies import LABS, load_lab
 
-    path = write_hand_in(name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ())
+    path = write_hand_in(
+        name, [load_lab(lab).name for lab in labs or LABS], Path.cwd(), notebooks or ()
+    )
     out.print(path_from_here(path))

@@ -1,7 +1,7 @@
 """The fixed small set of quantities that a check times: on one rank, and on all ranks together.
 
-Every quantity is timed twice per round; the distance of these two turns is noise. The set depends on no parameter: a
-baseline would be of other quantities.
+Every quantity is timed twice per round; the distance of these two turns is noise. The set depends
+on no parameter: a baseline would be of other quantities.
 """
 
 import os
@@ -29,10 +29,13 @@ SET = 2
 TURNS = ("first", "again")
 THREADS = "OMP_NUM_THREADS"
 PARALLEL_FLOATS = 2**18  # in an operation that starts all threads
-CALLS, SHORT_CALLS = 1000, 20  # of an operator on one element, and of a short all-reduce
+CALLS = 1000
+SHORT_CALLS = 20  # of an operator on one element, and of a short all-reduce
 HEAD_DIM = 64
-SHORT_BYTES, LONG_BYTES = 4096, 4 * 2**20
-FLOPS, BYTES = "FLOP/s", "B/s"
+SHORT_BYTES = 4096
+LONG_BYTES = 4 * 2**20
+FLOPS = "FLOP/s"
+BYTES = "B/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +66,16 @@ SIZES_ON = {
 
 
 class Quantity(NamedTuple):
-    """An action, the calls and the work of one sample, and the unit of work per second ("s": only time counts)."""
+    """An action, the calls and the work of one sample, and the unit of work per second ("s": only
+    time counts)."""
 
     action: Callable[[], Any]
     calls: int = 1
     work: float = 0.0
     unit: str = "s"
     uses_all_threads: bool = False
-    """Threads exchange data at a rate that depends on where a host places its cores; a single one does not."""
+    """Threads exchange data at a rate that depends on where a host places its cores; a single one
+    does not."""
 
     def sample(self) -> None:
         for _ in range(self.calls):
@@ -80,9 +85,14 @@ class Quantity(NamedTuple):
 def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     """Yield one row per quantity and turn: seconds of each sample on this rank, and its work."""
     device = use_device(point.device)
-    # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for nested ones
+    # labkit sets the threads of its ranks; other programs obey this variable, "4" or "4,2" for
+    # nested ones
     limit = os.environ.get(THREADS, "").partition(",")[0]
-    n_threads = max(1, min(torch.get_num_threads(), int(limit))) if limit.isdecimal() else torch.get_num_threads()
+    n_threads = (
+        max(1, min(torch.get_num_threads(), int(limit)))
+        if limit.isdecimal()
+        else torch.get_num_threads()
+    )
     quantities = _one_rank(device) if point.world_size == 1 else dict(_all_ranks(device))
     turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
     spread = torch.zeros(PARALLEL_FLOATS)
@@ -100,14 +110,23 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
     )
     for key, (name, turn) in turns.items():
         quantity = quantities[name]
-        row: dict[str, Any] = {"quantity": name, "turn": turn, "unit": quantity.unit, "work": quantity.work}
-        yield row | {"threads": n_threads if quantity.uses_all_threads else 1, "seconds": samples[key]}
+        row: dict[str, Any] = {
+            "quantity": name,
+            "turn": turn,
+            "unit": quantity.unit,
+            "work": quantity.work,
+        }
+        yield row | {
+            "threads": n_threads if quantity.uses_all_threads else 1,
+            "seconds": samples[key],
+        }
     if device != "cpu" and point.session == 1 and has_triton():
         yield from kernel_rows()
 
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
-    """Yield registers, and spilled bytes per thread, of each Triton kernel of labkit that this process compiled."""
+    """Yield registers, and spilled bytes per thread, of each Triton kernel of labkit that this
+    process compiled."""
     from labkit.nn.flash_attention import KERNELS  # needs Triton
 
     for name, function in KERNELS.items():
@@ -117,17 +136,29 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
 
 
 def _one_rank(device: str) -> Mapping[str, Quantity]:
-    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training step; on one core."""
+    """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training
+    step; on one core."""
     sizes = SIZES_ON[torch.device(device).type]
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
-    quantities = {f"matmul {dtype}": _matmul(device, dtype, sizes.product) for dtype in ("float32", "bfloat16")}
-    quantities["copy"] = Quantity(partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES)
+    quantities = {
+        f"matmul {dtype}": _matmul(device, dtype, sizes.product)
+        for dtype in ("float32", "bfloat16")
+    }
+    quantities["copy"] = Quantity(
+        partial(target.copy_, source), work=2.0 * sizes.n_bytes, unit=BYTES
+    )
     quantities["call"] = Quantity(partial(torch.add, torch.ones(1, device=device), 1), CALLS)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     if unavailable_reason(sizes.attention, torch.device(device), dtype, HEAD_DIM) is None:
-        problem = AttentionProblem((sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True)
-        quantities["attention"] = Quantity(Passes(problem, IMPLEMENTATIONS[sizes.attention]).run_checked)
-    step = TrainingStep(SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device)
+        problem = AttentionProblem(
+            (sizes.heads, sizes.sequence, HEAD_DIM), dtype, device, causal=True
+        )
+        quantities["attention"] = Quantity(
+            Passes(problem, IMPLEMENTATIONS[sizes.attention]).run_checked
+        )
+    step = TrainingStep(
+        SIZES[sizes.model], batch=sizes.batch, context_length=sizes.context, device=device
+    )
     quantities["training step"] = Quantity(step.run)
     for name in ("matmul float32", "copy") if device == "cpu" else ():
         quantities[f"{name}, all threads"] = quantities[name]._replace(uses_all_threads=True)
@@ -137,22 +168,30 @@ def _one_rank(device: str) -> Mapping[str, Quantity]:
 def _matmul(device: str, dtype: str, size: int) -> Quantity:
     calls = 1
     if device == "cpu" and dtype == "bfloat16":
-        size, calls = size // 2, 4  # many processors have no units for it
+        size = size // 2
+        calls = 4  # many processors have no units for it
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     return Quantity(partial(torch.mm, a, b), calls, 2.0 * size**3 * calls, FLOPS)
 
 
 def _all_ranks(device: str) -> Iterator[tuple[str, Quantity]]:
     """Yield all-reduces short and long by transport, and a training step under a wrapper."""
-    reduces: dict[str, Callable[[torch.Tensor], Any]] = {f"torch {dist.get_backend()}": dist.all_reduce}
+    reduces: dict[str, Callable[[torch.Tensor], Any]] = {
+        f"torch {dist.get_backend()}": dist.all_reduce
+    }
     for name, transport in {"point to point": POINT_TO_POINT, "shared memory": SHARED}.items():
         if device == "cpu" and transport in (POINT_TO_POINT, transport_in_use()[0]):
             reduces[name] = partial(all_reduce, op="sum", transport=transport)
     for name, reduce in reduces.items():
         for kind, n_bytes, calls in (("short", SHORT_BYTES, SHORT_CALLS), ("long", LONG_BYTES, 1)):
             tensor = torch.zeros(n_bytes // 4, device=device)
-            yield f"all-reduce {kind}, {name}", Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES)
-    workload = build_workload(SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank())
+            yield (
+                f"all-reduce {kind}, {name}",
+                Quantity(partial(reduce, tensor), calls, float(n_bytes * calls), BYTES),
+            )
+    workload = build_workload(
+        SIZES["nano"], batch=2, context_length=32, device=device, seed=dist.get_rank()
+    )
     model = BucketedDDP(workload.build(), finish_in_backward=False)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), workload.loss, device)
     yield "training step, all ranks", Quantity(trainer.run)
