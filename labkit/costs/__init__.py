@@ -1,1 +1,2 @@
-"""Predictions as formulas, from numbers to numbers: what an operation costs before it is measured."""
+"""Predictions as formulas, from numbers to numbers: what an operation costs before it is
+measured."""

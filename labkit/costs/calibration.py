@@ -1,8 +1,10 @@
-"""Rates of one machine, measured once by the lab `limits`, and the times that follow for operators and messages.
+"""Rates of one machine, measured once by the lab `limits`, and the times that follow for operators
+and messages.
 
-Every prediction of every lab uses these numbers and no others. An operator takes as long as a square matmul of its
-FLOPs, or as an addition that moves its bytes, whichever takes longer, by measured curves that include the call itself.
-An algorithm of messages takes messages * alpha + bytes * beta of its transport, between measured numbers of ranks.
+Every prediction of every lab uses these numbers and no others. An operator takes as long as a
+square matmul of its FLOPs, or as an addition that moves its bytes, whichever takes longer, by
+measured curves that include the call itself. An algorithm of messages takes messages * alpha +
+bytes * beta of its transport, between measured numbers of ranks.
 """
 
 from dataclasses import dataclass
@@ -15,22 +17,30 @@ from labkit.costs.communication import AT_ONCE, MessageCost
 
 Curve = tuple[tuple[float, float], ...]
 """Pairs (FLOPs or bytes, seconds), from small to large."""
-ALL_REDUCE, MESSAGE, BURST = "all-reduce", "a message", "messages at once"
-OLDER_RUNS = {"extra": "ignore"}  # have rates of several ranks, behind those of one, and errors of transports
+ALL_REDUCE = "all-reduce"
+MESSAGE = "a message"
+BURST = "messages at once"
+# have rates of several ranks, behind those of one, and errors of transports
+OLDER_RUNS = {"extra": "ignore"}
 NCCL = "NCCL"
 """The transport between GPUs; the others move what lies in the CPU's memory."""
-ROW, IN_A_ROW, DOUBLING = "messages in a row", 4, "recursive doubling"
-"""Also timed, to separate a message from its call: successive messages, and an all-reduce made of messages."""
+ROW = "messages in a row"
+IN_A_ROW = 4
+DOUBLING = "recursive doubling"
+"""Also timed, to separate a message from its call: successive messages, and an all-reduce made of
+messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autograd:
-    """The cost of a forward and backward pass on top of its operators, when something else ran before it."""
+    """The cost of a forward and backward pass on top of its operators, when something else ran
+    before it."""
 
     begin_s: float
     """Both passes together, once."""
     operator_s: float
-    """Each operator with next to nothing to do, forward or backward, with the Python that calls it."""
+    """Each operator with next to nothing to do, forward or backward, with the Python that calls
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +52,22 @@ class Rates:
     products: dict[str, Curve]
     """By dtype: FLOPs and seconds of square matmuls."""
     additions: Curve
-    """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a model creates it."""
+    """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a
+    model creates it."""
     autograd: Autograd | None = None
     """None on a GPU, and in older runs."""
 
     def operator_s(self, flops: float, n_bytes: float, dtype: str = "float32") -> float:
-        """Seconds of one operator with its call; NaN for a matmul in a dtype that was not measured."""
+        """Seconds of one operator with its call; NaN for a matmul in a dtype that was not
+        measured."""
         moving_s = _interpolate(self.additions, n_bytes)
         if not flops:
             return moving_s
-        return max(_interpolate(self.products[dtype], flops), moving_s) if dtype in self.products else float("nan")
+        return (
+            max(_interpolate(self.products[dtype], flops), moving_s)
+            if dtype in self.products
+            else float("nan")
+        )
 
     def autograd_s(self, operators: float, *, begin: bool = True) -> float:
         """Seconds that autograd adds to `operator_s` of so many operators; 0 if unknown.
@@ -69,8 +85,8 @@ class Rates:
 class Transport:
     """Costs of a transport between a number of ranks: call + messages alpha + bytes beta.
 
-    `what` is `ALL_REDUCE`, `MESSAGE` (each rank sends to its right-hand neighbor), or `BURST` (each sends to all others
-    at once, which counts as one message of all their bytes).
+    `what` is `ALL_REDUCE`, `MESSAGE` (each rank sends to its right-hand neighbor), or `BURST` (each
+    sends to all others at once, which counts as one message of all their bytes).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = OLDER_RUNS
@@ -108,7 +124,14 @@ class Calibration:
 
     def transport(self, way: str, what: str, ranks: int) -> Transport | None:
         """Costs of a transport between this number of ranks; None if it was not measured."""
-        return next((one for one in self.transports if (one.way, one.what, one.ranks) == (way, what, ranks)), None)
+        return next(
+            (
+                one
+                for one in self.transports
+                if (one.way, one.what, one.ranks) == (way, what, ranks)
+            ),
+            None,
+        )
 
     def algorithm_s(self, way: str, algorithm: str, cost: MessageCost, ranks: int) -> float | None:
         """Seconds of an algorithm with this cost; None over a transport that was not measured."""
@@ -116,15 +139,19 @@ class Calibration:
         return transport.predict_s(cost) if transport else None
 
     def messages_s(self, calls: float, n_bytes: float, ranks: int) -> float | None:
-        """Seconds of so many collectives, a message each, between CPU ranks; None if no transport was measured."""
-        transport = self.transport("shared memory", MESSAGE, ranks) or self.transport("gloo", MESSAGE, ranks)
+        """Seconds of so many collectives, a message each, between CPU ranks; None if no transport
+        was measured."""
+        transport = self.transport("shared memory", MESSAGE, ranks) or self.transport(
+            "gloo", MESSAGE, ranks
+        )
         if transport is None:
             return None
         return calls * transport.predict_s(MessageCost(1, 0)) + n_bytes * transport.beta_s_per_byte
 
 
 def _interpolate(curve: Curve, work: float) -> float:
-    """Interpolate between two points in logarithms; beyond the last one at its rate, below the first its time."""
+    """Interpolate between two points in logarithms; beyond the last one at its rate, below the
+    first its time."""
     sizes, times = zip(*curve, strict=True)
     if work >= sizes[-1]:
         return float(times[-1] * work / sizes[-1])

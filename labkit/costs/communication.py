@@ -1,10 +1,13 @@
-"""Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient buckets.
+"""Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient
+buckets.
 
-Alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An all-reduce is a reduce-scatter
-and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p bytes per rank (Thakur, Rabenseifner &
-Gropp 2005, "Optimization of collective communication operations in MPICH", sections 4.1 and 4.2).
+Alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An all-reduce
+is a reduce-scatter and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p
+bytes per rank (Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
+operations in MPICH", sections 4.1 and 4.2).
 
-Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta seconds per byte.
+Legend: p ranks, n bytes in the reduced tensor or all its shards, alpha seconds per message, beta
+seconds per byte.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +40,8 @@ def ring(world_size: int, n_bytes: float) -> MessageCost:
 
 
 def butterfly(world_size: int, n_bytes: float) -> MessageCost:
-    """Direct exchange: each rank sends each other rank a shard, twice; the p-1 messages of a round are concurrent."""
+    """Direct exchange: each rank sends each other rank a shard, twice; the p-1 messages of a round
+    are concurrent."""
     return MessageCost(2 if world_size > 1 else 0, 2 * n_bytes * (world_size - 1) / world_size)
 
 
@@ -47,14 +51,16 @@ def one_shot(world_size: int, n_bytes: float) -> MessageCost:
 
 
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
-    """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out after."""
+    """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out
+    after."""
     rounds = world_size.bit_length() - 1
     messages = rounds if world_size == 2**rounds else rounds + 2
     return MessageCost(messages, messages * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
-    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes; folds as above."""
+    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes; folds
+    as above."""
     rounds = world_size.bit_length() - 1
     messages, sent = recursive_doubling(world_size, n_bytes)
     shards = 2 * n_bytes * (1 - 2**-rounds)
@@ -66,7 +72,8 @@ ALL_REDUCE_COSTS: Mapping[str, CostOf] = {cost.__name__: cost for cost in ALL_RE
 
 
 class Calls(NamedTuple):
-    """Collectives of one rank in a step, each of a whole tensor of `n_bytes`; or messages to one other rank."""
+    """Collectives of one rank in a step, each of a whole tensor of `n_bytes`; or messages to one
+    other rank."""
 
     collective: str
     """"all_reduce", "reduce_scatter", "all_gather" or "exchange"."""
@@ -75,9 +82,11 @@ class Calls(NamedTuple):
 
 
 def sent_bytes(calls: Iterable[Calls], world_size: int, *, all_reduce: CostOf = butterfly) -> float:
-    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange shards directly.
+    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange
+    shards directly.
 
-    With an `all_reduce` that folds ranks beyond a power of two, ranks send unequally: these are the critical path's.
+    With an `all_reduce` that folds ranks beyond a power of two, ranks send unequally: these are the
+    critical path's.
     """
     share = (world_size - 1) / world_size
     shares = {"all_reduce": all_reduce(world_size, 1).n_bytes, "exchange": 1.0}
@@ -93,13 +102,15 @@ def tensor_parallel_calls(
     itemsize: int = 4,
     sequence_parallel: bool = False,
 ) -> list[Calls]:
-    """List the collectives of a step with tensor parallelism, forward and backward, with a vocabulary-parallel loss.
+    """List the collectives of a step with tensor parallelism, forward and backward, with a
+    vocabulary-parallel loss.
 
-    A layer has two blocks; each sums at one end forward and at the other backward. With sequence parallelism each has a
-    collective at both ends, forward and backward. Embedding and output are one block.
-    Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
+    A layer has two blocks; each sums at one end forward and at the other backward. With sequence
+    parallelism each has a collective at both ends, forward and backward. Embedding and output are
+    one block. Sources: arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
     """
-    blocks, activations = 2 * shape.n_layers + 1, batch * sequence * shape.d_model * itemsize
+    blocks = 2 * shape.n_layers + 1
+    activations = batch * sequence * shape.d_model * itemsize
     loss = Calls("all_gather", 2 * batch * sequence * max(itemsize, 4) * world_size, 1)
     if not sequence_parallel:
         return [Calls("all_reduce", activations, 2 * blocks), loss]
@@ -112,11 +123,14 @@ def context_parallel_calls(
 ) -> list[Calls]:
     """List the messages of one attention, forward and backward, with the sequence split over ranks.
 
-    `block_bytes`: a rank's keys and values; `gradient_bytes`: their gradients, in the accumulator's dtype.
-    Source: arXiv:2310.01889, section 3.
+    `block_bytes`: a rank's keys and values; `gradient_bytes`: their gradients, in the accumulator's
+    dtype. Source: arXiv:2310.01889, section 3.
     """
     if is_ring:
-        return [Calls("exchange", block_bytes, 2 * (world_size - 1)), Calls("exchange", gradient_bytes, world_size - 1)]
+        return [
+            Calls("exchange", block_bytes, 2 * (world_size - 1)),
+            Calls("exchange", gradient_bytes, world_size - 1),
+        ]
     gathered = Calls("all_gather", world_size * block_bytes, 2)
     return [gathered, Calls("reduce_scatter", world_size * gradient_bytes, 1)]
 
@@ -128,26 +142,30 @@ def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
 
 
 def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:
-    """Share of a step that each rank of a pipeline idles if stages take equally long and messages no time."""
+    """Share of a step that each rank of a pipeline idles if stages take equally long and messages
+    no time."""
     return (ranks - 1) / (chunks * micro_batches + ranks - 1)
 
 
 def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
-    """busbw in bytes/s, n/t * 2(p-1)/p: the load of a link, comparable across world sizes (nccl-tests)."""
+    """busbw in bytes/s, n/t * 2(p-1)/p: the load of a link, comparable across world sizes
+    (nccl-tests)."""
     return n_bytes / seconds * 2 * (world_size - 1) / world_size
 
 
 def fit_alpha_beta(costs: Sequence[MessageCost], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit alpha and beta, neither below zero, by least squares on the *relative* error.
 
-    Absolute errors would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten orders of
-    magnitude. ValueError with fewer than two measurements or a time that is not positive.
+    Absolute errors would fit the largest messages alone: one at 100 MB outweighs all at 4 KB by ten
+    orders of magnitude. ValueError with fewer than two measurements or a time that is not positive.
     """
     from scipy.optimize import nnls  # slow to load, and ranks import this module
 
     times = np.asarray(seconds, dtype=np.float64)
     if len(costs) != len(times) or len(times) < 2 or not (times > 0).all():
-        raise ValueError(f"expected two or more positive times, one per cost: {len(times)} for {len(costs)}")
+        raise ValueError(
+            f"expected two or more positive times, one per cost: {len(times)} for {len(costs)}"
+        )
     work = np.array(costs) / times[:, None]
     scale = np.maximum(work.max(axis=0), np.finfo(np.float64).tiny)  # alpha and beta differ by 1e5
     alpha_s, beta_s_per_byte = nnls(work / scale, np.ones(len(times)))[0] / scale

@@ -1,9 +1,11 @@
 """Memory of a training step of the Transformer: formulas, tensor by tensor.
 
-Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. Attention is naive. On
-`device` "cuda" autocast computes the softmax in float32, and AdamW updates all parameters together.
+Parameters, gradients and AdamW's two states are float32: 4, 4 and 8 bytes per parameter. Attention
+is naive. On `device` "cuda" autocast computes the softmax in float32, and AdamW updates all
+parameters together.
 
-Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N parameters.
+Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, H heads, L layers, V vocabulary, N
+parameters.
 """
 
 import math
@@ -20,26 +22,42 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> Mapping[str, float]:
-    """Bytes that a rank holds from step to step, by part, in float32 with AdamW. ValueError for an unknown stage.
+    """Bytes that a rank holds from step to step, by part, in float32 with AdamW. ValueError for an
+    unknown stage.
 
-    Source: Rajbhandari, Rasley, Ruwase & He 2020, ZeRO (arXiv:1910.02054), section 3.1 and figure 1.
+    Source: Rajbhandari, Rasley, Ruwase & He 2020, ZeRO (arXiv:1910.02054), section 3.1 and figure
+    1.
     """
-    whole = {"parameters": n_parameters, "gradients": n_parameters, "optimizer": ADAMW_STATES * n_parameters}
+    whole = {
+        "parameters": n_parameters,
+        "gradients": n_parameters,
+        "optimizer": ADAMW_STATES * n_parameters,
+    }
     sharded = ("optimizer", "gradients", "parameters")[: STAGES.index(stage)]
     return {part: FLOAT32 * n / (world_size if part in sharded else 1) for part, n in whole.items()}
 
 
 def saved_by_layer(
-    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32", *, device: str = "cpu"
+    shape: TransformerShape,
+    batch: int,
+    sequence: int,
+    precision: str = "float32",
+    *,
+    device: str = "cpu",
 ) -> Mapping[str, int]:
-    """Bytes that one layer saves for its backward pass, by tensor, with its input, the residual stream.
+    """Bytes that one layer saves for its backward pass, by tensor, with its input, the residual
+    stream.
 
-    A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul saves its input.
-    Softmax saves its result, which the product with the values shares; `silu(gate) * up` saves gate, silu and up. Under
-    autocast, a matmul reads copies in `precision`: of its input, once per matmul, and of its weight. CPU autocast
-    computes the softmax in `precision`, CUDA's in float32, with a copy for the matmul.
+    A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul
+    saves its input. Softmax saves its result, which the product with the values shares; `silu(gate)
+    * up` saves gate, silu and up. Under autocast, a matmul reads copies in `precision`: of its
+    input, once per matmul, and of its weight. CPU autocast computes the softmax in `precision`,
+    CUDA's in float32, with a copy for the matmul.
     """
-    tokens, d, f, copies = batch * sequence, shape.d_model, shape.d_ff, precision != "float32"
+    tokens = batch * sequence
+    d = shape.d_model
+    f = shape.d_ff
+    copies = precision != "float32"
     low = LOW_PRECISION if copies else FLOAT32
     scores = batch * shape.n_heads * sequence**2
     softmax = FLOAT32 + LOW_PRECISION if copies and device.startswith("cuda") else low
@@ -58,9 +76,13 @@ def saved_by_layer(
     }
 
 
-def saved_by_head(shape: TransformerShape, batch: int, sequence: int, precision: str = "float32") -> int:
-    """Bytes saved by the last norm, the output matrix and the loss, most of them float32 log-probabilities (T, V)."""
-    tokens, d = batch * sequence, shape.d_model
+def saved_by_head(
+    shape: TransformerShape, batch: int, sequence: int, precision: str = "float32"
+) -> int:
+    """Bytes saved by the last norm, the output matrix and the loss, most of them float32
+    log-probabilities (T, V)."""
+    tokens = batch * sequence
+    d = shape.d_model
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
     copy = 0 if precision == "float32" else LOW_PRECISION * shape.vocabulary * d
     return FLOAT32 * tokens * (2 * d + 1 + shape.vocabulary) + low * tokens * d + copy
@@ -75,11 +97,21 @@ def activation_bytes(
     *,
     device: str = "cpu",
 ) -> int:
-    """Bytes alive between forward and backward. With checkpointing, one residual stream per segment, and the head."""
+    """Bytes alive between forward and backward. With checkpointing, one residual stream per
+    segment, and the head."""
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
-        return head + math.ceil(shape.n_layers / checkpoint_segment) * FLOAT32 * batch * sequence * shape.d_model
-    return head + shape.n_layers * sum(saved_by_layer(shape, batch, sequence, precision, device=device).values())
+        return (
+            head
+            + math.ceil(shape.n_layers / checkpoint_segment)
+            * FLOAT32
+            * batch
+            * sequence
+            * shape.d_model
+        )
+    return head + shape.n_layers * sum(
+        saved_by_layer(shape, batch, sequence, precision, device=device).values()
+    )
 
 
 def peak_bytes(
@@ -92,18 +124,22 @@ def peak_bytes(
     checkpoint_segment: int = 0,
     device: str = "cpu",
 ) -> int:
-    """Peak bytes of a full step with AdamW's states from an earlier one, or of a forward pass, which peaks at the loss.
+    """Peak bytes of a full step with AdamW's states from an earlier one, or of a forward pass,
+    which peaks at the loss.
 
-    A full step peaks in one of three places: as backward begins, with all activations and two gradients of the logits;
-    with checkpointing, in the segment that is recomputed; or in the optimizer, with all gradients and AdamW's
-    temporaries: two of the largest parameter, on CUDA one of every parameter. Gradients that are allocated while
-    activations are freed are left out, so the measured peak is a few percent higher (tested).
+    A full step peaks in one of three places: as backward begins, with all activations and two
+    gradients of the logits; with checkpointing, in the segment that is recomputed; or in the
+    optimizer, with all gradients and AdamW's temporaries: two of the largest parameter, on CUDA one
+    of every parameter. Gradients that are allocated while activations are freed are left out, so
+    the measured peak is a few percent higher (tested).
     """
     states = {part: int(n_bytes) for part, n_bytes in state_bytes(n_parameters(shape)).items()}
     logits = FLOAT32 * batch * sequence * shape.vocabulary
     # the loss reads float32 logits: under autocast a copy of the ones in low precision
     read = logits if precision == "float32" else logits + logits * LOW_PRECISION // FLOAT32
-    activations = activation_bytes(shape, batch, sequence, precision, checkpoint_segment, device=device)
+    activations = activation_bytes(
+        shape, batch, sequence, precision, checkpoint_segment, device=device
+    )
     if not is_full_step:
         return states["parameters"] + activations + read
     resting = states["parameters"] + states["optimizer"]

@@ -1,7 +1,7 @@
 """Sizes of the Transformer, its parameters, and the FLOPs of its matmuls by part.
 
-A matmul of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, activations, the optimizer) is bound by
-memory and left out, as FLOP counters do.
+A matmul of (m, k) by (k, n) is 2*m*k*n FLOPs. Everything else (norms, softmax, activations, the
+optimizer) is bound by memory and left out, as FLOP counters do.
 
 Legend: B batch, S sequence, T = B*S tokens, d d_model, f d_ff, L layers, V vocabulary.
 """
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BACKWARD_OVER_FORWARD = 2
-"""The gradient of a matmul y = x w takes two of the same size: with respect to x, and with respect to w."""
+"""The gradient of a matmul y = x w takes two of the same size: with respect to x, and with respect
+to w."""
 ADAMW_STATES = 2
 """Numbers of AdamW per parameter: the running means of the gradient and of its square."""
 
@@ -29,7 +30,9 @@ class TransformerShape:
         if min(self.d_model, self.d_ff, self.n_layers, self.n_heads, self.vocabulary) < 1:
             raise ValueError(f"expected positive sizes, got {self}")
         if self.d_model % (2 * self.n_heads):
-            raise ValueError(f"expected d_model to be n_heads times an even head dimension, got {self}")
+            raise ValueError(
+                f"expected d_model to be n_heads times an even head dimension, got {self}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -50,14 +53,18 @@ SIZES: Mapping[str, TransformerShape] = {
 
 
 def n_parameters(shape: TransformerShape) -> int:
-    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm at the end."""
+    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm
+    at the end."""
     d = shape.d_model
     return 2 * shape.vocabulary * d + shape.n_layers * (4 * d**2 + 3 * d * shape.d_ff + 2 * d) + d
 
 
 def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
-    """FLOPs of one forward pass by part; causal masking saves nothing here, since the whole matrix is computed."""
-    tokens, d, layers = batch * sequence, shape.d_model, shape.n_layers
+    """FLOPs of one forward pass by part; causal masking saves nothing here, since the whole matrix
+    is computed."""
+    tokens = batch * sequence
+    d = shape.d_model
+    layers = shape.n_layers
     return {
         "projections": layers * 4 * 2 * tokens * d**2,
         "scores": layers * 2 * tokens * sequence * d,
@@ -69,4 +76,6 @@ def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping
 
 def backward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
     """FLOPs of one backward pass by part, without recomputation."""
-    return {part: BACKWARD_OVER_FORWARD * n for part, n in forward_flops(shape, batch, sequence).items()}
+    return {
+        part: BACKWARD_OVER_FORWARD * n for part, n in forward_flops(shape, batch, sequence).items()
+    }
