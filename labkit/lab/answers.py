@@ -1,18 +1,23 @@
-"""Questions and answers: a lab declares what it compares, checks or reports; one template per kind words the answer.
+"""Questions and answers: a lab declares what it compares, checks or reports; one template per kind
+words the answer.
 
-`Compare` asks whether an alternative beats a baseline, and in which configurations. Its verdict takes four steps:
+`Compare` asks whether an alternative beats a baseline, and in which configurations. Its verdict
+takes four steps:
 
-1. Ratio (`Metric.ratios_to`): each alternative over the baseline, per configuration. The slowest rank of a repeat
-   counts. Interleaved repeats are compared round by round; sessions, in other processes, are combined into one ratio.
-2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower" if its ratio differs
-   from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of the question. Else it counts for neither.
-3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus losses over their
-   common configurations. Ties go to the best mean ratio; within 3%, to the first.
-4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in none, "no" if it is
-   worse in some and better in none, "no clear difference" if it is better and worse in none, else "it depends";
-   "undecided" if there are too few repeats for any p-value.
+1. Ratio (`Metric.ratios_to`): each alternative over the baseline, per configuration. The slowest
+   rank of a repeat counts. Interleaved repeats are compared round by round; sessions, in other
+   processes, are combined into one ratio.
+2. Significance (`labkit.bench.statistics.with_verdicts`): a configuration is "faster" or "slower"
+   if its ratio differs from 1 by at least 3%, at a false discovery rate of 2.5% over all rows of
+   the question. Else it counts for neither.
+3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus
+   losses over their common configurations. Ties go to the best mean ratio; within 3%, to the first.
+4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in
+   none, "no" if it is worse in some and better in none, "no clear difference" if it is better and
+   worse in none, else "it depends"; "undecided" if there are too few repeats for any p-value.
 
-`Check` asks whether measurements match predictions, within a factor. `Report` says how large something is.
+`Check` asks whether measurements match predictions, within a factor. `Report` says how large
+something is.
 """
 
 import re
@@ -30,7 +35,15 @@ from labkit.lab.units import counted, format_factor, format_value, label
 from labkit.lab.wording import describe_region, describe_scope, phrasing, quotable
 
 Verdict = Literal[
-    "yes", "no", "it depends", "no clear difference", "undecided", "measured", "counted", "predicted", "not measured"
+    "yes",
+    "no",
+    "it depends",
+    "no clear difference",
+    "undecided",
+    "measured",
+    "counted",
+    "predicted",
+    "not measured",
 ]
 TOPICS = {
     "precision": "Precision",
@@ -48,7 +61,9 @@ TOPICS = {
 }
 """Topics of the recommendations on the index page, by key, in the order of the page."""
 NO_ROWS = "This run has no rows for it."
-NO_CALIBRATION = "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
+NO_CALIBRATION = (
+    "Its machine was not calibrated when it was measured; `labkit measure limits` calibrates it."
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,8 @@ class Question:
     topic: str | None = None
     """Key of `TOPICS` that the advice belongs to."""
     is_expected: bool = False
-    """Whether everybody expects the answer. The index page does not list it among the largest differences."""
+    """Whether everybody expects the answer. The index page does not list it among the largest
+    differences."""
     advice: str | None = None
     """Template for an answer that finds something better; filled like the headline."""
     needs_calibration: bool = False
@@ -91,9 +107,14 @@ class Question:
             raise ValueError(f"expected a topic among {', '.join(TOPICS)}, got {self.topic!r}")
 
     def answer(self, results: Results) -> Answer:
-        """Answer from the results of a run; "not measured", with reasons, if they have no rows for it."""
-        reason = NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
-        return self.find(results) or Answer("not measured", f"Not measured: {reason}", notes=results.missing)
+        """Answer from the results of a run; "not measured", with reasons, if they have no rows for
+        it."""
+        reason = (
+            NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
+        )
+        return self.find(results) or Answer(
+            "not measured", f"Not measured: {reason}", notes=results.missing
+        )
 
     def find(self, results: Results) -> Answer | None:
         """Return the answer, or None without rows."""
@@ -112,31 +133,43 @@ class Compare(Question):
     """Advice if nothing is better."""
 
     def find(self, results: Results) -> Answer | None:
-        metric, compared = self.metric, None if self.among is None else {self.baseline, *self.among}
+        metric = self.metric
+        compared = None if self.among is None else {self.baseline, *self.among}
         notes = (*metric.failures(results.frame, compared), *results.missing)
         table = metric.ratios_to(self.baseline, results.frame, self.among)
         if table.empty:
-            return Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
+            return (
+                Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
+            )
         best = metric.best(table)
         rows = table if best is None else table[table[metric.compare] == best]
-        better, worse = rows[rows["verdict"] == "faster"], rows[rows["verdict"] == "slower"]
+        better = rows[rows["verdict"] == "faster"]
+        worse = rows[rows["verdict"] == "slower"]
         is_undecided = bool(rows["p"].isna().all())
         no_winner = rows[metric.compare].nunique() > 1
         verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, no_winner)
         quoted = better if len(better) else worse
         words = self._words(rows, better, quoted)
         n_alternatives = table[metric.compare].nunique()
-        words["name"] = f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
+        words["name"] = (
+            f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
+        )
         words["baseline"] = self._name(self.baseline, results)
         count = _count(words, rows, better, worse, "comparisons" if no_winner else "configurations")
         advice = self.keep
         if verdict in ("yes", "it depends"):
-            advice = self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
+            advice = (
+                self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
+            )
         ratios = quotable(quoted)["ratio"].astype(float)
         return Answer(
             verdict,
             headline.format_map(words),
-            table.assign(verdict=table["verdict"].replace({"faster": words["better"], "slower": words["worse"]})),
+            table.assign(
+                verdict=table["verdict"].replace(
+                    {"faster": words["better"], "slower": words["worse"]}
+                )
+            ),
             advice=None if is_undecided else advice,
             effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
             # "2 times faster" from "is 2 times faster than"
@@ -145,7 +178,9 @@ class Compare(Question):
             notes=notes,
         )
 
-    def _words(self, rows: pd.DataFrame, better: pd.DataFrame, quoted: pd.DataFrame) -> dict[str, str]:
+    def _words(
+        self, rows: pd.DataFrame, better: pd.DataFrame, quoted: pd.DataFrame
+    ) -> dict[str, str]:
         """Return values for the placeholders of headlines and advice, except names."""
         phrases = phrasing(self.metric.value)
         region = describe_region(rows, better, self.metric.configuration) if len(better) else None
@@ -156,15 +191,24 @@ class Compare(Question):
             "worse": phrases.worse,
             "noun": phrases.noun,
             "region": region if region and len(re.findall(r"\d+", region)) <= 1 else some,
-            "where": "" if len(better) == len(rows) else f" {region}" if region else f" ({phrases.better} {some})",
+            "where": (
+                ""
+                if len(better) == len(rows)
+                else f" {region}"
+                if region
+                else f" ({phrases.better} {some})"
+            ),
         }
 
     def _name(self, alternative: Any, results: Results) -> str:
         return results.names.get(alternative) or label(self.metric.compare, alternative)
 
 
-def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: bool) -> tuple[Verdict, str]:
-    """Choose verdict and headline template; `n` counts the winner's configurations, or the rows of all alternatives."""
+def _judge(
+    n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: bool
+) -> tuple[Verdict, str]:
+    """Choose verdict and headline template; `n` counts the winner's configurations, or the rows of
+    all alternatives."""
     if is_undecided:
         return "undecided", "Too few repeats to compare {name} with {baseline}."
     if not n_better and not n_worse:
@@ -175,9 +219,18 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: b
     if n_worse == n:
         return "no", "No: {name} {change} {baseline}."
     if not n_better:
-        return "no", "No: {name} is never measurably {better} than {baseline}, and {worse} in some configurations."
+        return (
+            "no",
+            (
+                "No: {name} is never measurably {better} than {baseline}, and {worse} in some"
+                " configurations."
+            ),
+        )
     if n_worse:
-        return "it depends", "It depends: {name} {change} {baseline} {region}, and is {worse} in others."
+        return (
+            "it depends",
+            "It depends: {name} {change} {baseline} {region}, and is {worse} in others.",
+        )
     if n_better == n:
         return "yes", "Yes: {name} {change} {baseline}."
     if 2 * n_better > n:
@@ -185,18 +238,30 @@ def _judge(n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: b
     return "it depends", "Only {region}: {name} {change} {baseline}."
 
 
-def _count(words: Mapping[str, Any], rows: pd.DataFrame, better: pd.DataFrame, worse: pd.DataFrame, noun: str) -> str:
-    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations"; "" for one."""
+def _count(
+    words: Mapping[str, Any],
+    rows: pd.DataFrame,
+    better: pd.DataFrame,
+    worse: pd.DataFrame,
+    noun: str,
+) -> str:
+    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6
+    configurations"; "" for one."""
     n = len(rows)
     if n in (len(better), len(worse)) or not len(better) + len(worse):
         return {1: "", 2: f"both {noun}"}.get(n, f"all {n} {noun}")
-    parts = [f"{words[name]} in {len(some)}" for name, some in (("better", better), ("worse", worse)) if len(some)]
+    parts = [
+        f"{words[name]} in {len(some)}"
+        for name, some in (("better", better), ("worse", worse))
+        if len(some)
+    ]
     return ", ".join([f"{parts[0]} of {n} {noun}", *parts[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Question):
-    """Does the measurement match the prediction within a factor? "Yes" if all rows do, "it depends" if half or more."""
+    """Does the measurement match the prediction within a factor? "Yes" if all rows do, "it depends"
+    if half or more."""
 
     table: Table
     measured: str
@@ -215,13 +280,22 @@ class Check(Question):
         ratios = ratios.mask(table[self.measured] == table[self.predicted], 1.0)
         factors = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
         n_close = int((factors <= self.within).sum())
-        verdict: Verdict = "yes" if n_close == len(factors) else "it depends" if 2 * n_close >= len(factors) else "no"
+        verdict: Verdict = (
+            "yes"
+            if n_close == len(factors)
+            else "it depends"
+            if 2 * n_close >= len(factors)
+            else "no"
+        )
         return Answer(
             verdict,
             self._headline(verdict, ratios, factors, n_close),
             table.assign(measured_over_predicted=ratios),
             effect=float(ratios.median()),
-            scope=f"{n_close} of {counted(len(table), 'comparison')}: {describe_scope(table, self.keys(table))}",
+            scope=(
+                f"{n_close} of {counted(len(table), 'comparison')}:"
+                f" {describe_scope(table, self.keys(table))}"
+            ),
             notes=results.missing,
         )
 
@@ -230,13 +304,21 @@ class Check(Question):
         before = table.columns[: list(table.columns).index(self.measured)]
         return [name for name in before if not is_float_dtype(table[name])]
 
-    def _headline(self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int) -> str:
+    def _headline(
+        self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int
+    ) -> str:
         if verdict == "yes":
             percent = max(0.05, 100 * (factors.max() - 1))
             relation = "equal" if factors.max() == 1 else f"are within {percent:.2g}% of"
             return f"Yes: all {self.subject} {relation} {self.reference}."
         most = "half of the" if 2 * n_close == len(factors) else "most"
-        start = f"Partly: {most}" if verdict == "it depends" else "No: fewer than half of the" if n_close else "No: no"
+        start = (
+            f"Partly: {most}"
+            if verdict == "it depends"
+            else "No: fewer than half of the"
+            if n_close
+            else "No: no"
+        )
         worst = format_factor(float(ratios[factors.idxmax()]))
         return (
             f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "

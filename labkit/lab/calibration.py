@@ -1,4 +1,5 @@
-"""The calibration of a machine from a run of the lab `limits`, and the newest one of this machine."""
+"""The calibration of a machine from a run of the lab `limits`, and the newest one of this
+machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,15 +19,23 @@ LIMITS = "limits"
 FRESH = timedelta(days=1)
 LEAST_ROWS = 512
 """Rows of the largest matrices: smaller products measure the cost of their calls."""
-PRODUCTS = Metric("seconds", "shape", ("device", "dtype", "flops"), where={"sweep": "products", "world_size": 1})
-MEMORY = Metric("seconds", "operation", ("device", "n_bytes", "bytes"), where={"sweep": "memory", "world_size": 1})
+PRODUCTS = Metric(
+    "seconds", "shape", ("device", "dtype", "flops"), where={"sweep": "products", "world_size": 1}
+)
+MEMORY = Metric(
+    "seconds",
+    "operation",
+    ("device", "n_bytes", "bytes"),
+    where={"sweep": "memory", "world_size": 1},
+)
 EXCHANGE = Metric("seconds", "way", ("world_size", "what", "n_bytes"), where={"sweep": "exchange"})
 CHAINS = Metric("seconds", "operators", ("device",), where={"sweep": "autograd", "world_size": 1})
 NEW = "new"  # operation of the sweep "memory"
 
 
 def calibrate_machine(run: Run) -> costs.Calibration | None:
-    """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which predictions need."""
+    """Calibrate a machine from its limits run; None if the run lacks rates of one rank, which
+    predictions need."""
     frame = run.frame()
     if not (rates := tuple(_rates(frame))):
         return None
@@ -40,8 +49,11 @@ def calibrate_machine(run: Run) -> costs.Calibration | None:
     )
 
 
-def newest_calibration(machine: Machine, within: timedelta | None = None) -> costs.Calibration | None:
-    """The calibration from the newest complete and large enough limits run of this machine, at most `within` old."""
+def newest_calibration(
+    machine: Machine, within: timedelta | None = None
+) -> costs.Calibration | None:
+    """The calibration from the newest complete and large enough limits run of this machine, at most
+    `within` old."""
     for run in newest_runs(runs_directory() / LIMITS):
         if within is not None and datetime.now(UTC) - run.header.started > within:
             break
@@ -52,28 +64,47 @@ def newest_calibration(machine: Machine, within: timedelta | None = None) -> cos
 
 
 def describe_calibration(run: Run) -> str:
-    """Name the calibration behind a run's predictions, and whether the machine was disturbed then."""
+    """Name the calibration behind a run's predictions, and whether the machine was disturbed
+    then."""
     calibration = run.header.calibration
     if calibration is None:
         return "nothing: the machine was not calibrated (labkit measure limits)"
-    text = f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC: {calibration.run}"
+    text = (
+        f"the limits of {calibration.machine}, measured {calibration.measured:%Y-%m-%d %H:%M} UTC:"
+        f" {calibration.run}"
+    )
     if calibration.is_disturbed:
         text += "; the machine was busy for part of that: predictions may be too long"
     return text
 
 
 def _is_usable(run: Run, here: Machine) -> bool:
-    """Return whether a run is complete, of this machine, cores and torch, and large enough for predictions."""
-    one, other = ([*each.identity, each.cores, each.versions.get("torch")] for each in (run.header.machine, here))
+    """Return whether a run is complete, of this machine, cores and torch, and large enough for
+    predictions."""
+    one, other = (
+        [*each.identity, each.cores, each.versions.get("torch")]
+        for each in (run.header.machine, here)
+    )
     planned = run.header.planned.values()
-    products = [point for point in planned if point.get("sweep") == "products" and point.get("world_size") == 1]
+    products = [
+        point
+        for point in planned
+        if point.get("sweep") == "products" and point.get("world_size") == 1
+    ]
     is_large = all(max(point.get("sizes") or [0]) >= LEAST_ROWS for point in products)
     has_messages = any(point.get("sweep") == "exchange" for point in planned)
-    return one == other and not run.pending and run.header.profile != "smoke" and is_large and has_messages
+    return (
+        one == other
+        and not run.pending
+        and run.header.profile != "smoke"
+        and is_large
+        and has_messages
+    )
 
 
 def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
-    products, memory = _least(PRODUCTS, frame), _least(MEMORY, frame)
+    products = _least(PRODUCTS, frame)
+    memory = _least(MEMORY, frame)
     products = products[products["shape"].str.startswith("square")]
     for device, some in products.groupby("device"):
         here = memory[memory["device"] == device]
@@ -88,14 +119,17 @@ def _rates(frame: pd.DataFrame) -> Iterator[costs.Rates]:
 
 
 def autograd(frame: pd.DataFrame) -> costs.Autograd | None:
-    """Fit the cost of autograd from chains of few and many operators, on one device; None without both.
+    """Fit the cost of autograd from chains of few and many operators, on one device; None without
+    both.
 
     Medians count, not minima: passes in training run after others, too.
     """
     table = CHAINS.medians(frame).sort_values("operators")
     if len(table) < 2:
         return None
-    (few, short_s), (many, long_s) = table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
+    (few, short_s), (many, long_s) = (
+        table[["operators", "seconds"]].iloc[[0, -1]].to_numpy(dtype=float)
+    )
     operator_s = max(0.0, (long_s - short_s) / (many - few))
     return costs.Autograd(begin_s=max(0.0, short_s - few * operator_s), operator_s=operator_s)
 
@@ -106,30 +140,38 @@ def _least(metric: Metric, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _curve(table: pd.DataFrame, work: str) -> costs.Curve:
-    """(work, seconds) by size. If something larger took less time, which is noise, its time holds for both."""
+    """(work, seconds) by size. If something larger took less time, which is noise, its time holds
+    for both."""
     ordered = table.sort_values(work)
     seconds = ordered["seconds"][::-1].cummin()[::-1]
     return tuple(zip(ordered[work].astype(float), seconds.astype(float), strict=True))
 
 
 def _faster_with_size(table: pd.DataFrame) -> costs.Curve:
-    """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are disturbances."""
+    """(FLOPs, seconds) of square products at no less than the rate of smaller ones: lower rates are
+    disturbances."""
     ordered = table.sort_values("flops")
     rate = (ordered["flops"] / ordered["seconds"]).cummax()
-    return tuple(zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True))
+    return tuple(
+        zip(ordered["flops"].astype(float), (ordered["flops"] / rate).astype(float), strict=True)
+    )
 
 
 def transports(frame: pd.DataFrame) -> Iterator[costs.Transport]:
-    """Fit alpha and beta of every transport and number of ranks: all-reduce, messages in a row, messages at once.
+    """Fit alpha and beta of every transport and number of ranks: all-reduce, messages in a row,
+    messages at once.
 
-    The cost of a call is the time of the shortest all-reduce by recursive doubling minus that of its messages.
+    The cost of a call is the time of the shortest all-reduce by recursive doubling minus that of
+    its messages.
     """
     for (way, ranks), table in EXCHANGE.medians(frame).groupby(["way", "world_size"]):
         by_size = table.pivot_table(index="n_bytes", columns="what", values="seconds")
         if {ALL_REDUCE, MESSAGE, ROW, BURST, DOUBLING} - set(by_size) or len(by_size.dropna()) < 2:
             continue
         by_size = by_size.dropna()
-        message = ((by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)).clip(lower=by_size[MESSAGE] / IN_A_ROW)
+        message = ((by_size[ROW] - by_size[MESSAGE]) / (IN_A_ROW - 1)).clip(
+            lower=by_size[MESSAGE] / IN_A_ROW
+        )
         rounds = recursive_doubling(int(ranks), 0).messages
         call_s = max(0.0, float((by_size[DOUBLING] - rounds * message).iloc[0]))
         burst = (by_size[BURST] - (by_size[MESSAGE] - message).clip(lower=0)).clip(lower=message)

@@ -1,7 +1,9 @@
-"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share, on one page.
+"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share, on
+one page.
 
-Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are: two of one
-configuration differ if their intervals are apart and they differ by more than one machine varies from run to run.
+Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are:
+two of one configuration differ if their intervals are apart and they differ by more than one
+machine varies from run to run.
 """
 
 import base64
@@ -61,34 +63,51 @@ class Pair:
         for question, answers in self.answers.items():
             first, other = (answer.verdict != "not measured" for answer in answers)
             if first and other:
-                outcomes[question] = "agree" if answers[0].verdict == answers[1].verdict else "differ"
+                outcomes[question] = (
+                    "agree" if answers[0].verdict == answers[1].verdict else "differ"
+                )
             elif first or other:
                 outcomes[question] = "lost" if first else "gained"
         return outcomes
 
     def unshared_reason(self) -> str:
-        differences = (f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in self.parameters.items())
-        return f"the runs of {self.lab.name} share no point: {', '.join(differences) or 'none was planned by both'}"
+        differences = (
+            f"{name}: {one!r:.60} and {two!r:.60}" for name, (one, two) in self.parameters.items()
+        )
+        return (
+            f"the runs of {self.lab.name} share no point:"
+            f" {', '.join(differences) or 'none was planned by both'}"
+        )
 
 
 def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
-    """Load runs by path or name, or all below a folder; also return files left out, with the reason.
+    """Load runs by path or name, or all below a folder; also return files left out, with the
+    reason.
 
-    Damaged files and copies are left out. ParameterError for a name without a run, a folder without runs, and fewer
-    than two runs.
+    Damaged files and copies are left out. ParameterError for a name without a run, a folder without
+    runs, and fewer than two runs.
     """
     paths: dict[Path, None] = {}
     excluded: dict[str, str] = {}
     for name in names:
         if kind_of_path(name) == "folder":
             below = sorted(
-                Path(at, file) for at, _, files in os.walk(name) for file in files if file.endswith(".jsonl")
+                Path(at, file)
+                for at, _, files in os.walk(name)
+                for file in files
+                if file.endswith(".jsonl")
             )
             if not below:
-                raise ParameterError(f"expected a folder with runs (*.jsonl), got {name}: it holds no run")
+                raise ParameterError(
+                    f"expected a folder with runs (*.jsonl), got {name}: it holds no run"
+                )
             paths |= dict.fromkeys(below)
         else:
-            folders = [folder for parent in (recorded_directory(), runs_directory()) for folder in parent.glob("*/")]
+            folders = [
+                folder
+                for parent in (recorded_directory(), runs_directory())
+                for folder in parent.glob("*/")
+            ]
             paths[find_run(folders, name)] = None
     runs = []
     for path in paths:
@@ -105,7 +124,8 @@ def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and the copies by path: a run with the start, machine and plan of another.
+    """Return the different runs, and the copies by path: a run with the start, machine and plan of
+    another.
 
     Of a run and a copy made before it was resumed, the one with more ended points stays.
     """
@@ -113,7 +133,12 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
     copies: dict[str, str] = {}
     for run in sorted(runs, key=lambda run: len(run.pending)):
         header = run.header
-        content = (header.lab, header.started, tuple(header.machine.identity), tuple(header.planned))
+        content = (
+            header.lab,
+            header.started,
+            tuple(header.machine.identity),
+            tuple(header.planned),
+        )
         whole = by_content.setdefault(content, run)
         if whole.path.resolve() != run.path.resolve():
             kind = "a partial copy" if len(run.pending) > len(whole.pending) else "a copy"
@@ -122,7 +147,8 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:
-    """Compare the runs of each lab with its first. ParameterError if no two runs of one lab share a point."""
+    """Compare the runs of each lab with its first. ParameterError if no two runs of one lab share a
+    point."""
     by_lab: dict[str, list[Run]] = {}
     for run in runs:
         by_lab.setdefault(run.header.lab, []).append(run)
@@ -130,11 +156,17 @@ def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pa
     pairs = []
     for lab, (first, *others) in by_lab.items():
         for other in others:
-            pairs.append(_compare_pair(load_lab(lab), (first, other), (names[first.path], names[other.path])))
+            pairs.append(
+                _compare_pair(load_lab(lab), (first, other), (names[first.path], names[other.path]))
+            )
     if not pairs:
-        raise ParameterError(f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}")
+        raise ParameterError(
+            f"expected two different runs of one lab, got one run each of {', '.join(by_lab)}"
+        )
     if not any(pair.n_shared for pair in pairs):
-        raise ParameterError(f"nothing to compare: {'; '.join(pair.unshared_reason() for pair in pairs)}")
+        raise ParameterError(
+            f"nothing to compare: {'; '.join(pair.unshared_reason() for pair in pairs)}"
+        )
     return pairs
 
 
@@ -142,7 +174,9 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """Name each run by its machine, with its start if another run of the lab has the same name."""
     machines = [(run.header.lab, run.header.machine.label) for run in runs]
     return {
-        run.path: label if machines.count((lab, label)) == 1 else f"{label}, {run.header.started:%F %T}"
+        run.path: (
+            label if machines.count((lab, label)) == 1 else f"{label}, {run.header.started:%F %T}"
+        )
         for run, (lab, label) in zip(runs, machines, strict=True)
     }
 
@@ -166,66 +200,107 @@ def _compare_pair(lab: Lab, runs: tuple[Run, Run], names: tuple[str, str]) -> Pa
 
 
 def _point_keys(run: Run, ignored: set[str]) -> dict[str, str]:
-    """Return the key of each point, by its id: its fields except lists of alternatives and those ignored."""
+    """Return the key of each point, by its id: its fields except lists of alternatives and those
+    ignored."""
 
     def matters(name: str, value: Any) -> bool:
-        return name not in ignored and not (isinstance(value, list) and any(isinstance(one, str) for one in value))
+        return name not in ignored and not (
+            isinstance(value, list) and any(isinstance(one, str) for one in value)
+        )
 
     return {
-        id: json.dumps({name: value for name, value in sorted(fields.items()) if matters(name, value)})
+        id: json.dumps(
+            {name: value for name, value in sorted(fields.items()) if matters(name, value)}
+        )
         for id, fields in run.header.planned.items()
     }
 
 
-def _answer_shared(lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]) -> dict[str, Answer]:
-    results, points = run.results(), [point for point, key in keys.items() if key in shared]
+def _answer_shared(
+    lab: Lab, run: Run, keys: Mapping[str, str], shared: set[str]
+) -> dict[str, Answer]:
+    results = run.results()
+    points = [point for point, key in keys.items() if key in shared]
     is_shared = results.frame.reindex(columns=["point"])["point"].isin(points)
     return lab.answers(replace(results, frame=results.frame[is_shared]))
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
     """Return the ratios of each `Compare` side by side."""
-    columns = ["question", "configuration", "first ratio", "low", "high", "ratio", "low", "high", "difference"]
+    columns = [
+        "question",
+        "configuration",
+        "first ratio",
+        "low",
+        "high",
+        "ratio",
+        "low",
+        "high",
+        "difference",
+    ]
     ends = ["ratio_first", "low_first", "high_first", "ratio", "low", "high"]
     rows: list[list[Any]] = []
     for name, (first, other) in answers.items():
         question = lab.question(name)
         if isinstance(question, Compare) and first.table is not None and other.table is not None:
             table = first.table
-            keys = [key for key in question.metric.columns if key not in PLACES or table[key].nunique() > 1]
+            keys = [
+                key
+                for key in question.metric.columns
+                if key not in PLACES or table[key].nunique() > 1
+            ]
             both = table.merge(other.table, on=keys, suffixes=("_first", ""))
             for text, *values in zip(labels(both, keys), *(both[end] for end in ends), strict=True):
                 rows.append([name, text, *values, _difference(*values)])
     return pd.DataFrame(rows, columns=columns)
 
 
-def _difference(first: float, first_low: float, first_high: float, ratio: float, low: float, high: float) -> str:
-    """Return the direction of a difference if intervals are apart, by more than is usual from run to run."""
+def _difference(
+    first: float, first_low: float, first_high: float, ratio: float, low: float, high: float
+) -> str:
+    """Return the direction of a difference if intervals are apart, by more than is usual from run
+    to run."""
     is_apart = low > first_high or high < first_low
-    is_large = max(ratio / first, first / ratio) > USUAL_VARIATION if first > 0 and ratio > 0 else first != ratio
+    is_large = (
+        max(ratio / first, first / ratio) > USUAL_VARIATION
+        if first > 0 and ratio > 0
+        else first != ratio
+    )
     if not (is_apart and is_large):
         return NO_DIFFERENCE
     return "higher" if ratio > first else "lower"
 
 
-def write_comparison(pairs: Sequence[Pair], command: str, page: Path, excluded: Mapping[str, str]) -> list[str]:
+def write_comparison(
+    pairs: Sequence[Pair], command: str, page: Path, excluded: Mapping[str, str]
+) -> list[str]:
     """Write the page, which lists excluded files; return one line per lab and run."""
-    rows, lines = list[dict[str, Any]](), list[str]()
+    rows = list[dict[str, Any]]()
+    lines = list[str]()
     for pair in pairs:
         first, other = pair.names
         outcomes = list(pair.outcomes().values())
         counts = {name: outcomes.count(name) for name in OUTCOMES}
-        about = {"points shared": pair.n_shared, "different parameters": ", ".join(pair.parameters) or "none"}
+        about = {
+            "points shared": pair.n_shared,
+            "different parameters": ", ".join(pair.parameters) or "none",
+        }
         rows.append({"lab": pair.lab.name, "run": other, "against": first, **counts, **about})
         fates = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        lines.append(f"{pair.lab.name}: {other} against {first}: answers: {fates or 'none in both'}")
+        lines.append(
+            f"{pair.lab.name}: {other} against {first}: answers: {fates or 'none in both'}"
+        )
     html = render(
         "compare_page.html.j2",
         command=command,
-        overview=cards.table(pd.DataFrame(rows), "Every run compared with the first one of its lab").data,
+        overview=cards.table(
+            pd.DataFrame(rows), "Every run compared with the first one of its lab"
+        ).data,
         excluded=dict(excluded),
         variation_percent=f"{100 * (USUAL_VARIATION - 1):.0f}",
-        labs=[_lab_section(list(group)) for _, group in groupby(pairs, key=lambda pair: pair.lab.name)],
+        labs=[
+            _lab_section(list(group)) for _, group in groupby(pairs, key=lambda pair: pair.lab.name)
+        ],
     )
     write_file(page, html)
     return lines
@@ -236,8 +311,12 @@ def _lab_section(pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         "name": pairs[0].lab.name,
         "title": pairs[0].lab.title,
-        "runs": {name: run for pair in pairs for name, run in zip(pair.names, pair.runs, strict=True)},
-        "answers": cards.table(_answer_table(pairs), "Verdicts, and the typical ratio of each").data,
+        "runs": {
+            name: run for pair in pairs for name, run in zip(pair.names, pair.runs, strict=True)
+        },
+        "answers": (
+            cards.table(_answer_table(pairs), "Verdicts, and the typical ratio of each").data
+        ),
         "pairs": pairs,
         "n_ratios": len(ratios),
         "n_different": int((ratios["difference"] != NO_DIFFERENCE).sum()),
@@ -252,9 +331,19 @@ def _answer_table(pairs: Sequence[Pair]) -> pd.DataFrame:
     for question in pairs[0].lab.questions:
         outcomes = [pair.outcomes().get(question.id, "") for pair in pairs]
         if any(outcomes):
-            row = {"question": question.text, pairs[0].names[0]: _describe(pairs[0].answers[question.id][0])}
+            row = {
+                "question": question.text,
+                pairs[0].names[0]: _describe(pairs[0].answers[question.id][0]),
+            }
             row |= {pair.names[1]: _describe(pair.answers[question.id][1]) for pair in pairs}
-            rows.append(row | {"outcome": outcomes[0] if len(outcomes) == 1 else f"{outcomes.count('agree')} agree"})
+            rows.append(
+                row
+                | {
+                    "outcome": (
+                        outcomes[0] if len(outcomes) == 1 else f"{outcomes.count('agree')} agree"
+                    )
+                }
+            )
     return pd.DataFrame(rows)
 
 

@@ -45,7 +45,8 @@ SMOKE_REPEATS = 6  # the fewest that give an interval
 
 
 class ParameterError(ValueError):
-    """A parameter that a lab cannot use; the message says what was expected. A notebook shows the message alone."""
+    """A parameter that a lab cannot use; the message says what was expected. A notebook shows the
+    message alone."""
 
     def _render_traceback_(self) -> list[str]:  # IPython calls it
         return [f"{type(self).__name__}: {self}"]
@@ -86,20 +87,28 @@ class DeviceConfig(TimedConfig):
 
 
 def shorten(config: LabConfig, models: Collection[str] = ()) -> LabConfig:
-    """Make the profile `smoke`: the smallest model, the first of each list of numbers, one session, few repeats."""
+    """Make the profile `smoke`: the smallest model, the first of each list of numbers, one session,
+    few repeats."""
     values = {name: getattr(config, name) for name in type(config).model_fields}
     short = {
         name: [SMALLEST_MODEL] if name in models else value[:1]
         for name, value in values.items()
-        if isinstance(value, list) and value and (name in models or isinstance(value[0], int | float))
+        if isinstance(value, list)
+        and value
+        and (name in models or isinstance(value[0], int | float))
     }
     fewer = {"repeats": SMOKE_REPEATS, "warmup": 1, "sessions": 1}
-    return config.model_copy(update=short | {name: value for name, value in fewer.items() if name in values})
+    return config.model_copy(
+        update=short | {name: value for name, value in fewer.items() if name in values}
+    )
 
 
 def ranks_on_gpus(parameters: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Limit numbers of ranks in parameters to the number of GPUs; leave them out if there is one GPU."""
-    values = {name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name}
+    """Limit numbers of ranks in parameters to the number of GPUs; leave them out if there is one
+    GPU."""
+    values = {
+        name: value for name, value in parameters.items() if gpus > 1 or "world_size" not in name
+    }
     for name in values:
         if name.endswith("world_sizes"):
             values[name] = [*(ranks for ranks in values[name] if ranks < gpus), gpus]
@@ -113,11 +122,13 @@ def resolve_config(
 ) -> LabConfig:
     """Replace a profile's parameters by `overrides`; None leaves the profile's value.
 
-    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or value.
+    ParameterError for an unknown profile or name (with the nearest valid one), a wrong type or
+    value.
     """
     if not isinstance(profile, str) or profile not in profiles:
         raise ParameterError(
-            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are {', '.join(profiles)}"
+            f"{lab}: unknown profile {profile!r}{nearest(profile, profiles)}; the profiles are"
+            f" {', '.join(profiles)}"
         )
     base = profiles[profile]
     check_names(lab, overrides, type(base).model_fields)
@@ -133,16 +144,22 @@ def check_names(lab: str, names: Iterable[str], valid: Collection[str]) -> None:
     for name in names:
         if name not in valid:
             every = ", ".join(valid)
-            raise ParameterError(f"{lab}: unknown parameter {name!r}{nearest(name, valid)}; the parameters are {every}")
+            raise ParameterError(
+                f"{lab}: unknown parameter {name!r}{nearest(name, valid)}; the parameters are"
+                f" {every}"
+            )
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """Parse ["world_sizes=[2, 4]", "dtype=bfloat16"]: values are JSON or Python literals, else plain text."""
+    """Parse ["world_sizes=[2, 4]", "dtype=bfloat16"]: values are JSON or Python literals, else
+    plain text."""
     values = {}
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
         if not separator or not name.strip():
-            raise ParameterError(f"expected name=value, for example world_sizes=[2,4], got {assignment!r}")
+            raise ParameterError(
+                f"expected name=value, for example world_sizes=[2,4], got {assignment!r}"
+            )
         values[name.strip()] = _parse_value(text.strip())
     return values
 
@@ -163,7 +180,8 @@ def _parse_value(text: str) -> Any:
 
 
 def _describe(error: ValidationError, profile: str, base: LabConfig) -> str:
-    """Say the first of pydantic's errors in one line: parameter, expectation, value, the profile's value."""
+    """Say the first of pydantic's errors in one line: parameter, expectation, value, the profile's
+    value."""
     problem = error.errors(include_url=False)[0]
     name, *inside = [str(part) for part in problem["loc"]] or ["parameters"]
     place = f" (item {inside[0]})" if inside else ""

@@ -1,7 +1,8 @@
-"""A lab on one page: `LAB = Lab(...)` in `labkit/studies/<lab>/lab.py` declares what is measured and what is asked.
+"""A lab on one page: `LAB = Lab(...)` in `labkit/studies/<lab>/lab.py` declares what is measured
+and what is asked.
 
-To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.ipynb`, and its name in
-`labkit/studies/__init__.py`.
+To add a lab: that file, its `worker.py`, a notebook `notebooks/<number>_<lab>.ipynb`, and its name
+in `labkit/studies/__init__.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,15 @@ from importlib import import_module
 from typing import Any
 
 from labkit.lab.answers import Answer, Question
-from labkit.lab.config import AUTO, LabConfig, ParameterError, nearest, ranks_on_gpus, resolve_config, shorten
+from labkit.lab.config import (
+    AUTO,
+    LabConfig,
+    ParameterError,
+    nearest,
+    ranks_on_gpus,
+    resolve_config,
+    shorten,
+)
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
 from labkit.machine.description import Machine, describe_machine
@@ -19,7 +28,8 @@ from labkit.machine.description import Machine, describe_machine
 Say = Callable[[str], None]
 """Shows a few words of progress."""
 Register = Callable[[str, Any], dict[str, Any]]
-"""Registers a user's alternative under a name and returns the registry. ValueError for a name that is taken."""
+"""Registers a user's alternative under a name and returns the registry. ValueError for a name that
+is taken."""
 
 PAPER = {"ratio_within": 0.0, "rounds_s": 30.0, "timeout_s": 3600.0}
 """Defaults of the profile `paper` of every lab: rounds do not end early."""
@@ -51,7 +61,8 @@ class Lab:
     smoke: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of `smoke` if the shortened ones of `quick` would still take long."""
     on_gpu: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of `quick` on GPUs, where sizes that suit a CPU would only measure kernel launches.
+    """Parameters of `quick` on GPUs, where sizes that suit a CPU would only measure kernel
+    launches.
 
     Numbers of ranks end with the number of GPUs; with one GPU the lab's defaults stay.
     """
@@ -61,12 +72,14 @@ class Lab:
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
     preload: tuple[str, ...] = ()
-    """Modules that every new group of ranks would take long to import: the fork server imports them once."""
+    """Modules that every new group of ranks would take long to import: the fork server imports them
+    once."""
     takes_models: bool = False
     """Whether a user may add models to them (`lab.user_models`)."""
     keeps_checkpoints: bool = False
-    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a directory of the run with
-    one folder `<point.id>/` per point; None on ranks that must not write."""
+    """Whether the worker goes on with an interrupted point. It then gets `checkpoints=`, a
+    directory of the run with one folder `<point.id>/` per point; None on ranks that must not
+    write."""
     prepare: Callable[[Any, Say], str | None] = lambda config, say: None
     """Fetches the inputs of all points; returns None, or why nothing can be measured here."""
 
@@ -75,18 +88,26 @@ class Lab:
         """Parameters by profile; `smoke` is a shortened `quick`."""
         quick = self.config()
         smoke = shorten(quick, self.model_parameters).model_copy(update=dict(self.smoke))
-        paper = {name: value for name, value in PAPER.items() if hasattr(quick, name)} | dict(self.paper)
+        paper = {name: value for name, value in PAPER.items() if hasattr(quick, name)} | dict(
+            self.paper
+        )
         return {"smoke": smoke, "quick": quick, "paper": self.config(**paper)}
 
     def profiles_on(self, machine: Machine, device: Any = AUTO) -> dict[str, LabConfig]:
         """Return parameters by profile on a device of that machine, "cpu", "cuda" or "auto"."""
-        fewest = 1 if "device" in self.config.model_fields else 2  # a lab without devices uses NCCL alone
+        # a lab without devices uses NCCL alone
+        fewest = 1 if "device" in self.config.model_fields else 2
         if len(machine.gpus) < fewest or machine.device(device) != "cuda":
             return self.profiles
-        return self.profiles | {"quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))}
+        return self.profiles | {
+            "quick": self.config(**ranks_on_gpus(self.on_gpu, len(machine.gpus)))
+        }
 
-    def configure(self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None) -> LabConfig:
-        """Return a profile's parameters on a machine (None: here), with `overrides`. ParameterError for wrong ones."""
+    def configure(
+        self, profile: str, overrides: Mapping[str, Any], machine: Machine | None = None
+    ) -> LabConfig:
+        """Return a profile's parameters on a machine (None: here), with `overrides`. ParameterError
+        for wrong ones."""
         profiles = self.profiles_on(machine or describe_machine(), overrides.get("device") or AUTO)
         return resolve_config(self.name, profiles, profile, overrides)
 

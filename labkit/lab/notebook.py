@@ -1,4 +1,5 @@
-"""What a notebook calls: open the lab, measure, show figures and tables, answer, close. Displays are escaped HTML."""
+"""What a notebook calls: open the lab, measure, show figures and tables, answer, close. Displays
+are escaped HTML."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -23,16 +24,24 @@ from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
 from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
 from labkit.lab.runs.store import Run
-from labkit.lab.user_checks import NAME, AlternativeCheck, check_alternative, check_guesses, with_guesses
+from labkit.lab.user_checks import (
+    NAME,
+    AlternativeCheck,
+    check_alternative,
+    check_guesses,
+    with_guesses,
+)
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins
 from labkit.machine.description import Machine, describe_machine
 
 
 def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
-    """Open a lab with the notebook's parameters; `namespace` is the notebook's, or a script's, `globals()`.
+    """Open a lab with the notebook's parameters; `namespace` is the notebook's, or a script's,
+    `globals()`.
 
-    A parameter may be set again in any later cell. ParameterError, before anything is measured, for a wrong value, a
-    wrong type, and an unknown name in the parameters cell or in the one that papermill adds below it.
+    A parameter may be set again in any later cell. ParameterError, before anything is measured, for
+    a wrong value, a wrong type, and an unknown name in the parameters cell or in the one that
+    papermill adds below it.
     """
     return OpenLab(study, check_parameters(study, read_parameters(study, namespace)))
 
@@ -78,51 +87,64 @@ class OpenLab:
         guess: Mapping[str, float] | None = None,
         only: bool = False,
     ) -> pd.DataFrame:
-        """Measure, or read the run that the parameter `run` names; show the coverage; return the frame.
+        """Measure, or read the run that the parameter `run` names; show the coverage; return the
+        frame.
 
         Args:
-            alternatives: yours by name, such as `{"mine": my_all_reduce}`; checked, interleaved with labkit's and
+            alternatives: yours by name, such as `{"mine": my_all_reduce}`; checked, interleaved
+            with labkit's and
                 plotted with them. The docstring of the lab's `register` says what they must do.
-            models: yours by name, measured with the named sizes (`labkit.lab.user_models`).
-            guess: your numbers by the names of rows; answers on predictions show them next to the measured ones.
-            only: whether to measure yours alone, with the baseline, without labkit's.
+            models: yours by name, measured with the named sizes (`labkit.lab.user_models`). guess:
+            your numbers by the names of rows; answers on predictions show them next to the measured
+            ones. only: whether to measure yours alone, with the baseline, without labkit's.
 
         Returns:
             One row per (point, rank, repeat), units in the column names.
         """
-        self._guess, self._interrupted = check_guesses(guess or {}), None
+        self._guess = check_guesses(guess or {})
+        self._interrupted = None
         check_writable(figures_directory() / self.study.name)
         if self.parameters.run is not None:
             if alternatives or models:
                 run = self.parameters.run
-                raise ParameterError(f"run = {run!r} is plotted, not measured: set run = None to measure yours")
+                raise ParameterError(
+                    f"run = {run!r} is plotted, not measured: set run = None to measure yours"
+                )
             self._read_run()
             display(cards.coverage(self.run))
         else:
             self._plugins = Plugins(alternatives or {}, models or {})
             check_plugins(self.study, self._plugins)
-            begin = partial(measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only)
-            self._run = self._measure(partial(begin, on_start=partial(setattr, self, "_interrupted")))
+            begin = partial(
+                measure, self.study, self.config, profile=self.parameters.profile, only_plugins=only
+            )
+            self._run = self._measure(
+                partial(begin, on_start=partial(setattr, self, "_interrupted"))
+            )
         self._answers = {}
         return self.run.frame()
 
     def check(self, alternative: Callable[..., Any]) -> AlternativeCheck:
         """Check one alternative of yours within seconds: right, wrong (and where), fails, or hangs.
 
-        Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as `measure`.
+        Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as
+        `measure`.
         """
         return check_alternative(self.study, alternative)
 
     def resume(self) -> pd.DataFrame:
-        """Measure the rest of an interrupted `measure()` with the same alternatives. ParameterError if none began."""
+        """Measure the rest of an interrupted `measure()` with the same alternatives. ParameterError
+        if none began."""
         if self._interrupted is not None:
-            self._run, self._answers = self._measure(partial(resume, self.study, self._interrupted)), {}
+            self._run = self._measure(partial(resume, self.study, self._interrupted))
+            self._answers = {}
         elif self._run is None:
             raise ParameterError("nothing was interrupted here: call lab.measure()")
         return self.run.frame()
 
     def source(self, *studied: Any) -> None:
-        """Show the source of functions or classes, folded on a page. ValueError for objects without source."""
+        """Show the source of functions or classes, folded on a page. ValueError for objects without
+        source."""
         for one in studied:
             display(cards.render_source(one))
 
@@ -136,8 +158,11 @@ class OpenLab:
         display(self._figure(plot, name, caption or name, caption))
 
     def answer(self, question_id: str) -> None:
-        """Show the answer to a question: headline, figure, then the numbers. ValueError for an unknown id."""
-        question, answer, figures = self.study.question(question_id), self.answers()[question_id], []
+        """Show the answer to a question: headline, figure, then the numbers. ValueError for an
+        unknown id."""
+        question = self.study.question(question_id)
+        answer = self.answers()[question_id]
+        figures = []
         if question.figure is not None and answer.verdict != "not measured":
             plot = question.figure.draw(self.run.results(), answer.table)
             figures = [self._figure(plot, question_id, question.text)] if len(plot.data) else []
@@ -152,7 +177,8 @@ class OpenLab:
         return self._answers
 
     def close(self) -> None:
-        """Show where the numbers come from and how to get them again; leave the answers for the index."""
+        """Show where the numbers come from and how to get them again; leave the answers for the
+        index."""
         display(record_card(run_record(self.study, self.run, self.answers())))
 
     def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> cards.Piece:
@@ -166,16 +192,27 @@ class OpenLab:
             return
         run = Run.load(locate_run(self.study, text))
         if run.header.lab != self.study.name:
-            raise ParameterError(f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}")
+            raise ParameterError(
+                f"{text} is a run of {run.header.lab!r}, not of {self.study.name!r}"
+            )
         self._run = run
 
     def _measure(self, measure_all: Callable[..., Run]) -> Run:
         line = NotebookLine() if hasattr(get_ipython(), "kernel") else None
         try:
-            with nullcontext(line.update) if line else terminal_line(Console(stderr=True), "measuring") as show:
+            with (
+                nullcontext(line.update)
+                if line
+                else terminal_line(Console(stderr=True), "measuring")
+            ) as show:
                 if self._interrupted is None:  # a resumed run has its calibration
                     if needs_calibration([self.study], self.parameters.profile):
-                        calibrate(lambda now: show(replace(now, text=f"limits of this machine: {now.text}")), print)
+                        calibrate(
+                            lambda now: show(
+                                replace(now, text=f"limits of this machine: {now.text}")
+                            ),
+                            print,
+                        )
                     self._refuse_hanging()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
@@ -183,25 +220,37 @@ class OpenLab:
             if self._interrupted is not None:
                 hint = "; what was measured is kept: lab.resume() goes on"
                 if self._plugins == NO_PLUGINS:  # a terminal has no plugins
-                    hint += f", or in a terminal `labkit measure {self.study.name} --resume {self._interrupted.stem}`"
+                    hint += (
+                        f", or in a terminal `labkit measure {self.study.name} --resume"
+                        f" {self._interrupted.stem}`"
+                    )
             raise MeasuringInterrupted(f"interrupted{hint}") from None
         self._interrupted = None
         if line is None:
             display(cards.coverage(run))
         else:
             line.show(cards.coverage(run).data)
-        names, frame = list(self._plugins.alternatives), run.frame()
-        metrics = [question.metric for question in self.study.questions if isinstance(question, Compare)]
-        for note in dict.fromkeys(note for metric in metrics for note in metric.failures(frame, names)):
+        names = list(self._plugins.alternatives)
+        frame = run.frame()
+        metrics = [
+            question.metric for question in self.study.questions if isinstance(question, Compare)
+        ]
+        for note in dict.fromkeys(
+            note for metric in metrics for note in metric.failures(frame, names)
+        ):
             display(cards.note(note))
         return run
 
     def _refuse_hanging(self) -> None:
-        """ParameterError for an alternative that hangs, within seconds: every point of the lab would wait for it."""
+        """ParameterError for an alternative that hangs, within seconds: every point of the lab
+        would wait for it."""
         for name, alternative in self._plugins.alternatives.items():
             result = check_alternative(self.study, alternative)
-            if result.verdict == "hangs" and f"in {NAME}" in result.details:  # not a baseline that is slow today
-                raise ParameterError(f"{self.study.name}: nothing was measured: {name} hangs: {result.details}")
+            # not a baseline that is slow today
+            if result.verdict == "hangs" and f"in {NAME}" in result.details:
+                raise ParameterError(
+                    f"{self.study.name}: nothing was measured: {name} hangs: {result.details}"
+                )
 
 
 def labs_table(studies: Iterable[Lab]) -> str:

@@ -1,7 +1,7 @@
 """A point: one thing to measure, described completely.
 
-The worker gets the point and nothing else, and the run records the same point, so that the two cannot differ.
-Imports nothing heavy: every rank loads this module.
+The worker gets the point and nothing else, and the run records the same point, so that the two
+cannot differ. Imports nothing heavy: every rank loads this module.
 """
 
 import hashlib
@@ -30,9 +30,11 @@ POINT_S = 0.5
 START_S = {"cpu": 1.0, "cuda": 4.0}
 """Seconds that a plan allows for ranks to start."""
 PREPARE_S_PER_BYTE = {"cpu": 2.5e-9, "cuda": 1e-10}
-"""Allowance for models, their checks and warm-up, by `needed_bytes`: some hundred passes over this memory.
+"""Allowance for models, their checks and warm-up, by `needed_bytes`: some hundred passes over this
+memory.
 
-On a CPU all ranks share its bandwidth; measured on 2 cores: 1.5e-9 to 3.3e-9. The GPU's is an estimate.
+On a CPU all ranks share its bandwidth; measured on 2 cores: 1.5e-9 to 3.3e-9. The GPU's is an
+estimate.
 """
 
 
@@ -57,21 +59,34 @@ class Point:
 
     @classmethod
     def of(cls, config: Any, **values: Any) -> Self:
-        """Make a point with these fields, and with all others that `config` has; lists become tuples."""
-        shared = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
-        lists = {name: tuple(value) for name, value in (shared | values).items() if isinstance(value, list)}
+        """Make a point with these fields, and with all others that `config` has; lists become
+        tuples."""
+        shared = {
+            field.name: getattr(config, field.name)
+            for field in fields(cls)
+            if hasattr(config, field.name)
+        }
+        lists = {
+            name: tuple(value)
+            for name, value in (shared | values).items()
+            if isinstance(value, list)
+        }
         return cls(**shared | values | lists)
 
     @classmethod
     def on(cls, machine: "Machine", config: Any, world_size: int, **values: Any) -> Self:
-        """Make a point of several ranks on the device of the config, with the backend that connects them."""
+        """Make a point of several ranks on the device of the config, with the backend that connects
+        them."""
         device = machine.device(config.device)
         backend = machine.backend(device, ranks_here(world_size))
-        return cls.of(config, **{"world_size": world_size, "device": device, "backend": backend} | values)
+        return cls.of(
+            config, **{"world_size": world_size, "device": device, "backend": backend} | values
+        )
 
     @cached_property
     def id(self) -> str:
-        """Twelve hexadecimal digits that identify the description, in every process on every machine."""
+        """Twelve hexadecimal digits that identify the description, in every process on every
+        machine."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -92,9 +107,11 @@ class Point:
 
     @property
     def series(self) -> tuple[Hashable, float] | None:
-        """(series, size): larger points of a series are skipped after one that ran out of memory or took too long.
+        """(series, size): larger points of a series are skipped after one that ran out of memory or
+        took too long.
 
-        By default a series is all points that need memory and differ in their models and other numbers only.
+        By default a series is all points that need memory and differ in their models and other
+        numbers only.
         """
         others = ((name, value) for name, value in self._own_fields() if name not in MODEL_FIELDS)
         alike = [value for name, value in others if isinstance(value, str) or name in BATCH]
@@ -107,16 +124,23 @@ class Point:
         return None
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        """Return why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or None."""
-        device, ranks = getattr(self, "device", "cpu"), ranks_here(self.world_size)
+        """Return why this machine cannot measure the point ("needs 51 GiB, 22 GiB available"), or
+        None."""
+        device = getattr(self, "device", "cpu")
+        ranks = ranks_here(self.world_size)
         if reason := self.refusal or machine.no_device_reason(device):
             return reason
         if self.backend == "nccl" and ranks > len(machine.gpus) > 0:
             return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
-        gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]  # one per rank, as far as there are enough
+        # one per rank, as far as there are enough
+        gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
         available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()
         needed = ranks * (self.needed_bytes + (RANK_BYTES if device == "cpu" else 0))
-        return None if needed <= available else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        return (
+            None
+            if needed <= available
+            else f"needs {format_bytes(needed)}, {format_bytes(available)} available"
+        )
 
     @property
     def device_type(self) -> str:
@@ -132,19 +156,33 @@ class Point:
     def mentions(self, names: Set[str]) -> bool:
         """Return whether a field is one of these names, or a list that has one."""
         values = (getattr(self, field.name) for field in fields(self))
-        return any(not names.isdisjoint(value if isinstance(value, tuple) else (value,)) for value in values)
+        return any(
+            not names.isdisjoint(value if isinstance(value, tuple) else (value,))
+            for value in values
+        )
 
     def title(self) -> str:
         """Short name for a progress line: "2 ranks, wrappers, mini, cpu, batch 2"."""
-        values = [(name, value) for name, value in self._own_fields() if value and type(value) in (str, int)]
-        ranks = counted(self.world_size, "rank") if self.backend is None else f"{self.world_size} ranks, {self.backend}"
+        values = [
+            (name, value)
+            for name, value in self._own_fields()
+            if value and type(value) in (str, int)
+        ]
+        ranks = (
+            counted(self.world_size, "rank")
+            if self.backend is None
+            else f"{self.world_size} ranks, {self.backend}"
+        )
         return ", ".join([ranks, *(label(name, value) for name, value in values)])
 
     def _own_fields(self) -> Iterator[tuple[str, Any]]:
         """Return names and values of the fields that a lab adds, device and batch last."""
         common = {field.name for field in fields(SessionPoint)}
         own = [field.name for field in fields(self) if field.name not in common]
-        return ((name, getattr(self, name)) for name in sorted(own, key=lambda name: name in ("device", *BATCH)))
+        return (
+            (name, getattr(self, name))
+            for name in sorted(own, key=lambda name: name in ("device", *BATCH))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +210,12 @@ class TimedPoint(Point):
 
     @property
     def rounds(self) -> dict[str, Any]:
-        """Options of `time_parts_interleaved`: number and end of the rounds, and the seed of their order."""
-        ends = {"ratio_within": self.ratio_within, "rounds_s": math.inf if self.rounds_s is None else self.rounds_s}
+        """Options of `time_parts_interleaved`: number and end of the rounds, and the seed of their
+        order."""
+        ends = {
+            "ratio_within": self.ratio_within,
+            "rounds_s": math.inf if self.rounds_s is None else self.rounds_s,
+        }
         return {"warmup": self.warmup, "repeats": self.repeats, "seed": self.id} | ends
 
     def batch_seed(self, rank: int) -> int:
@@ -198,7 +240,8 @@ class ModelPoint(DevicePoint):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPoint(TimedPoint):
-    """A point that may be measured again, by other ranks at another time (`labkit.bench.statistics`)."""
+    """A point that may be measured again, by other ranks at another time
+    (`labkit.bench.statistics`)."""
 
     session: int = 1
 
@@ -211,7 +254,8 @@ P = TypeVar("P", bound=SessionPoint)
 
 
 def repeat_in_sessions(points: Sequence[P], sessions: int = 2) -> Iterator[P]:
-    """Yield the points of each further session, in reverse order, so that a steady drift affects all alike."""
+    """Yield the points of each further session, in reverse order, so that a steady drift affects
+    all alike."""
     for _ in range(1, sessions):
         points = [replace(point, session=point.session + 1) for point in reversed(points)]
         yield from points
@@ -222,7 +266,10 @@ def planned_s(points: Iterable[Point]) -> float:
 
     Devices on which six rounds take longer than `rounds_s` need more.
     """
-    return sum(START_S[group[0].device_type] + sum(point.planned_s for point in group) for group in by_ranks(points))
+    return sum(
+        START_S[group[0].device_type] + sum(point.planned_s for point in group)
+        for group in by_ranks(points)
+    )
 
 
 def by_ranks(points: Iterable[Point]) -> list[list[Point]]:

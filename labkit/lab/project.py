@@ -18,14 +18,16 @@ def checkout() -> Path | None:
 
 
 def project_root() -> Path:
-    """Folder of runs, figures, reports and data sets: $LABKIT_HOME, else the checkout, else the working directory."""
+    """Folder of runs, figures, reports and data sets: $LABKIT_HOME, else the checkout, else the
+    working directory."""
     if home := os.environ.get("LABKIT_HOME"):
         return Path(home).expanduser().resolve()
     return checkout() or Path.cwd()
 
 
 def shipped() -> Path:
-    """Return the folder of the notebooks and data that come with labkit: the checkout, or in an installed package."""
+    """Return the folder of the notebooks and data that come with labkit: the checkout, or in an
+    installed package."""
     return checkout() or PACKAGE / "shipped"
 
 
@@ -59,16 +61,25 @@ def notebooks_directory() -> Path:
 
 def check_writable(*folders: Path) -> None:
     """ParameterError, with the way out, for a folder that cannot be made or takes no files."""
-    from labkit.lab.config import ParameterError  # ranks look for folders, too, and start without pydantic
+    # ranks look for folders, too, and start without pydantic
+    from labkit.lab.config import ParameterError
 
     for folder in folders:
         try:
-            there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+            there = next(
+                parent for parent in (folder, *folder.absolute().parents) if parent.exists()
+            )
             TemporaryFile(dir=there).close()
         except OSError as error:
             is_ours = folder.resolve().is_relative_to(project_root())
-            way_out = "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere" if is_ours else ""
-            raise ParameterError(f"{folder} cannot be written ({error.strerror}){way_out}") from None
+            way_out = (
+                "; `export LABKIT_HOME=FOLDER` sends runs, figures and reports elsewhere"
+                if is_ours
+                else ""
+            )
+            raise ParameterError(
+                f"{folder} cannot be written ({error.strerror}){way_out}"
+            ) from None
 
 
 def check_page(page: Path) -> None:
@@ -81,7 +92,8 @@ def check_page(page: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, by renaming a temporary one. OSError with the file's name if that fails."""
+    """Write a file whole or not at all, by renaming a temporary one. OSError with the file's name
+    if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -99,7 +111,8 @@ def is_full_disk(error: Exception) -> TypeGuard[OSError]:
 
 
 def notebook_path(lab: str) -> Path:
-    """Return the path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if there is none."""
+    """Return the path of a lab's notebook, `notebooks/<number>_<lab>.ipynb`. FileNotFoundError if
+    there is none."""
     matches = sorted(notebooks_directory().glob(f"[0-9][0-9]_{lab}.ipynb"))
     if not matches:
         raise FileNotFoundError(f"no notebook for the lab {lab!r} in {notebooks_directory()}")
@@ -113,9 +126,19 @@ def committed_notebook(lab: str) -> tuple[str, bool]:
     """
     path = notebook_path(lab)
     text = path.read_text(encoding="utf-8")
-    command = ["git", "-c", "safe.directory=*", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "-C",
+        str(path.parent),
+        "show",
+        f"HEAD:./{path.name}",
+    ]
     try:
-        committed = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout.decode()
+        committed = subprocess.run(
+            command, capture_output=True, check=True, timeout=10
+        ).stdout.decode()
     except (OSError, subprocess.SubprocessError):
         return text, False
     is_edited = _code_cells(text) != _code_cells(committed)
@@ -123,7 +146,8 @@ def committed_notebook(lab: str) -> tuple[str, bool]:
 
 
 def _code_cells(text: str) -> list[str] | None:
-    """Return the source of each code cell; None for a file that is no notebook, as after a failed merge."""
+    """Return the source of each code cell; None for a file that is no notebook, as after a failed
+    merge."""
     try:
         cells = json.loads(text)["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -132,20 +156,25 @@ def _code_cells(text: str) -> list[str] | None:
 
 
 def relative_to_project(path: Path) -> str:
-    """Return the path for a page: relative to the project, or to the files that come with labkit, if inside."""
+    """Return the path for a page: relative to the project, or to the files that come with labkit,
+    if inside."""
     resolved = path.resolve()
-    root = next((root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None)
+    root = next(
+        (root for root in (project_root(), shipped()) if resolved.is_relative_to(root)), None
+    )
     return str(resolved.relative_to(root) if root else path)
 
 
 def path_from_here(path: Path) -> str:
     """Return the path for a terminal: relative to the working directory if inside."""
-    resolved, here = path.resolve(), Path.cwd()
+    resolved = path.resolve()
+    here = Path.cwd()
     return str(resolved.relative_to(here) if resolved.is_relative_to(here) else resolved)
 
 
 def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
-    """Kind of a path from a user; None if nothing is there, or if the text can be no path (10,000 characters)."""
+    """Kind of a path from a user; None if nothing is there, or if the text can be no path (10,000
+    characters)."""
     try:
         return "file" if Path(path).is_file() else "folder" if Path(path).is_dir() else None
     except (OSError, ValueError):
@@ -153,6 +182,7 @@ def kind_of_path(path: Path | str) -> Literal["file", "folder"] | None:
 
 
 def forget_version(model: dict[str, Any], **_: Any) -> None:
-    """Hook that JupyterLab calls before it saves: a notebook does not record which Python ran it."""
+    """Hook that JupyterLab calls before it saves: a notebook does not record which Python ran
+    it."""
     if model["type"] == "notebook":
         model["content"]["metadata"].get("language_info", {}).pop("version", None)

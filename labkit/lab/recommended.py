@@ -1,8 +1,9 @@
-"""The configuration of a training step that this machine's runs recommend, and the lines of a script that uses it.
+"""The configuration of a training step that this machine's runs recommend, and the lines of a
+script that uses it.
 
-A field gets an alternative that was significantly faster than the default in the newest run of a lab here, on the
-requested model or the measured one nearest in size. It is the best alternative over all configurations of the lab,
-unless the nearest one shows no gain for it.
+A field gets an alternative that was significantly faster than the default in the newest run of a
+lab here, on the requested model or the measured one nearest in size. It is the best alternative
+over all configurations of the lab, unless the nearest one shows no gain for it.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, newest_runs
 from labkit.machine.description import Machine, describe_machine
 
-MAX_LENGTH_RATIO = 2.0  # factor by which a measured sequence may differ in length for its result to apply
+# factor by which a measured sequence may differ in length for its result to apply
+MAX_LENGTH_RATIO = 2.0
 STEP = "forward and backward"
 
 
@@ -55,7 +57,8 @@ class Topic:
         table = question.metric.ratios_to(question.baseline, run.frame(), question.among)
         for name, value in self.at.items():
             table = table[table[name] == value]
-        distance, name = self._distances(table, model, context_length), question.metric.compare
+        distance = self._distances(table, model, context_length)
+        name = question.metric.compare
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
             return getattr(DEFAULT, self.field)
@@ -64,11 +67,14 @@ class Topic:
         return choice == "compiled" if self.field == "compiled" else choice
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
-        """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN: too far."""
+        """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN:
+        too far."""
         if self.near == "sequence":
             distance = np.log(table["sequence"].astype(float) / context_length).abs()
             return distance.where(distance <= np.log(MAX_LENGTH_RATIO))
-        sizes = table[self.near].map({name: float(n_parameters(shape)) for name, shape in SIZES.items()})
+        sizes = table[self.near].map(
+            {name: float(n_parameters(shape)) for name, shape in SIZES.items()}
+        )
         return np.log(sizes / n_parameters(SIZES[model])).abs()
 
 
@@ -82,7 +88,11 @@ TOPICS = (
 
 def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Configuration:
     """Join what these runs, by lab, recommend; fields of labs without a run keep their default."""
-    chosen = {one.field: one.choose(runs[one.lab], model, context_length) for one in TOPICS if one.lab in runs}
+    chosen = {
+        one.field: one.choose(runs[one.lab], model, context_length)
+        for one in TOPICS
+        if one.lab in runs
+    }
     return Configuration(**chosen)
 
 
@@ -98,18 +108,23 @@ def runs_here(machine: Machine) -> dict[str, Run]:
 
 
 def recommended_code(model: str | None, context_length: int | None) -> str:
-    """Lines of a script that trains as this machine's newest runs recommend: attention, compile, wrapper, autocast.
+    """Lines of a script that trains as this machine's newest runs recommend: attention, compile,
+    wrapper, autocast.
 
     ValueError for a model that no lab trains here.
     """
     if model is not None and model not in SIZES:
-        raise ValueError(f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}")
-    size, length = model or "small", context_length or 128
+        raise ValueError(
+            f"expected --model among {', '.join(SIZES)} with --apply, got {model[:40]!r}"
+        )
+    size = model or "small"
+    length = context_length or 128
     return write_code(recommend(size, length, runs_here(describe_machine())), size, length)
 
 
 def write_code(chosen: Configuration, model: str, context_length: int) -> str:
-    """Lines that build the model under this configuration and make one step; on one rank without the wrapper's."""
+    """Lines that build the model under this configuration and make one step; on one rank without
+    the wrapper's."""
     loss = "loss = language_model_loss(wrapped(inputs), targets)"
     autocast = f"with torch.autocast(inputs.device.type, dtype=torch.{chosen.precision}):"
     lines = [
@@ -129,7 +144,11 @@ def write_code(chosen: Configuration, model: str, context_length: int) -> str:
         "",
         "",
         "def train_step(inputs, targets):",
-        *([f"    {loss}"] if chosen.precision == DEFAULT.precision else [f"    {autocast}", f"        {loss}"]),
+        *(
+            [f"    {loss}"]
+            if chosen.precision == DEFAULT.precision
+            else [f"    {autocast}", f"        {loss}"]
+        ),
         "    loss.backward()",
         "    optimizer.step()",
         "    optimizer.zero_grad(set_to_none=True)",

@@ -1,7 +1,8 @@
-"""Numbers as people read them, and what every column of a frame is called: once for tables, figures and sentences.
+"""Numbers as people read them, and what every column of a frame is called: once for tables, figures
+and sentences.
 
-A column that is not listed is called by its name, and the end of its name gives the unit: `step_s`, `peak_bytes`.
-Imports nothing heavy: ranks load this module.
+A column that is not listed is called by its name, and the end of its name gives the unit: `step_s`,
+`peak_bytes`. Imports nothing heavy: ranks load this module.
 """
 
 import math
@@ -70,7 +71,8 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def _scale(value: float, units: Iterable[tuple[float, str]], smallest: str) -> str:
-    """Return the value in the largest unit that is not larger than it, or whole in the smallest unit."""
+    """Return the value in the largest unit that is not larger than it, or whole in the smallest
+    unit."""
     if math.isnan(value):
         return "not measured"
     for scale, unit in units:
@@ -84,9 +86,11 @@ Form = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Column:
-    """How a column reads: `title` above a table, `axis` in a figure, `form` of its values, `label` of a single value.
+    """How a column reads: `title` above a table, `axis` in a figure, `form` of its values, `label`
+    of a single value.
 
-    `doubles`: values double along an axis. `is_internal`: the column tells rows apart and means nothing to a reader.
+    `doubles`: values double along an axis. `is_internal`: the column tells rows apart and means
+    nothing to a reader.
     """
 
     title: str
@@ -104,7 +108,8 @@ def _flops_per_s(value: float) -> str:
     return f"{format_flops(value)}/s"
 
 
-# (ending of a name, its replacement in the title, form): cells carry their unit, so most titles drop it.
+# (ending of a name, its replacement in the title, form): cells carry their unit, so most titles
+# drop it.
 _ENDINGS: tuple[tuple[str, str, Form], ...] = (
     ("_flops_per_s", "", _flops_per_s),
     ("_gb_per_s", " (GB/s)", format_number),
@@ -121,11 +126,17 @@ _COLUMNS = {
     "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
     "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
     "seconds": Column("time", "time", format_seconds),
-    "sequence": Column("sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True),
-    "context_length": Column("context", "context length (tokens)", _whole, "{value} tokens", doubles=True),
+    "sequence": Column(
+        "sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True
+    ),
+    "context_length": Column(
+        "context", "context length (tokens)", _whole, "{value} tokens", doubles=True
+    ),
     "features": Column("features", "features", _whole, "{value} features"),
     "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
-    "algbw_gb_per_s": Column("algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number),
+    "algbw_gb_per_s": Column(
+        "algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number
+    ),
     "flops_per_s": Column("FLOP/s", "FLOP/s", _flops_per_s),
     "bytes_per_s": Column("bytes per second", "bytes per second", format_rate),
     "flops": Column("FLOPs", "FLOPs", format_flops),
@@ -156,7 +167,8 @@ _BETTER = {
 
 
 def better(name: str) -> str | None:
-    """Return the direction that is better along a column, such as "lower is faster"; None if neither is."""
+    """Return the direction that is better along a column, such as "lower is faster"; None if
+    neither is."""
     return next((words for words, endings in _BETTER.items() if name.endswith(endings)), None)
 
 
@@ -167,10 +179,20 @@ def column(name: str) -> Column:
     for ending, unit, form in _ENDINGS:
         if name.endswith(ending):
             title = name.removesuffix(ending).replace("_", " ") + unit
-            return Column(title, _AXES.get(name, title), form, "{value}" if ending == "_bytes" else "{title} {value}")
+            return Column(
+                title,
+                _AXES.get(name, title),
+                form,
+                "{value}" if ending == "_bytes" else "{title} {value}",
+            )
     words = name.replace("micro_", "micro-").replace("_", " ")
     is_plural = words.endswith("s") and not words.endswith("ss")
-    return Column(words, _AXES.get(name, words), format_number, "{value} {title}" if is_plural else "{title} {value}")
+    return Column(
+        words,
+        _AXES.get(name, words),
+        format_number,
+        "{value} {title}" if is_plural else "{title} {value}",
+    )
 
 
 def label(name: str, value: Any) -> str:
@@ -183,7 +205,11 @@ def label(name: str, value: Any) -> str:
     if not isinstance(value, Real):
         return f"{about.title} {value}"
     text = about.label.format(title=about.title, value=about.form(float(value)))
-    return re.sub(r"(?<=ch)es$|s$", "", text) if value == 1 and about.label.startswith("{value} ") else text
+    return (
+        re.sub(r"(?<=ch)es$|s$", "", text)
+        if value == 1 and about.label.startswith("{value} ")
+        else text
+    )
 
 
 def format_value(name: str, value: Any) -> str:
@@ -197,13 +223,20 @@ def label_range(name: str, values: Sequence[float]) -> str:
     if len(values) == 1 or not all(isinstance(value, Real) for value in values):
         return join_words([label(name, value) for value in values])
     about = column(name)
-    text = (" and " if len(values) == 2 else " to ").join(about.form(float(end)) for end in (values[0], values[-1]))
+    text = (" and " if len(values) == 2 else " to ").join(
+        about.form(float(end)) for end in (values[0], values[-1])
+    )
     return about.label.format(title=about.title, value=text)
 
 
 def labels(table: "pd.DataFrame", columns: Sequence[str]) -> list[str]:
-    """Name each row by its values in some columns, such as "small, forward"; missing values are left out."""
+    """Name each row by its values in some columns, such as "small, forward"; missing values are
+    left out."""
     return [
-        ", ".join(label(name, row[name]) for name in columns if row[name] is not None and row[name] == row[name])
+        ", ".join(
+            label(name, row[name])
+            for name in columns
+            if row[name] is not None and row[name] == row[name]
+        )
         for row in table.to_dict("records")
     ]

@@ -1,4 +1,5 @@
-"""Correctness of alternatives: the verdicts of a run, a check of a reader's alternative, and guesses of the results."""
+"""Correctness of alternatives: the verdicts of a run, a check of a reader's alternative, and
+guesses of the results."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,17 @@ from labkit.lab.runs.store import Run
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_plugins import Plugins
 
-ALTERNATIVES = ("implementation", "algorithm", "alternative", "way", "axis", "schedule", "sweep", "precision", "point")
+ALTERNATIVES = (
+    "implementation",
+    "algorithm",
+    "alternative",
+    "way",
+    "axis",
+    "schedule",
+    "sweep",
+    "precision",
+    "point",
+)
 """Columns by which labs name what is checked; a row counts by the first one that it has."""
 EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
@@ -35,7 +46,8 @@ STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
 
 @dataclass(frozen=True)
 class Correctness:
-    """Verdict on one alternative at one place: "ok", "not measured", or how it fails ("wrong", "hangs", ...)."""
+    """Verdict on one alternative at one place: "ok", "not measured", or how it fails ("wrong",
+    "hangs", ...)."""
 
     lab: str
     device: str
@@ -52,25 +64,39 @@ class Correctness:
 
 
 def verdicts(run: Run) -> Iterator[Correctness]:
-    """Yield a verdict per alternative, device, ranks and transport of a run, and per point that did not end well."""
-    frame, lab = run.frame(), run.header.lab
-    rows = frame.reindex(columns=["transport", "backend", "device", "world_size", "check", "not_measured"])
+    """Yield a verdict per alternative, device, ranks and transport of a run, and per point that did
+    not end well."""
+    frame = run.frame()
+    lab = run.header.lab
+    rows = frame.reindex(
+        columns=["transport", "backend", "device", "world_size", "check", "not_measured"]
+    )
     rows = rows.astype({"device": object, "transport": object})
     rows["name"] = frame.reindex(columns=[*ALTERNATIVES]).astype(object).bfill(axis=1).iloc[:, 0]
     rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"})).fillna("cpu")
     rows["transport"] = rows["transport"].fillna("")
-    for (device, ranks, transport, one), group in rows.groupby(["device", "world_size", "transport", "name"]):
+    for (device, ranks, transport, one), group in rows.groupby(
+        ["device", "world_size", "transport", "name"]
+    ):
         over = f" over {transport}" if transport not in ("", one) else ""
         checks = group["check"].dropna()
-        verdict, _, reason = str(next((check for check in checks if check != "ok"), "ok")).partition(": ")
+        verdict, _, reason = str(
+            next((check for check in checks if check != "ok"), "ok")
+        ).partition(": ")
         if checks.empty:
-            verdict, reason = "not measured", next(iter(group["not_measured"].dropna()), "it has no check")
+            verdict = "not measured"
+            reason = next(iter(group["not_measured"].dropna()), "it has no check")
         yield Correctness(lab, str(device), int(ranks), f"{one}{over}", verdict, reason or None)
-    coverage, details = run.coverage(), {point: text for point, _, text in run.failures()}
+    coverage = run.coverage()
+    details = {point: text for point, _, text in run.failures()}
     for point in coverage[coverage["status"] != "ok"].to_dict("records"):
         place = str(point.get("device") or "cpu"), int(point["world_size"])
-        verdict = {"skipped": "not measured", "timeout": "hangs"}.get(point["status"], str(point["status"]))
-        yield Correctness(lab, *place, EVERY, verdict, point["reason"], details.get(point["point"], ""))
+        verdict = {"skipped": "not measured", "timeout": "hangs"}.get(
+            point["status"], str(point["status"])
+        )
+        yield Correctness(
+            lab, *place, EVERY, verdict, point["reason"], details.get(point["point"], "")
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,26 +120,33 @@ class AlternativeCheck:
 
 
 def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeCheck:
-    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first failure; keep nothing.
+    """Check one alternative at the lab's smallest sizes on 2, 3 and 4 ranks, up to the first
+    failure; keep nothing.
 
-    ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a value that is no
-    function.
+    ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a
+    value that is no function.
     """
     names = lab.config.model_fields
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
-        result = _check(lab, alternative, {name: value for name, value in wanted.items() if name in names})
+        result = _check(
+            lab, alternative, {name: value for name, value in wanted.items() if name in names}
+        )
         if not result:
             where = f", on {ranks} ranks" if ranks > 1 else ""
             return replace(result, details=f"{result.details}{where}")
     return AlternativeCheck("right")
 
 
-def _check(lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any]) -> AlternativeCheck:
+def _check(
+    lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any]
+) -> AlternativeCheck:
     config = lab.configure("smoke", settings)
     with TemporaryDirectory(prefix="labkit-check-") as folder:
         plugins = Plugins({NAME: alternative})
-        run = measure(lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder))
+        run = measure(
+            lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder)
+        )
     results = [one for one in verdicts(run) if one.name.partition(" over ")[0] in (NAME, EVERY)]
     bad = [one for one in results if one.is_bad]
     if not bad and any(one.verdict == "ok" for one in results):
@@ -138,8 +171,8 @@ def check_guesses(guesses: object) -> dict[str, float]:
 def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) -> Answer:
     """Add a column of guesses to the answer, and a note on how far off they are.
 
-    A guess belongs to the row whose name has all its parts: "2 ranks, ring" may stand for "gloo, 2 ranks, 4 KiB, ring".
-    ParameterError for a guess that belongs to no row or to several.
+    A guess belongs to the row whose name has all its parts: "2 ranks, ring" may stand for "gloo, 2
+    ranks, 4 KiB, ring". ParameterError for a guess that belongs to no row or to several.
     """
     if answer.table is None:
         return answer
@@ -147,16 +180,27 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
     names = labels(table, question.keys(table))
     column = pd.Series(np.nan, index=table.index)
     for guess, value in guesses.items():
-        rows = [row for row, name in enumerate(names) if set(guess.split(", ")) <= set(name.split(", "))]
+        rows = [
+            row for row, name in enumerate(names) if set(guess.split(", ")) <= set(name.split(", "))
+        ]
         if len(rows) != 1:
-            hint = f"{len(rows)} rows, such as {names[rows[0]]!r}" if rows else f"no row{nearest(guess, names)}"
+            hint = (
+                f"{len(rows)} rows, such as {names[rows[0]]!r}"
+                if rows
+                else f"no row{nearest(guess, names)}"
+            )
             raise ParameterError(f"guess: {guess!r} belongs to {hint}")
         column[rows[0]] = value
     table.insert(list(table.columns).index(question.measured), "your_guess_s", column)
     guessed = table.dropna(subset="your_guess_s")
     yours, predictions = (
-        format_factor(float(np.exp(np.log(guessed[question.measured] / guessed[name]).abs().mean())))
+        format_factor(
+            float(np.exp(np.log(guessed[question.measured] / guessed[name]).abs().mean()))
+        )
         for name in ("your_guess_s", question.predicted)
     )
-    note = f"Your guesses are off by a factor of {yours}, the predictions of the same times by {predictions}."
+    note = (
+        f"Your guesses are off by a factor of {yours}, the predictions of the same times by"
+        f" {predictions}."
+    )
     return replace(answer, table=table, notes=(note, *answer.notes))

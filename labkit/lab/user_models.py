@@ -4,10 +4,11 @@
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         return model, torch.randn(16, 8, 8), torch.randint(10, (16,)), nn.functional.cross_entropy
 
-A model is a function without arguments that returns (model, inputs, targets, loss), so that `loss(model(inputs),
-targets)` is one number; or a `TransformerShape`, measured like the named sizes with the lab's batches. Ranks call the
-function with the lab's device as default and seeded: all have the same parameters, and different random batches.
-Imports nothing heavy but torch: every rank loads this module.
+A model is a function without arguments that returns (model, inputs, targets, loss), so that
+`loss(model(inputs), targets)` is one number; or a `TransformerShape`, measured like the named sizes
+with the lab's batches. Ranks call the function with the lab's device as default and seeded: all
+have the same parameters, and different random batches. Imports nothing heavy but torch: every rank
+loads this module.
 """
 
 import copy
@@ -69,7 +70,8 @@ def find_shape(name: str) -> TransformerShape | None:
 
 
 def model_source(name: str) -> TransformerShape | Callable[[], ModelAndBatch]:
-    """Return the shape or function for `TrainingStep` and `build_workload`. ValueError for an unknown name."""
+    """Return the shape or function for `TrainingStep` and `build_workload`. ValueError for an
+    unknown name."""
     if name not in (names := model_names()):
         raise ValueError(f"no model {name!r}; there are {', '.join(names)}")
     return find_shape(name) or partial(_call, _models[name])
@@ -94,17 +96,21 @@ def describe_model(name: str) -> dict[str, Any]:
 
 
 def recorded_shapes(frame: "pd.DataFrame") -> AbstractContextManager[None]:
-    """Register, within the block, the shapes of the user's Transformers that are recorded in the rows of a run."""
+    """Register, within the block, the shapes of the user's Transformers that are recorded in the
+    rows of a run."""
     shapes: dict[str, Model] = {}
     for column in {*MODEL_FIELDS} & {*frame.columns} if "model_shape" in frame else ():
-        for name, written in frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False):
+        for name, written in (
+            frame[[column, "model_shape"]].dropna().drop_duplicates().itertuples(index=False)
+        ):
             shapes[name] = TransformerShape(**json.loads(written))
     return registered_models(shapes)
 
 
 @contextmanager
 def errors_with_line(name: str | None) -> Iterator[None]:
-    """Raise errors of a user's model as `ModelError` with its line; out-of-memory errors pass through."""
+    """Raise errors of a user's model as `ModelError` with its line; out-of-memory errors pass
+    through."""
     try:
         yield
     except Exception as error:
@@ -113,12 +119,17 @@ def errors_with_line(name: str | None) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {text}".removesuffix(": ")
         code = getattr(_models[name], "__code__", None)
-        where = f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}" if code else ""
+        where = (
+            f", in the model made at line {code.co_firstlineno} of {_place(code.co_filename)}"
+            if code
+            else ""
+        )
         raise ModelError(f"{reason}{user_line(error) or where}") from error
 
 
 def user_line(error: Exception) -> str:
-    """Return the deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or ""."""
+    """Return the deepest line that is neither labkit's nor installed, as ", line 3 of the cell", or
+    ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if place := user_file(frame.filename):
             return f", line {frame.lineno} of {place}"
@@ -126,7 +137,8 @@ def user_line(error: Exception) -> str:
 
 
 def user_file(path: str) -> str:
-    """Name of a user's file, "the cell" for code without one; "" for files of labkit and of installed packages."""
+    """Name of a user's file, "the cell" for code without one; "" for files of labkit and of
+    installed packages."""
     return "" if path.startswith(NOT_THE_USERS) or "site-packages" in path else _place(path)
 
 
@@ -135,7 +147,8 @@ def _place(filename: str) -> str:
 
 
 def _call(make: Any) -> ModelAndBatch:
-    """Call a user's function; its result is on the default device and shares nothing with earlier results."""
+    """Call a user's function; its result is on the default device and shares nothing with earlier
+    results."""
     result = make()
     if not isinstance(result, tuple) or len(result) != 4:
         raise ValueError(f"expected (model, inputs, targets, loss), got {_kind(result)}")
@@ -143,9 +156,13 @@ def _call(make: Any) -> ModelAndBatch:
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected the model to be an nn.Module, got {_kind(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("expected a model with parameters to train, got none that needs a gradient")
+        raise ValueError(
+            "expected a model with parameters to train, got none that needs a gradient"
+        )
     if not callable(loss):
-        raise ValueError(f"expected the loss to be a function of outputs and targets, got {_kind(loss)}")
+        raise ValueError(
+            f"expected the loss to be a function of outputs and targets, got {_kind(loss)}"
+        )
     device = torch.get_default_device()
 
     def moved(value: Any) -> Any:
@@ -156,13 +173,19 @@ def _call(make: Any) -> ModelAndBatch:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(f"expected the loss to be one number, got {_kind(value)}")
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise ValueError("expected a loss with a gradient, got one that does not depend on the parameters")
+            raise ValueError(
+                "expected a loss with a gradient, got one that does not depend on the parameters"
+            )
         return value
 
     # deepcopy cannot copy tensors on a fake device, so these are copied first
-    tensors: dict[int, Any] = {id(one): nn.Parameter(moved(one), one.requires_grad) for one in model.parameters()}
+    tensors: dict[int, Any] = {
+        id(one): nn.Parameter(moved(one), one.requires_grad) for one in model.parameters()
+    }
     tensors |= {id(one): moved(one) for one in model.buffers()}
-    return ModelAndBatch(copy.deepcopy(model, tensors), tree_map(moved, inputs), tree_map(moved, targets), one_number)
+    return ModelAndBatch(
+        copy.deepcopy(model, tensors), tree_map(moved, inputs), tree_map(moved, targets), one_number
+    )
 
 
 def _kind(value: Any) -> str:

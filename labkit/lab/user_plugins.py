@@ -1,4 +1,5 @@
-"""A user's alternatives and models, measured with those of a lab: checked, sent to the ranks, interleaved."""
+"""A user's alternatives and models, measured with those of a lab: checked, sent to the ranks,
+interleaved."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,8 @@ NO_PLUGINS = Plugins()
 
 @contextmanager
 def registered(register: Register, plugins: Plugins) -> Iterator[None]:
-    """Register plugins in this process within the block. ParameterError for a name that is taken."""
+    """Register plugins in this process within the block. ParameterError for a name that is
+    taken."""
     with ExitStack() as added:
         for name, alternative in plugins.alternatives.items():
             try:
@@ -43,41 +45,62 @@ def registered(register: Register, plugins: Plugins) -> Iterator[None]:
 
 
 def check_plugins(study: Lab, plugins: Plugins) -> None:
-    """ParameterError for alternatives or models that the lab has no place for, bad names and bad values."""
+    """ParameterError for alternatives or models that the lab has no place for, bad names and bad
+    values."""
     for kind, plugged, has_place in (
         ("alternatives", plugins.alternatives, study.plugin_parameter is not None),
         ("models", plugins.models, study.takes_models),
     ):
         if not isinstance(plugged, Mapping):
-            raise ParameterError(f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {plugged!r:.80}")
+            raise ParameterError(
+                f"{study.name}: expected {kind} by name, as {{'mine': mine}}, got {plugged!r:.80}"
+            )
         if plugged and not has_place:
             names = ", ".join(map(str, plugged))
             raise ParameterError(f"{study.name}: has no place for {kind} of your own, got {names}")
         for name in plugged:
             if not isinstance(name, str) or not name.isidentifier():
-                raise ParameterError(f"{study.name}: expected names of letters, digits and _, got {name!r:.80}")
+                raise ParameterError(
+                    f"{study.name}: expected names of letters, digits and _, got {name!r:.80}"
+                )
     for name, alternative in plugins.alternatives.items():
         if not callable(alternative):
-            raise ParameterError(f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}")
+            raise ParameterError(
+                f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}"
+            )
     for name, model in plugins.models.items():
         if name in (taken := (*SIZES, RESNET50)):
-            raise ParameterError(f"{study.name}: model {name!r}: expected a name other than {', '.join(taken)}")
-        if not isinstance(model, TransformerShape) and (not callable(model) or isinstance(model, nn.Module)):
-            raise ParameterError(f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}")
+            raise ParameterError(
+                f"{study.name}: model {name!r}: expected a name other than {', '.join(taken)}"
+            )
+        if not isinstance(model, TransformerShape) and (
+            not callable(model) or isinstance(model, nn.Module)
+        ):
+            raise ParameterError(
+                f"{study.name}: model {name!r}: expected {EXPECTED}, got {model!r:.80}"
+            )
 
 
-def with_plugin_names(study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False) -> LabConfig:
-    """Add these names to the config's lists of alternatives and of models; empty lists of models stay empty.
+def with_plugin_names(
+    study: Lab, config: LabConfig, plugins: Plugins, *, only: bool = False
+) -> LabConfig:
+    """Add these names to the config's lists of alternatives and of models; empty lists of models
+    stay empty.
 
     `only`: they replace labkit's. ParameterError if there are none then.
     """
     if only and not plugins.alternatives and not plugins.models:
-        raise ParameterError(f"{study.name}: only=True measures alternatives or models of yours: pass some")
+        raise ParameterError(
+            f"{study.name}: only=True measures alternatives or models of yours: pass some"
+        )
     places = {study.plugin_parameter: plugins.alternatives} if study.plugin_parameter else {}
     places |= {place: plugins.models for place in study.model_parameters if getattr(config, place)}
     baselines = {question.baseline for question in study.questions if isinstance(question, Compare)}
     lists = {
-        place: [*(name for name in getattr(config, place) if not (only and names) or name in baselines), *names]
+        place: [
+            *(name for name in getattr(config, place) if not (only and names) or name in baselines),
+            *names,
+        ]
         for place, names in places.items()
     }
     return config.model_copy(update=lists)

@@ -1,4 +1,5 @@
-"""How answers word amounts and regions: "15 to 23% less time", "from 1 MiB up", "2 and 4 ranks, 4 KiB to 10 MiB"."""
+"""How answers word amounts and regions: "15 to 23% less time", "from 1 MiB up", "2 and 4 ranks, 4
+KiB to 10 MiB"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ MAX_NAMES = 4  # a scope lists up to this many names, and counts more
 
 @dataclass(frozen=True)
 class Phrasing:
-    """Words for less and more of a quantity, between a subject and a baseline; `{n}` is the amount."""
+    """Words for less and more of a quantity, between a subject and a baseline; `{n}` is the
+    amount."""
 
     noun: str
     less: str
@@ -27,17 +29,21 @@ class Phrasing:
     worse: str
 
     def clause(self, rows: pd.DataFrame) -> str:
-        """Verb and amount for rows that are all better or all worse: "takes 15 to 23% less time than"."""
+        """Verb and amount for rows that are all better or all worse: "takes 15 to 23% less time
+        than"."""
         ratios = quotable(rows)["ratio"].astype(float)
         is_less = ratios.iloc[0] < 1
         factors = sorted(1 / ratios if is_less else ratios)
-        least, most = factors[0], factors[-1]
+        least = factors[0]
+        most = factors[-1]
         if most < TWOFOLD:
             shares = [1 - 1 / factor if is_less else factor - 1 for factor in (least, most)]
             return (self.less if is_less else self.more).format(n=_percent_span(*shares))
         if is_less and "of the" in self.fraction:
             return self.fraction.format(n=_percent_span(1 / most, 1 / least))
-        return (self.fraction if is_less else self.multiple).format(n=_span(format_factor(least), format_factor(most)))
+        return (self.fraction if is_less else self.multiple).format(
+            n=_span(format_factor(least), format_factor(most))
+        )
 
 
 TIME = Phrasing(
@@ -67,7 +73,11 @@ def phrasing(value: str) -> Phrasing:
     if value == "seconds" or value.endswith("_s"):
         return TIME
     noun = column(value).title
-    words = (f"has {{n}} lower {noun} than", f"has {{n}} of the {noun} of", f"has {{n}} higher {noun} than")
+    words = (
+        f"has {{n}} lower {noun} than",
+        f"has {{n}} of the {noun} of",
+        f"has {{n}} higher {noun} than",
+    )
     return Phrasing(noun, *words, f"has {{n}} times the {noun} of", "lower", "higher")
 
 
@@ -78,17 +88,21 @@ def quotable(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
-    """Name the values that `rows` share and other rows of the table lack: "from 1 MiB up", "with 4 ranks", "for mini".
+    """Name the values that `rows` share and other rows of the table lack: "from 1 MiB up", "with 4
+    ranks", "for mini".
 
     None if `rows` are no unbroken range of any of the columns `along`.
     """
     for name in along:
-        values, theirs = table[name], set(rows[name])
+        values = table[name]
+        theirs = set(rows[name])
         if values.nunique() < 2 or (values.isin(theirs) != table.index.isin(rows.index)).any():
             continue
         ordered = sorted(set(values))
         if name == "transport":
-            return "over " + join_words(["shared memory" if value == "shared" else value for value in sorted(theirs)])
+            return "over " + join_words(
+                ["shared memory" if value == "shared" else value for value in sorted(theirs)]
+            )
         if isinstance(ordered[0], str | bool):
             return f"for {join_words([label(name, value) for value in sorted(theirs)])}"
         if len(theirs) == 1:
@@ -117,7 +131,9 @@ def _describe_values(name: str, values: pd.Series) -> str:
     distinct = sorted(set(values))
     if isinstance(distinct[0], str | bool):
         names = [label(name, value) for value in values.unique()]
-        return counted(len(names), column(name).title) if len(names) > MAX_NAMES else join_words(names)
+        return (
+            counted(len(names), column(name).title) if len(names) > MAX_NAMES else join_words(names)
+        )
     return label_range(name, distinct)
 
 

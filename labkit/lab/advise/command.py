@@ -27,8 +27,10 @@ def advise(
     as_json: bool = False,
     **texts: str | None,
 ) -> None:
-    """Recommend layouts for a training on many GPUs; with --apply, a configuration for this machine."""
-    page, predictions = None if output is None else Path(output), list["Prediction"]()
+    """Recommend layouts for a training on many GPUs; with --apply, a configuration for this
+    machine."""
+    page = None if output is None else Path(output)
+    predictions = list["Prediction"]()
     try:
         options = read_options(texts)
         if apply:
@@ -53,7 +55,9 @@ def _parameter(name: str, help_text: str | None, *names: str) -> Parameter:
     """Make an option of the command line: text, or a flag of these names."""
     kind, default = (bool, False) if names else (str | None, None)
     option = typer.Option(*names, help=help_text, show_default=False)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
 
 
 advise.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -67,14 +71,18 @@ advise.__signature__ = Signature(  # type: ignore[attr-defined]
 )
 
 
-def _advise(options: Options, explain: bool, page: Path | None) -> tuple["Report", list["Prediction"]]:
+def _advise(
+    options: Options, explain: bool, page: Path | None
+) -> tuple["Report", list["Prediction"]]:
     """Answer the question, after every refusal."""
     from labkit.lab.advise.report import report_advice, report_diagnosis
     from labkit.scaling import advice, slowdown_causes
     from labkit.scaling.published import nearest
 
     if explain != bool(options.named("tokens_per_second", "mfu")):
-        raise ValueError("expected --tokens-per-second or --mfu (in percent) with --explain, and only with it")
+        raise ValueError(
+            "expected --tokens-per-second or --mfu (in percent) with --explain, and only with it"
+        )
     question = make_request(options)
     request = question.request
     if page is not None:
@@ -82,7 +90,9 @@ def _advise(options: Options, explain: bool, page: Path | None) -> tuple["Report
     if explain:
         mfu = None if options.mfu is None else options.mfu / 100
         speed = options.tokens_per_second
-        causes = slowdown_causes.explain(request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified)
+        causes = slowdown_causes.explain(
+            request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified
+        )
         rows = nearest(request.run(causes.expected.layout))
         return report_diagnosis(question, causes, rows), [causes.expected]
     best = advice.advise(request)
@@ -97,7 +107,9 @@ def _apply(options: Options, page: Path | None, explain: bool) -> str:
     other = [name for name in options.named() if name not in ("model", "sequence")]
     other += ["output"] * (page is not None) + ["explain"] * explain
     if other:
-        raise ValueError(f"expected --apply without {flag(other[0])}: it prints Python for this machine")
+        raise ValueError(
+            f"expected --apply without {flag(other[0])}: it prints Python for this machine"
+        )
     return recommended_code(options.model, options.sequence)
 
 
@@ -105,9 +117,15 @@ def prediction_numbers(predictions: Iterable["Prediction"]) -> Iterator[dict[str
     """Yield the step time of each layout as JSON has it, with memory and MFU."""
     for one in predictions:
         low, high = one.interval_90
-        facts: dict[str, Any] = {"peak_gib": one.peak_gib, "mfu": one.mfu, "out_of_memory": one.out_of_memory}
+        facts: dict[str, Any] = {
+            "peak_gib": one.peak_gib,
+            "mfu": one.mfu,
+            "out_of_memory": one.out_of_memory,
+        }
         validity = "; ".join(one.warnings) or "ok"
-        yield number(str(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts)
+        yield number(
+            str(one.layout), one.step_s, "s", low=low, high=high, validity=validity, **facts
+        )
 
 
 def _write_page(report: "Report", page: Path) -> None:
@@ -121,9 +139,13 @@ def _write_page(report: "Report", page: Path) -> None:
     def show(section: "Section") -> dict[str, Any]:
         table = cards.table(pd.DataFrame(section.rows, columns=list(section.headings))).data
         alt = "The parts of a step in seconds."
-        figure = cards.figure(draw_steps(section.steps), alt, "steps").on_page if section.steps else ""
+        figure = (
+            cards.figure(draw_steps(section.steps), alt, "steps").on_page if section.steps else ""
+        )
         return {"title": section.title, "mark": section.mark, "table": table, "figure": figure}
 
     command = shlex.join(["labkit", *sys.argv[1:]])
     sections = [show(section) for section in report.sections]
-    write_file(page, render("advice_page.html.j2", command=command, report=report, sections=sections))
+    write_file(
+        page, render("advice_page.html.j2", command=command, report=report, sections=sections)
+    )

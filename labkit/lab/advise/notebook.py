@@ -24,7 +24,8 @@ WHOLE = "step"
 class Plan:
     """A question by the options of `labkit advise`, and its answer.
 
-    As the last expression of a cell it prints the answer. ParameterError for what the command refuses.
+    As the last expression of a cell it prints the answer. ParameterError for what the command
+    refuses.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -45,16 +46,19 @@ class Plan:
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def waterfall(self) -> Plot:
-        """Return the parts of the best layouts' steps, one panel each, numbered as in the ranking."""
+        """Return the parts of the best layouts' steps, one panel each, numbered as in the
+        ranking."""
         return draw_steps(number_steps(self.advice))
 
     def but(self, **changes: Any) -> "Plan":
-        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the default."""
+        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the
+        default."""
         return Plan(self.options.named() | changes)
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
-    """Make a plan from a notebook's variables that are options of `labkit advise`. ParameterError as there."""
+    """Make a plan from a notebook's variables that are options of `labkit advise`. ParameterError
+    as there."""
     return Plan({name: variables.get(name) for name in Options.model_fields})
 
 
@@ -63,7 +67,9 @@ def compare(plans: Mapping[str, Plan], count: int = 3) -> pd.DataFrame:
     rows = {
         (name, place): _row(one) | {"tokens_per_s": plan.question.request.tokens / one.step_s}
         for name, plan in plans.items()
-        for place, one in enumerate(rank(plan.question.request).proposed(count) or [plan.advice.first], start=1)
+        for place, one in enumerate(
+            rank(plan.question.request).proposed(count) or [plan.advice.first], start=1
+        )
     }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -90,10 +96,13 @@ def _row(one: Prediction) -> dict[str, object]:
 
 
 def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
-    """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and the whole step."""
+    """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and
+    the whole step."""
     rows = [row for name, one in steps.items() for row in _boxes(name, one)]
     frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
-    is_large = frame["duration_s"] > MIN_SHARE * frame.groupby("layout")["duration_s"].transform("max")
+    is_large = frame["duration_s"] > MIN_SHARE * frame.groupby("layout")["duration_s"].transform(
+        "max"
+    )
     frame = frame[is_large.groupby(frame["part"]).transform("any")]
     plot = Timeline(panel="layout", lane="part").plot(frame)
     return replace(plot, data=plot.data.assign(source=PREDICTED))
@@ -101,10 +110,18 @@ def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
 
 def _boxes(name: str, one: Prediction) -> Iterator[dict[str, object]]:
     """Yield a row per part of a step, and one of the whole step with its interval."""
-    start_s, box = 0.0, {"layout": name, "low": math.nan, "high": math.nan}
+    start_s = 0.0
+    box = {"layout": name, "low": math.nan, "high": math.nan}
     for part, seconds in sums_s(one).items():
         if seconds > 0:
             yield box | {"part": part, "start_s": start_s, "duration_s": seconds}
         start_s += seconds
     low, high = one.interval_90
-    yield {"layout": name, "low": low, "high": high, "part": WHOLE, "start_s": 0.0, "duration_s": start_s}
+    yield {
+        "layout": name,
+        "low": low,
+        "high": high,
+        "part": WHOLE,
+        "start_s": 0.0,
+        "duration_s": start_s,
+    }

@@ -1,4 +1,5 @@
-"""Advice on a training, and why one is slow: a verdict, a sentence, and tables with the origin of their numbers."""
+"""Advice on a training, and why one is slow: a verdict, a sentence, and tables with the origin of
+their numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from labkit.scaling.runs import RECOMPUTE
 from labkit.scaling.search import Request
 from labkit.scaling.slowdown_causes import Cause, Diagnosis
 
-PREDICTED, PUBLISHED, YOURS = "predicted", "published", "measured by you"
+PREDICTED = "predicted"
+PUBLISHED = "published"
+YOURS = "measured by you"
 RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
 CLEAR = 0.01
 """A predicted difference below this is none."""
@@ -40,7 +43,12 @@ class Section:
         rows = [self.headings, *self.rows[: self.max_rows]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
-            yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            yield (
+                "  "
+                + "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
 
 
 @dataclass(frozen=True)
@@ -62,27 +70,40 @@ class Report:
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
-    """Verdict first; then memory, layouts, why others lose, what would change the answer, and how wrong it may be."""
+    """Verdict first; then memory, layouts, why others lose, what would change the answer, and how
+    wrong it may be."""
     verdict, headline = _advice_verdict(advice)
     sections = [_memory(advice.first)]
     if advice.remedies:
         sections.append(_changes(advice, advice.remedies, "What to change first", "change"))
     if advice.best:
         sections.append(_best(request, advice))
-        losers = [(one.strategy, str(one.prediction.layout), _why(one, advice)) for one in advice.runners_up]
+        losers = [
+            (one.strategy, str(one.prediction.layout), _why(one, advice))
+            for one in advice.runners_up
+        ]
         headings = ("strategy", "its best", "against the best")
         sections += [Section("Why the others lose", PREDICTED, headings, losers)] if losers else []
         sections.append(_changes(advice, advice.changes, "What would change the answer", "if"))
     notes = list(_notes(request, rows, advice.first.warnings))
-    return Report(verdict, headline, describe_request(request.request), [*sections, _nearest(rows)], notes)
+    return Report(
+        verdict, headline, describe_request(request.request), [*sections, _nearest(rows)], notes
+    )
 
 
-def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[Neighbor]) -> Report:
-    """Verdict, then possible causes, published runs, conventions, and the parts of the predicted step."""
+def report_diagnosis(
+    request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[Neighbor]
+) -> Report:
+    """Verdict, then possible causes, published runs, conventions, and the parts of the predicted
+    step."""
     verdict, headline = _diagnosis_verdict(diagnosis)
     headings = ("cause", "MFU it leaves", "share of the gap", "check")
     causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
-    sections = [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)] if causes else []
+    sections = (
+        [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)]
+        if causes
+        else []
+    )
     counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
     peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
     title = f"The same throughput by every convention; the dense peak is {peak}"
@@ -95,11 +116,15 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis, rows: Sequenc
 def describe_request(request: Request) -> str:
     """Return model, GPUs, batch and precision in one line."""
     hardware = request.hardware
-    nodes = f", {hardware.network_gbps:g} Gb/s per node" if request.gpus > hardware.gpus_per_node else ""
+    nodes = (
+        f", {hardware.network_gbps:g} Gb/s per node"
+        if request.gpus > hardware.gpus_per_node
+        else ""
+    )
     return (
-        f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on {request.gpus} x "
-        f"{hardware.name}{nodes}; {format_count(request.tokens)} tokens per step, sequences of {request.seq_len}, "
-        f"{request.precision}"
+        f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on"
+        f" {request.gpus} x {hardware.name}{nodes}; {format_count(request.tokens)} tokens per step,"
+        f" sequences of {request.seq_len}, {request.precision}"
     )
 
 
@@ -120,37 +145,49 @@ def format_percent(share: float) -> str:
 
 def format_change(share: float) -> str:
     """Return a difference: "+12%"."""
-    return "no clear difference" if abs(share) < CLEAR else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
+    return (
+        "no clear difference"
+        if abs(share) < CLEAR
+        else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
+    )
 
 
 def number_steps(advice: Advice) -> dict[str, Prediction]:
-    """Return the steps of the best layouts, numbered; of the one with the least memory if none fits."""
+    """Return the steps of the best layouts, numbered; of the one with the least memory if none
+    fits."""
     best = advice.best or [advice.first]
     return {f"{place}: {one.layout}": one for place, one in enumerate(best, start=1)}
 
 
 def _advice_verdict(advice: Advice) -> tuple[str, str]:
-    first, memory = advice.first, advice.request.usable.memory_gib
+    first = advice.first
+    memory = advice.request.usable.memory_gib
     remedy = advice.remedies[0].name if advice.remedies else None
     if not advice.best:
         least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
         change = f" Change first: {remedy}." if remedy else ""
         return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
     step = _with_interval(first, float, format_seconds)
-    headline = f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
+    headline = (
+        f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
+    )
     fit = f"{first.peak_gib:.0f} of {memory:.0f} GiB per GPU"
     if first.has_room:
         return f"Yes, it fits: {fit}.", headline
     risk = format_percent(first.out_of_memory)
-    return f"Only just: {fit}, {risk} risk of running out.", headline + (f" Safer: {remedy}." if remedy else "")
+    return f"Only just: {fit}, {risk} risk of running out.", headline + (
+        f" Safer: {remedy}." if remedy else ""
+    )
 
 
 def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
-    expected, measured = diagnosis.expected, f"{100 * diagnosis.mfu:.1f}%"
+    expected = diagnosis.expected
+    measured = f"{100 * diagnosis.mfu:.1f}%"
     (low_s, high_s), (low, high) = expected.interval_90, diagnosis.interval_mfu
     headline = (
-        f"You reach {measured} MFU ({format_seconds(diagnosis.step_s)} per step); predicted are "
-        f"{100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}] ({format_seconds(expected.step_s)})."
+        f"You reach {measured} MFU ({format_seconds(diagnosis.step_s)} per step); predicted are"
+        f" {100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}]"
+        f" ({format_seconds(expected.step_s)})."
     )
     if diagnosis.step_s > high_s:
         verdict = f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
@@ -165,10 +202,15 @@ def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def _memory(first: Prediction) -> Section:
     names = list(first.memory_gib[0])
-    large, small = names[:4], names[4:]
+    large = names[:4]
+    small = names[4:]
     rows = []
     for stage, parts in enumerate(first.memory_gib, start=1):
-        values = [*(parts[name] for name in large), sum(parts[name] for name in small), sum(parts.values())]
+        values = [
+            *(parts[name] for name in large),
+            sum(parts[name] for name in small),
+            sum(parts.values()),
+        ]
         rows.append((f"{stage} of {len(first.memory_gib)}", *(f"{value:.1f}" for value in values)))
     title = f"Memory per GPU in GiB: {first.layout}"
     return Section(title, PREDICTED, ("stage", *large, "logits, buffers", "all"), rows)
@@ -184,8 +226,11 @@ def _best(request: AdviceRequest, advice: Advice) -> Section:
 
 def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     """Return a layout's cells by row."""
-    request, layout, budget = advice_request.request, one.layout, advice_request.budget
-    bucket, tokens = bucket_bytes(request.run(layout), request.constants), request.tokens
+    request = advice_request.request
+    layout = one.layout
+    budget = advice_request.budget
+    bucket = bucket_bytes(request.run(layout), request.constants)
+    tokens = request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
     hours_text = _with_interval(one, lambda step_s: gpu_hours * step_s, format_count)
     return {
@@ -202,7 +247,9 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     }
 
 
-def _with_interval(one: Prediction, value: Callable[[float], float], text: Callable[[float], str]) -> str:
+def _with_interval(
+    one: Prediction, value: Callable[[float], float], text: Callable[[float], str]
+) -> str:
     """Return a quantity of the predicted step in seconds, and of the ends of its interval."""
     low, high = sorted(map(value, one.interval_90))
     return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
@@ -216,45 +263,78 @@ def _memory_text(one: Prediction, memory_gib: float) -> str:
 
 def _why(runner_up: RunnerUp, advice: Advice) -> str:
     """Return why a layout loses against the best one, in a few words."""
-    one, best, cause = runner_up.prediction, advice.first, runner_up.cause
+    one = runner_up.prediction
+    best = advice.first
+    cause = runner_up.cause
     memory = _memory_text(one, advice.request.usable.memory_gib)
     if cause in ("memory", "unstable"):
-        return f"does not fit: {memory}" if cause == "memory" else f"{memory}: steps become slow so near the limit"
+        return (
+            f"does not fit: {memory}"
+            if cause == "memory"
+            else f"{memory}: steps become slow so near the limit"
+        )
     slower = one.step_s / best.step_s - 1
     change = format_change(slower)
     if abs(slower) < CLEAR:
         return change
     if slower < 0:
         return f"{change}, but {'further from published runs' if one.has_room else memory}"
-    if cause == "compute" and RECOMPUTE.index(one.layout.recompute) > RECOMPUTE.index(best.layout.recompute):
+    if cause == "compute" and RECOMPUTE.index(one.layout.recompute) > RECOMPUTE.index(
+        best.layout.recompute
+    ):
         return f"{change}: to fit, it recomputes {RECOMPUTED[one.layout.recompute]}"
     return f"{change}: {'smaller matmuls are slower' if cause == 'compute' else cause}"
 
 
 def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
     base = advice.request.tokens / advice.first.step_s if advice.best else None
-    usual, rows = str(advice.first.layout), []
+    usual = str(advice.first.layout)
+    rows = []
     for change in changes:
         if (one := change.prediction) is None:
             rows.append((change.name, "does not fit", "", ""))
             continue
-        speed = format_change(change.tokens_per_s / base - 1) if base else format_count(change.tokens_per_s)
+        speed = (
+            format_change(change.tokens_per_s / base - 1)
+            if base
+            else format_count(change.tokens_per_s)
+        )
         layout = str(one.layout)
-        rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", "the same" if layout == usual else layout))
-    return Section(title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows)
+        rows.append(
+            (
+                change.name,
+                speed,
+                f"{one.peak_gib:.0f} GiB",
+                "the same" if layout == usual else layout,
+            )
+        )
+    return Section(
+        title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows
+    )
 
 
 def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
     left = f"{format_percent(cause.mfu)} or more" if cause.mfu else "any"
     share = diagnosis.share(cause)
-    return cause.name, left, "up to all" if share == 1 else f"up to {format_percent(share)}", cause.check
+    return (
+        cause.name,
+        left,
+        "up to all" if share == 1 else f"up to {format_percent(share)}",
+        cause.check,
+    )
 
 
 def _step_parts(expected: Prediction) -> Section:
     parts = sorted(sums_s(expected).items(), key=lambda part: -part[1])
-    rows = [(name, format_seconds(value), format_percent(value / expected.step_s)) for name, value in parts if value]
+    rows = [
+        (name, format_seconds(value), format_percent(value / expected.step_s))
+        for name, value in parts
+        if value
+    ]
     headings = ("part", "seconds", "share")
-    return Section("Parts of the predicted step", PREDICTED, headings, rows, 5, {PREDICTED: expected})
+    return Section(
+        "Parts of the predicted step", PREDICTED, headings, rows, 5, {PREDICTED: expected}
+    )
 
 
 def _nearest(rows: Sequence[Neighbor]) -> Section:
@@ -272,23 +352,38 @@ def _nearest(rows: Sequence[Neighbor]) -> Section:
         for row in rows
     ]
     headings = ("published row", "GPUs", "layout", "step", "MFU", "predicted, off by", "apart")
-    return Section("The nearest published rows; 1 apart is a model twice as large", PUBLISHED, headings, cells, 3)
+    return Section(
+        "The nearest published rows; 1 apart is a model twice as large",
+        PUBLISHED,
+        headings,
+        cells,
+        3,
+    )
 
 
-def _notes(request: AdviceRequest, rows: Sequence[Neighbor], warnings: Sequence[str]) -> Iterator[str]:
+def _notes(
+    request: AdviceRequest, rows: Sequence[Neighbor], warnings: Sequence[str]
+) -> Iterator[str]:
     """Return how wrong this may be, its assumptions, and where it extrapolates."""
     errors = np.abs([row.error for row in rows])
-    median, worst = format_percent(float(np.median(errors))), format_percent(float(errors.max()))
+    median = format_percent(float(np.median(errors)))
+    worst = format_percent(float(errors.max()))
     yield (
-        f"Predicted: on the {len(rows)} nearest published rows, by constants fitted without them, the median error "
-        f"is {median}, the largest {worst}. [ ] holds 90% of such errors."
+        f"Predicted: on the {len(rows)} nearest published rows, by constants fitted without them,"
+        f" the median error is {median}, the largest {worst}. [ ] holds 90% of such errors."
     )
     if request.calibration_runs:
         error = format_percent(request.calibration_error)
-        yield f"Calibrated on {request.calibration_runs} runs of yours ({YOURS}), explained to {error}."
+        yield (
+            f"Calibrated on {request.calibration_runs} runs of yours ({YOURS}), explained to"
+            f" {error}."
+        )
     if request.assumptions:
         yield f"Assumed: {join_words(list(request.assumptions))}."
     if request.request.framework == "generic":
-        yield "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the intervals."
+        yield (
+            "No framework named: --framework or --calibrate my_runs.csv (three runs) narrows the"
+            " intervals."
+        )
     above = ("unstable", "expected to run", "framework")
     yield from (f"Beware: {warning}." for warning in warnings if not warning.startswith(above))

@@ -1,4 +1,5 @@
-"""Output in a terminal: results, or a JSON document (docs/for-scripts.md), on stdout; progress and notes on stderr."""
+"""Output in a terminal: results, or a JSON document (docs/for-scripts.md), on stdout; progress and
+notes on stderr."""
 
 import json
 import math
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from labkit.lab.runs.store import Run
 
 FORMAT = 1
-# Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to wrap.
+# Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to
+# wrap.
 AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-out, err = Console(**AS_IT_IS), Console(stderr=True, **AS_IT_IS)
+out = Console(**AS_IT_IS)
+err = Console(stderr=True, **AS_IT_IS)
 
 
 @contextmanager
 def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
-    """A line in the terminal on the progress of a lab; after Ctrl-C the commands that finish its run and page."""
+    """A line in the terminal on the progress of a lab; after Ctrl-C the commands that finish its
+    run and page."""
     from labkit.lab.runs.progress import terminal_line
 
     run: str | None = None
@@ -39,14 +43,18 @@ def progress(lab: str) -> "Iterator[Callable[[Progress], None]]":
         with terminal_line(err, lab) as show:
             yield tell
     except KeyboardInterrupt:  # here: typer would end without a word
-        hint = f"; what was measured is kept: `labkit measure {lab} --resume {run}` goes on from there, "
+        hint = (
+            f"; what was measured is kept: `labkit measure {lab} --resume {run}` goes on from"
+            " there, "
+        )
         hint += f"`labkit report {lab} --run {run}` makes the page"
         err.print(f"interrupted{hint if run else ''}")
         raise typer.Exit(130) from None
 
 
 def calibrate_first(studies: "Sequence[Lab]", profile: str) -> None:
-    """Measure this machine's limits if one of these labs needs a calibration of this source and day."""
+    """Measure this machine's limits if one of these labs needs a calibration of this source and
+    day."""
     from labkit.lab.calibration import LIMITS
     from labkit.lab.runs.measure import CALIBRATING, calibrate, needs_calibration
 
@@ -86,7 +94,8 @@ def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: An
 
 
 def document(command: str, numbers: Iterable[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-    """Return the document of a command: where and when it ran, its numbers (`number`), and further facts."""
+    """Return the document of a command: where and when it ran, its numbers (`number`), and further
+    facts."""
     from labkit.machine.description import describe_machine
 
     machine = describe_machine()
@@ -112,10 +121,13 @@ def number(
     measured: datetime | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return a number with its interval, unit, validity and age; unknown and infinite values are null."""
+    """Return a number with its interval, unit, validity and age; unknown and infinite values are
+    null."""
     age_s = None if measured is None else round((datetime.now(UTC) - measured).total_seconds())
     ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
-    others = {name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
+    others = {
+        name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()
+    }
     return {"name": name, **ends, "unit": unit, "validity": validity, "age_s": age_s, **others}
 
 
@@ -128,7 +140,8 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     from labkit.lab.answers import Compare
     from labkit.lab.units import labels
 
-    answers, at = lab.answers(run.results()), run.header.started
+    answers = lab.answers(run.results())
+    at = run.header.started
     disturbed = f"busy during {len(run.busy)} of {len(run.header.planned)} points"
     validity = f"{disturbed}: {next(iter(run.busy.values()))}" if run.busy else "ok"
     for question in lab.questions:
@@ -138,22 +151,38 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
         if answer.verdict == "not measured":
             yield number(name, None, "ratio", validity=answer.headline, measured=at, **facts)
             continue
-        said: dict[str, Any] = {"verdict": answer.verdict, "headline": answer.headline, "notes": list(answer.notes)}
+        said: dict[str, Any] = {
+            "verdict": answer.verdict,
+            "headline": answer.headline,
+            "notes": list(answer.notes),
+        }
         yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
         if not isinstance(question, Compare) or answer.table is None:
             continue
-        names, ratios = labels(answer.table, question.metric.columns), answer.table[["ratio", "low", "high"]].to_numpy()
+        names = labels(answer.table, question.metric.columns)
+        ratios = answer.table[["ratio", "low", "high"]].to_numpy()
         for where, (ratio, low, high) in zip(names, ratios, strict=True):
             facts |= {"low": low, "high": high}
-            yield number(f"{name}: {where}", ratio, "ratio", validity=validity, measured=at, **facts)
+            yield number(
+                f"{name}: {where}", ratio, "ratio", validity=validity, measured=at, **facts
+            )
 
 
 def comparison_numbers(pairs: "Iterable[Pair]") -> Iterator[dict[str, Any]]:
     """Yield every ratio that two runs share: the later run's, with that of the first one."""
     for pair in pairs:
-        for question, configuration, *ends, difference in pair.ratios.itertuples(index=False, name=None):
+        for question, configuration, *ends, difference in pair.ratios.itertuples(
+            index=False, name=None
+        ):
             first, first_low, first_high, ratio, low, high = map(_finite, ends)
-            facts = {"run": pair.names[1], "first": first, "first_low": first_low, "first_high": first_high}
+            facts = {
+                "run": pair.names[1],
+                "first": first,
+                "first_low": first_low,
+                "first_high": first_high,
+            }
             name = f"{pair.lab.name}.{question}: {configuration}, {pair.names[1]}"
             at = pair.runs[1].header.started
-            yield number(name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts)
+            yield number(
+                name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts
+            )

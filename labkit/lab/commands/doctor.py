@@ -22,24 +22,40 @@ def machine_rows() -> list[tuple[str, str]]:
     facts["processor"] = f"{machine.cpu}, {machine.cores_text}"
     facts["memory"] += f", {format_bytes(available_memory_bytes())} available"
     if machine.gpus:
-        facts["gpu"] += f"; {', '.join(format_bytes(gpu.available_bytes) for gpu in machine.gpus)} free"
+        facts["gpu"] += (
+            f"; {', '.join(format_bytes(gpu.available_bytes) for gpu in machine.gpus)} free"
+        )
     else:
         facts["gpu"] += ": labs run on the CPU, points that need a GPU are skipped"
-    backends = [name for name, has in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if has()]
+    backends = [
+        name
+        for name, has in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available))
+        if has()
+    ]
     shared_memory = "compiled"
     if reason := unavailable_reason():  # the first call compiles the transport
-        shared_memory = f"not available ({reason}): CPU ranks send point to point, which takes longer"
+        shared_memory = (
+            f"not available ({reason}): CPU ranks send point to point, which takes longer"
+        )
     facts |= {"backends": ", ".join(backends), "shared memory": shared_memory}
-    return list((facts | {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}).items())
+    return list(
+        (
+            facts | {"notebooks": str(notebooks_directory()), "results": f"below {project_root()}"}
+        ).items()
+    )
 
 
 def lab_rows(studies: Iterable[Lab]) -> Iterator[tuple[str, ...]]:
-    """Yield (lab, profile, planned points, points possible here, their planned time, the most frequent refusal)."""
+    """Yield (lab, profile, planned points, points possible here, their planned time, the most
+    frequent refusal)."""
     machine = describe_machine()
     for study in studies:
         profiles = study.profiles_on(machine)
         for profile in PROFILES:
-            reasons = {point: point.skip_reason(machine) for point in study.plan(profiles[profile], machine)}
+            reasons = {
+                point: point.skip_reason(machine)
+                for point in study.plan(profiles[profile], machine)
+            }
             possible = [point for point, reason in reasons.items() if not reason]
             refusals = [reason for reason in reasons.values() if reason]
             commonest = max(set(refusals), key=refusals.count) if refusals else ""

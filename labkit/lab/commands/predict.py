@@ -16,10 +16,18 @@ COLUMNS = reference_directory() / "scaling" / "README.md"
 
 def predict(
     rows: Annotated[
-        Path, typer.Argument(metavar="ROWS.csv", help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.")
+        Path,
+        typer.Argument(
+            metavar="ROWS.csv",
+            help=f"Runs, one per row, `-` for standard input; columns: {COLUMNS}.",
+        ),
     ],
-    output: Annotated[Path | None, typer.Option(help="File of the predictions.", show_default="printed")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="File of the predictions.", show_default="printed")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+    ] = False,
 ) -> None:
     """Predict step time, memory and MFU of training runs on many GPUs, one per row of a table."""
     from labkit.scaling.prediction import predict_rows, write_rows
@@ -29,7 +37,9 @@ def predict(
         table = read_rows(rows)
         predicted = predict_rows(table)
         if as_json:
-            print_json("predict", (_number(line, row) for line, row in enumerate(predicted, start=1)))
+            print_json(
+                "predict", (_number(line, row) for line, row in enumerate(predicted, start=1))
+            )
         elif output is None:
             write_rows(predicted, sys.stdout)
         if output is not None:
@@ -38,9 +48,15 @@ def predict(
     except (OSError, ValueError) as error:
         if is_full_disk(error):
             raise OSError(error.errno, error.strerror, str(output or "standard output")) from None
-        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        message = (
+            f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        )
         raise ParameterError(message) from None
-    refused = [(row.line, cells["note"]) for row, cells in zip(table, predicted, strict=True) if not cells["step_s"]]
+    refused = [
+        (row.line, cells["note"])
+        for row, cells in zip(table, predicted, strict=True)
+        if not cells["step_s"]
+    ]
     for line, note in refused:
         err.print(f"line {line}: {note.removeprefix('refused: ')}")
     if output is not None:
@@ -51,5 +67,9 @@ def predict(
 
 def _number(line: int, row: Mapping[str, str]) -> dict[str, Any]:
     """Return the predicted step time of a row, with its input and the other predictions."""
-    value, low, high = (float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high"))
-    return number(f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row))
+    value, low, high = (
+        float(row[name]) if row.get(name) else None for name in ("step_s", "step_low", "step_high")
+    )
+    return number(
+        f"row {line}", value, "s", low=low, high=high, validity=row["note"] or "ok", row=dict(row)
+    )

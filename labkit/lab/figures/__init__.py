@@ -1,4 +1,5 @@
-"""Figures of tidy frames, declared by a lab or drawn in a notebook; each is saved with exactly its points.
+"""Figures of tidy frames, declared by a lab or drawn in a notebook; each is saved with exactly its
+points.
 
 ``Lines``     a value over a numeric axis, with intervals
 ``Bars``      a value by category, side by side or stacked

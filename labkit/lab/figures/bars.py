@@ -14,14 +14,16 @@ from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
 from labkit.lab.units import column, format_value
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
-LANE_INCHES, SPARE_INCHES = 0.3, 1.0  # height of a lane, and of the titles around a panel
+LANE_INCHES = 0.3
+SPARE_INCHES = 1.0  # height of a lane, and of the titles around a panel
 ROOM = 0.28  # of the x axis: for the values next to boxes
 FLIP = 0.62  # of the x axis: a box that ends farther right has its value on its left
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`, from zero.
+    """One group of bars per category of `x`, one bar (or layer, if `stacked`) per value of `hue`,
+    from zero.
 
     ParameterError for two rows of the same bar.
     """
@@ -29,7 +31,9 @@ class Bars(Figure):
     stacked: bool = False
 
     def draw_rows(self, data: pd.DataFrame) -> Plot:
-        keys = [name for name in dict.fromkeys((self.x, self.panel, self.color)) if name is not None]
+        keys = [
+            name for name in dict.fromkeys((self.x, self.panel, self.color)) if name is not None
+        ]
         if (twice := data.duplicated(keys)).any():
             bar = data[twice][keys].iloc[0].to_dict()
             raise ParameterError(f"expected one row per bar, got several for {bar}")
@@ -47,17 +51,24 @@ class Bars(Figure):
             style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
         style.format_axis(axes[0].yaxis, self.value)
         entries = style.patches(colors)
-        style.add_legend(figure, self.color, dict(reversed(entries.items())) if self.stacked else entries)
+        style.add_legend(
+            figure, self.color, dict(reversed(entries.items())) if self.stacked else entries
+        )
         return Plot(figure, data, marks)
 
     def _draw_panel(self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str]) -> list[Mark]:
         places = list(dict.fromkeys(rows[self.x]))
-        hues = [name for name in colors if (rows[self.color] == name).any()]  # no room for bars of other panels
+        # no room for bars of other panels
+        hues = [name for name in colors if (rows[self.color] == name).any()]
         n_bars = 1 if self.stacked or self.color == self.x else len(hues)
-        rows = rows.assign(place=rows[self.x].map(places.index), layer=rows[self.color].map(hues.index))
+        rows = rows.assign(
+            place=rows[self.x].map(places.index), layer=rows[self.color].map(hues.index)
+        )
         rows = rows.sort_values(["layer", "place"])
         shift = (rows["layer"] - (n_bars - 1) / 2) * GROUP_WIDTH / n_bars if n_bars > 1 else 0.0
-        bottoms = rows.groupby("place")[self.value].cumsum() - rows[self.value] if self.stacked else 0.0
+        bottoms = (
+            rows.groupby("place")[self.value].cumsum() - rows[self.value] if self.stacked else 0.0
+        )
         bars = axis.bar(
             rows["place"] + shift,
             rows[self.value],
@@ -71,14 +82,18 @@ class Bars(Figure):
         if not self.stacked:
             style.draw_intervals(axis, rows["place"] + shift, rows, [style.TEXT] * len(rows))
         pairs = zip(boxes, rows.to_dict("records"), strict=True)
-        return [Mark(axis, *box.extents, self._text(row, has_interval=not self.stacked)) for box, row in pairs]
+        return [
+            Mark(axis, *box.extents, self._text(row, has_interval=not self.stacked))
+            for box, row in pairs
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Areas(Figure):
     """Parts of a whole over a numeric axis, stacked from the bottom up in `order`.
 
-    A value holds until the next `x` (steps, not slopes: memory jumps); a part without a row at some `x` is 0 there.
+    A value holds until the next `x` (steps, not slopes: memory jumps); a part without a row at some
+    `x` is 0 there.
     """
 
     order: tuple[str, ...] = ()
@@ -89,20 +104,33 @@ class Areas(Figure):
         colors = style.colors([*self.order, *data[self.color]])
         layers = [name for name in colors if (data[self.color] == name).any()]
         for axis, (title, rows) in zip(axes, panels, strict=True):
-            table = rows.pivot_table(index=self.x, columns=self.color, values=self.value, aggfunc="sum", fill_value=0.0)
+            table = rows.pivot_table(
+                index=self.x, columns=self.color, values=self.value, aggfunc="sum", fill_value=0.0
+            )
             heights = table.reindex(columns=layers, fill_value=0.0).to_numpy().T
-            axis.stackplot(table.index, heights, colors=[colors[name] for name in layers], step="post", linewidth=0)
-            style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value), grid="both")
+            axis.stackplot(
+                table.index,
+                heights,
+                colors=[colors[name] for name in layers],
+                step="post",
+                linewidth=0,
+            )
+            style.finish_axes(
+                axis, title, x=column(self.x).axis, y=style.value_title(self.value), grid="both"
+            )
             axis.set_xlim(table.index.min(), table.index.max())
             style.format_axis(axis.xaxis, self.x)
         style.format_axis(axes[0].yaxis, self.value)
-        style.add_legend(figure, self.color, style.patches({name: colors[name] for name in layers[::-1]}))
+        style.add_legend(
+            figure, self.color, style.patches({name: colors[name] for name in layers[::-1]})
+        )
         return Plot(figure, data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Figure):
-    """Boxes that start at `start_s` and last `duration_s`: one lane per name, from the top down; the first starts at 0.
+    """Boxes that start at `start_s` and last `duration_s`: one lane per name, from the top down;
+    the first starts at 0.
 
     If each lane has one box, its duration is written next to it.
     """
@@ -117,7 +145,8 @@ class Timeline(Figure):
 
     def draw_rows(self, data: pd.DataFrame) -> Plot:
         data = data.assign(**{self.x: data[self.x] - data[self.x].min()})
-        lanes, colors = list(dict.fromkeys(data[self.lane])), style.colors(data[self.color])
+        lanes = list(dict.fromkeys(data[self.lane]))
+        colors = style.colors(data[self.color])
         panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels), LANE_INCHES * len(lanes) + SPARE_INCHES)
         figure.set_figwidth(style.WIDE)
@@ -136,18 +165,24 @@ class Timeline(Figure):
             style.format_axis(axis.xaxis, self.value)
         axes[0].set_ylim(len(lanes) - 0.4, -0.6)
         name = column(self.value).axis if has_values else "time since the first event"
-        figure.supxlabel(name, fontsize=style.FONT, color=style.TEXT)  # once: side by side, titles would touch
+        # once: side by side, titles would touch
+        figure.supxlabel(name, fontsize=style.FONT, color=style.TEXT)
         style.add_legend(figure, self.color, style.patches(colors))
         return Plot(figure, data, marks)
 
-    def _finish_boxes(self, axis: Axes, at: Iterable[int], rows: pd.DataFrame, has_values: bool) -> Iterator[Mark]:
+    def _finish_boxes(
+        self, axis: Axes, at: Iterable[int], rows: pd.DataFrame, has_values: bool
+    ) -> Iterator[Mark]:
         """Draw intervals and values; yield the area and text of each box."""
         for place, row in zip(at, rows.to_dict("records"), strict=True):
-            begin, length = row[self.x], row[self.value]
+            begin = row[self.x]
+            length = row[self.value]
             end = begin + length
             text = mark_text([style.name_text(row[self.lane])], self.value, row)
             if row.get("low", float("nan")) == row.get("low"):
-                axis.hlines(place, begin + row["low"], begin + row["high"], colors=style.TEXT, linewidth=1.2)
+                axis.hlines(
+                    place, begin + row["low"], begin + row["high"], colors=style.TEXT, linewidth=1.2
+                )
                 end = max(end, begin + row["high"])
             if has_values:
                 _write_value(axis, place, begin, end, format_value(self.value, length))
@@ -162,4 +197,6 @@ def _write_value(axis: Axes, place: float, left: float, right: float, text: str)
     is_left = right > FLIP * width and left > (1 - FLIP) * width
     looks: dict[str, Any] = {"va": "center", "fontsize": style.FONT, "color": style.TEXT}
     at, shift, align = (left, -3, "right") if is_left else (right, 3, "left")
-    axis.annotate(text, (at, place), xytext=(shift, 0), textcoords="offset points", ha=align, **looks)
+    axis.annotate(
+        text, (at, place), xytext=(shift, 0), textcoords="offset points", ha=align, **looks
+    )

@@ -1,8 +1,9 @@
-"""Figures as a lab declares them, and as drawn: an SVG for files and notebooks, and one with values on hover for pages.
+"""Figures as a lab declares them, and as drawn: an SVG for files and notebooks, and one with values
+on hover for pages.
 
-A lab declares a figure with a question; a notebook draws others: `lab.show(Lines(source=TIME, x="n_bytes"), "name")`.
-A drawing is the same to the byte for the same points. On a page its colors are variables of the style sheet
-(`pieces.css`), so that it is light or dark with the page.
+A lab declares a figure with a question; a notebook draws others: `lab.show(Lines(source=TIME,
+x="n_bytes"), "name")`. A drawing is the same to the byte for the same points. On a page its colors
+are variables of the style sheet (`pieces.css`), so that it is light or dark with the page.
 """
 
 import io
@@ -33,13 +34,16 @@ _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumer
     GRID.lower(): "var(--labkit-grid)",
     PAGE.lower(): "var(--labkit-page)",
 }
-_HEAD = re.compile(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", re.DOTALL)
+_HEAD = re.compile(
+    r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", re.DOTALL
+)
 _TAG = re.compile(r"<[^>]*>")
 _LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
 
 
 class Mark(NamedTuple):
-    """An area that a reader can point at, in the coordinates of its axes: a point, bar or box, and its text."""
+    """An area that a reader can point at, in the coordinates of its axes: a point, bar or box, and
+    its text."""
 
     axis: Axes
     left: float
@@ -51,7 +55,8 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A drawn figure and the frame of exactly its points. As the last expression of a cell it displays itself."""
+    """A drawn figure and the frame of exactly its points. As the last expression of a cell it
+    displays itself."""
 
     figure: Canvas
     data: pd.DataFrame
@@ -61,7 +66,9 @@ class Plot:
         object.__setattr__(self, "data", self.data.drop(columns=[ALL], errors="ignore"))
 
     def __repr__(self) -> str:
-        return f"figure of {counted(len(self.data), 'row')}: {', '.join(map(str, self.data.columns))}"
+        return (
+            f"figure of {counted(len(self.data), 'row')}: {', '.join(map(str, self.data.columns))}"
+        )
 
     def _repr_svg_(self) -> str:  # IPython calls it
         return self.svg
@@ -76,25 +83,36 @@ class Plot:
         return buffer.getvalue()
 
     def page_svg(self) -> str:
-        """Return the figure as an element of a page: without a size, in the page's font and colors."""
+        """Return the figure as an element of a page: without a size, in the page's font and
+        colors."""
         text = _HEAD.sub("", self.svg)
         text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
         text = text.replace("xlink:href", "href")
-        text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag[0]), text)  # to a hundredth of a point
+        # to a hundredth of a point
+        text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag[0]), text)
         text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
         text = re.sub(r"#[0-9a-f]{6}\b", lambda color: _VARIABLES.get(color[0], color[0]), text)
         referred = set(re.findall(r"(?:url\(|href=\")#([\w.]+)", text))
-        text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", text)
+        text = re.sub(
+            r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", text
+        )
         text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--labkit-font, sans-serif)", text)
         return re.sub(r"\s*\n\s*", " ", text).strip()
 
     def places(self) -> str:
-        """Marks as JSON, once the figure is drawn: left, top, right, bottom in percent of its size, and the text."""
-        width, height = self.figure.bbox.width, self.figure.bbox.height
+        """Marks as JSON, once the figure is drawn: left, top, right, bottom in percent of its size,
+        and the text."""
+        width = self.figure.bbox.width
+        height = self.figure.bbox.height
         places: list[list[Any]] = []
         for axis, left, bottom, right, top, text in self.marks:
             (x0, y0), (x1, y1) = axis.transData.transform([(left, bottom), (right, top)])
-            percent = (100 * x0 / width, 100 - 100 * y1 / height, 100 * x1 / width, 100 - 100 * y0 / height)
+            percent = (
+                100 * x0 / width,
+                100 - 100 * y1 / height,
+                100 * x1 / width,
+                100 - 100 * y0 / height,
+            )
             places.append([*(round(float(value), 2) for value in percent), text])
         return json.dumps(places, ensure_ascii=False)
 
@@ -104,7 +122,8 @@ class Plot:
 
     def save(self, stem: Path) -> None:
         """Write `<stem>.svg`, and `<stem>.csv` with the plotted points."""
-        write_file(stem.with_name(stem.name + ".svg"), self.svg)  # a stem may have a dot, as in a model's size
+        # a stem may have a dot, as in a model's size
+        write_file(stem.with_name(stem.name + ".svg"), self.svg)
         write_file(stem.with_name(stem.name + ".csv"), self.csv())
 
 
@@ -118,9 +137,11 @@ def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Declares a figure of a value `y` along `x`: of the answer's table, of a metric's medians, or of another table.
+    """Declares a figure of a value `y` along `x`: of the answer's table, of a metric's medians, or
+    of another table.
 
-    By default `y` is the value of the metric, or the ratio. `low` and `high` directly after it are its interval.
+    By default `y` is the value of the metric, or the ratio. `low` and `high` directly after it are
+    its interval.
     """
 
     x: str
@@ -131,12 +152,17 @@ class Figure:
     hue: str | None = None
     """Column of colors; by default the alternatives of the metric."""
     at: Mapping[str, Any] = field(default_factory=dict)
-    """Column -> value of the rows to plot. If no row has it: the largest number, or the last name."""
+    """Column -> value of the rows to plot. If no row has it: the largest number, or the last
+    name."""
 
     @property
     def color(self) -> str:
         """Column of colors, or `ALL` for a figure of one color."""
-        hue = self.source.compare if isinstance(self.source, Metric) and self.source.compare != self.x else ALL
+        hue = (
+            self.source.compare
+            if isinstance(self.source, Metric) and self.source.compare != self.x
+            else ALL
+        )
         return self.hue or hue
 
     @property
@@ -151,8 +177,10 @@ class Figure:
         return [name for name in keys if name is not None and name != ALL]
 
     def draw(self, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
-        """Draw these results; a figure without rows says so. ParameterError for a missing column."""
-        source, table = self.source, answer_table
+        """Draw these results; a figure without rows says so. ParameterError for a missing
+        column."""
+        source = self.source
+        table = answer_table
         if isinstance(source, Metric):
             table = source.largest(results.frame) if source.exact else source.medians(results.frame)
         elif source is not None:
@@ -160,7 +188,8 @@ class Figure:
         return self.plot(pd.DataFrame() if table is None else self.select(table))
 
     def select(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows at `at`; columns that the table lacks, or that make panels or colors, select nothing."""
+        """Return the rows at `at`; columns that the table lacks, or that make panels or colors,
+        select nothing."""
         for name, wanted in self.at.items():
             if name in table and name not in (self.panel, self.color) and len(table):
                 values = table[name]
@@ -170,10 +199,18 @@ class Figure:
         return table
 
     def plot(self, frame: pd.DataFrame) -> Plot:
-        """Draw a frame of one row per point, bar or box; without rows, say so. ParameterError for a missing column."""
+        """Draw a frame of one row per point, bar or box; without rows, say so. ParameterError for a
+        missing column."""
         if (rows := self._tidy(frame)).empty:
             figure = Canvas(figsize=(WIDTH, 1.0))
-            figure.text(0.5, 0.5, "nothing was measured to draw here", ha="center", va="center", fontsize=FONT)
+            figure.text(
+                0.5,
+                0.5,
+                "nothing was measured to draw here",
+                ha="center",
+                va="center",
+                fontsize=FONT,
+            )
             return Plot(figure, rows)
         return self.draw_rows(rows)
 
@@ -187,13 +224,19 @@ class Figure:
         return mark_text(names, self.value, row if has_interval else {self.value: row[self.value]})
 
     def _tidy(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Select the rows that can be drawn and the columns of the figure; `ALL` becomes a column of empty texts."""
+        """Select the rows that can be drawn and the columns of the figure; `ALL` becomes a column
+        of empty texts."""
         names = self.keys
         frame = frame if len(frame.columns) else pd.DataFrame(columns=names)
         if missing := [name for name in names if name not in frame]:
-            raise ParameterError(f"no column {', '.join(missing)}; the frame has {', '.join(map(str, frame.columns))}")
-        place, at = list(frame.columns).index(self.value), names.index(self.value)
-        if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:  # a frame has intervals of one column only
+            raise ParameterError(
+                f"no column {', '.join(missing)}; the frame has"
+                f" {', '.join(map(str, frame.columns))}"
+            )
+        place = list(frame.columns).index(self.value)
+        at = names.index(self.value)
+        # a frame has intervals of one column only
+        if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:
             names[at + 1 : at + 1] = ["low", "high"]
         rows = frame[list(dict.fromkeys(names))].dropna(subset=[self.x, self.value])
         return rows.assign(**{ALL: ""}) if self.color == ALL else rows

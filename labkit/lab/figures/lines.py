@@ -1,4 +1,5 @@
-"""Lines over a numeric axis, or dots over names: one panel per facet, intervals as vertical lines."""
+"""Lines over a numeric axis, or dots over names: one panel per facet, intervals as vertical
+lines."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,14 +36,19 @@ class Lines(Figure):
 
     def __post_init__(self) -> None:
         if not set(self.log) <= set("xy"):
-            raise ParameterError(f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {self.log!r}")
+            raise ParameterError(
+                f"log names the logarithmic axes, 'x', 'y', 'xy' or '': got {self.log!r}"
+            )
 
     def draw_rows(self, data: pd.DataFrame) -> Plot:
         names = None if _has_numbers(data[self.x]) else list(dict.fromkeys(data[self.x]))
-        hues, at = sorted(set(data[self.color])), data[self.x]
+        hues = sorted(set(data[self.color]))
+        at = data[self.x]
         if names:  # dots of several colors stand side by side
             step = 0.0 if self.color == self.x else SPREAD / len(hues)
-            at = at.map(names.index) + step * (data[self.color].map(hues.index) - (len(hues) - 1) / 2)
+            at = at.map(names.index) + step * (
+                data[self.color].map(hues.index) - (len(hues) - 1) / 2
+            )
         rows = data.assign(**{AT: at})
         data = rows.sort_values([AT, self.color], kind="stable")
         colors, markers = style.colors(hues), style.colors(hues, style.MARKERS)
@@ -53,11 +59,14 @@ class Lines(Figure):
             marks += self._draw_panel(axis, part, colors, markers)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
             if names:
-                inches = float(figure.get_figwidth()) * 0.8 / min(len(panels), style.MAX_PANELS_IN_ROW)
+                inches = (
+                    float(figure.get_figwidth()) * 0.8 / min(len(panels), style.MAX_PANELS_IN_ROW)
+                )
                 style.place_names(axis, [style.name_text(name) for name in names], inches)
             else:
                 self._place_ticks(axis, sorted(set(data[AT])))
-        if "y" in self.log:  # last: seaborn draws on a logarithmic axis by its logarithms, which rounds
+        # last: seaborn draws on a logarithmic axis by its logarithms, which rounds
+        if "y" in self.log:
             axes[0].set_yscale("log")
         style.format_axis(axes[0].yaxis, self.value, is_log="y" in self.log)
         style.add_legend(figure, self.color, self._handles(data, colors, markers))
@@ -69,15 +78,23 @@ class Lines(Figure):
             names = sorted(set(rows[self.color]))
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
-                yield title, rows[rows[self.color].isin(names[start : start + size])].sort_values([AT, self.color])
+                yield (
+                    title,
+                    rows[rows[self.color].isin(names[start : start + size])].sort_values(
+                        [AT, self.color]
+                    ),
+                )
 
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
     ) -> list[Mark]:
         seaborn.lineplot(
-            rows, x=AT, y=self.value, hue=self.color, style=self.color, palette=colors, markers=markers,
-            dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis, linewidth=1.8,
-            linestyle="-" if self._has_lines(rows) else "none", markersize=5 if len(rows) <= MANY_POINTS else 2.2,
+            rows, x=AT, y=self.value, hue=self.color, style=self.color, palette=colors,
+            markers=markers,
+            dashes=False, estimator=None, errorbar=None, sort=False, legend=False, ax=axis,
+            linewidth=1.8,
+            linestyle="-" if self._has_lines(rows) else "none",
+            markersize=5 if len(rows) <= MANY_POINTS else 2.2,
         )  # fmt: skip
         for line in axis.lines:
             line.set_markeredgecolor(line.get_color())
@@ -100,11 +117,23 @@ class Lines(Figure):
             axis.set_xticks(places)
             axis.margins(x=0.15)  # room for the first and the last label next to another panel
 
-    def _handles(self, data: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]) -> dict[str, Line2D]:
+    def _handles(
+        self, data: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
+    ) -> dict[str, Line2D]:
         """Return legend entries in the order of the lines' ends, from the top down."""
-        ends = data.groupby(self.color, sort=False)[self.value].last().sort_values(ascending=False, kind="stable")
-        line: dict[str, Any] = {"linestyle": "-" if self._has_lines(data) else "none", "markersize": 5}
-        return {str(name): Line2D([], [], color=colors[name], marker=markers[name], **line) for name in ends.index}
+        ends = (
+            data.groupby(self.color, sort=False)[self.value]
+            .last()
+            .sort_values(ascending=False, kind="stable")
+        )
+        line: dict[str, Any] = {
+            "linestyle": "-" if self._has_lines(data) else "none",
+            "markersize": 5,
+        }
+        return {
+            str(name): Line2D([], [], color=colors[name], marker=markers[name], **line)
+            for name in ends.index
+        }
 
 
 def _has_numbers(values: pd.Series) -> bool:

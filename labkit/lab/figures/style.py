@@ -1,4 +1,5 @@
-"""Looks that all figures share, with colors close to Okabe and Ito's, which are safe for color-blind readers."""
+"""Looks that all figures share, with colors close to Okabe and Ito's, which are safe for
+color-blind readers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,28 +11,55 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    MultipleLocator,
+    NullFormatter,
+)
 from matplotlib.ticker import NullLocator as NoTicks
 from pandas.api.types import is_numeric_dtype
 
 from labkit.lab.units import better, column, label
 
-PALETTE = ("#0072B2", "#D55E00", "#008F68", "#B0579A", "#A67C00", "#5E3FBE", "#5B5B5B", "#8C564B", "#3A86C8", "#2A8C95")
+PALETTE = (
+    "#0072B2",
+    "#D55E00",
+    "#008F68",
+    "#B0579A",
+    "#A67C00",
+    "#5E3FBE",
+    "#5B5B5B",
+    "#8C564B",
+    "#3A86C8",
+    "#2A8C95",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
-TEXT, SOFT, GRID, PAGE = "#000000", "#56606B", "#DFE3E7", "#FFFFFF"
+TEXT = "#000000"
+SOFT = "#56606B"
+GRID = "#DFE3E7"
+PAGE = "#FFFFFF"
 FONT = 9  # points
-WIDTH, WIDE, PANEL_HEIGHT = 7.6, 9.6, 2.9  # inches: a figure of one panel, of several, and the height of a panel
+WIDTH = 7.6
+WIDE = 9.6
+PANEL_HEIGHT = 2.9  # inches: a figure of one panel, of several, and the height of a panel
 ALL = "all"
 """Column of colors of a figure in one color."""
 MAX_PANELS_IN_ROW = 3
 LONGEST_LINE = 34  # characters next to a panel
-LEGEND_ROW_INCHES, LONGEST_BESIDE = 0.2, 26  # names of more characters put a legend below the panels
+LEGEND_ROW_INCHES = 0.2
+LONGEST_BESIDE = 26  # names of more characters put a legend below the panels
 LONGEST_UPRIGHT = 9  # characters of a name below an axis; longer ones are slanted
-BOLD_INCHES, PANELS_SHARE = 0.085, 0.8  # width of a character of a panel's title; share of the panels in a figure
-LABEL_INCHES, MARGIN_INCHES = 0.075, 0.8  # width of a character, and of the y axis
+BOLD_INCHES = 0.085
+PANELS_SHARE = 0.8  # width of a character of a panel's title; share of the panels in a figure
+LABEL_INCHES = 0.075
+MARGIN_INCHES = 0.8  # width of a character, and of the y axis
 STEEP_INCHES = 0.5  # names closer to one another are slanted more
 MIN_PLACES = 3  # a panel is as wide as these, so that a single bar is no wall
-MIN_TICKS, MAX_TICKS = 3, 10  # of a logarithmic axis: fewer do not show its scale, more have no room
+MIN_TICKS = 3
+MAX_TICKS = 10  # of a logarithmic axis: fewer do not show its scale, more have no room
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
 
 
@@ -50,11 +78,15 @@ def name_text(name: Any) -> str:
     return f"{name:g}" if isinstance(name, float) else str(name).replace("_", " ")
 
 
-def draw_intervals(axis: Axes, at: Sequence[float], rows: pd.DataFrame, colors: Sequence[str]) -> None:
+def draw_intervals(
+    axis: Axes, at: Sequence[float], rows: pd.DataFrame, colors: Sequence[str]
+) -> None:
     """Draw vertical lines from `low` to `high`, for rows that have them."""
     table = rows.reindex(columns=["low", "high"]).assign(at=at, color=colors).dropna()
     if len(table):
-        axis.vlines(table["at"], table["low"], table["high"], colors=table["color"], linewidth=1.2, zorder=3)
+        axis.vlines(
+            table["at"], table["low"], table["high"], colors=table["color"], linewidth=1.2, zorder=3
+        )
 
 
 def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[Axes]]:
@@ -68,8 +100,11 @@ def panel_grid(panels: int, height: float = PANEL_HEIGHT) -> tuple[Figure, list[
     return figure, axes[:panels]
 
 
-def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "", grid: str = "y") -> None:
-    """Draw a light grid behind the data, a frame at the bottom alone, and the titles of the panel and its axes."""
+def finish_axes(
+    axis: Axes, title: str | None = None, *, x: str = "", y: str = "", grid: str = "y"
+) -> None:
+    """Draw a light grid behind the data, a frame at the bottom alone, and the titles of the panel
+    and its axes."""
     axis.grid(visible=False)
     axis.grid(visible=True, axis=grid, which="major", color=GRID, linewidth=0.7)  # type: ignore[arg-type]
     axis.set_axisbelow(True)
@@ -82,20 +117,28 @@ def finish_axes(axis: Axes, title: str | None = None, *, x: str = "", y: str = "
     if title is not None:
         columns = 1 if place is None else place.get_gridspec().ncols
         inches = axis.get_figure(root=True).get_figwidth() * PANELS_SHARE / columns  # type: ignore[union-attr]
-        axis.set_title("\n".join(wrap(title, int(inches / BOLD_INCHES))), fontsize=FONT, fontweight="bold", loc="left")
+        axis.set_title(
+            "\n".join(wrap(title, int(inches / BOLD_INCHES))),
+            fontsize=FONT,
+            fontweight="bold",
+            loc="left",
+        )
 
 
 def value_title(name: str) -> str:
     """Return the title of an axis with the direction that is better: "time (lower is faster)"."""
-    title, direction = column(name).axis, better(name)
+    title = column(name).axis
+    direction = better(name)
     if direction is None:
         return title
     return f"{title}{' ' if len(title) + len(direction) < LONGEST_LINE else chr(10)}({direction})"
 
 
 def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
-    """Write the names of categories below an axis of `inches`, slanted if they would touch one another."""
-    middle, half = (len(names) - 1) / 2, max(len(names) / 2 + 0.1, MIN_PLACES / 2)
+    """Write the names of categories below an axis of `inches`, slanted if they would touch one
+    another."""
+    middle = (len(names) - 1) / 2
+    half = max(len(names) / 2 + 0.1, MIN_PLACES / 2)
     longest = max(map(len, names))
     is_slanted = longest > LONGEST_UPRIGHT and len(names) > 3
     is_slanted |= len(names) > 1 and longest * LABEL_INCHES > inches / (2 * half)
@@ -107,10 +150,14 @@ def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
 
 
 def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[str | None, pd.DataFrame]]:
-    """Title and rows of each panel: numbers ascending, names in the order of the rows; (None, data) for one panel."""
+    """Title and rows of each panel: numbers ascending, names in the order of the rows; (None, data)
+    for one panel."""
     if panel is None:
         return [(None, data)]
-    return [(label(panel, value), rows) for value, rows in data.groupby(panel, sort=is_numeric_dtype(data[panel]))]
+    return [
+        (label(panel, value), rows)
+        for value, rows in data.groupby(panel, sort=is_numeric_dtype(data[panel]))
+    ]
 
 
 def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
@@ -119,7 +166,11 @@ def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
         return
     widest = max(map(len, handles))
     is_beside = widest <= LONGEST_BESIDE
-    columns = 1 if is_beside else max(1, min(len(handles), int(figure.get_figwidth() * 14 / (widest + 8))))
+    columns = (
+        1
+        if is_beside
+        else max(1, min(len(handles), int(figure.get_figwidth() * 14 / (widest + 8))))
+    )
     if not is_beside:  # panels stay as high as they are
         rows = 1 + math.ceil(len(handles) / columns)
         figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * rows)
@@ -140,7 +191,8 @@ def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
     """Set round ticks for the present range of an axis, with the units of a column."""
     low, high = axis.get_view_interval()
     if (missing := MIN_SPAN * max(abs(low), abs(high)) - (high - low)) > 0:
-        low, high = low - missing / 2, high + missing / 2
+        low = low - missing / 2
+        high = high + missing / 2
         axis.set_view_interval(low, high, ignore=True)
     axis.set_major_locator(log_ticks(name, low, high) if is_log else _linear_ticks(name, low, high))
     axis.set_minor_locator(NoTicks())
@@ -149,7 +201,8 @@ def format_axis(axis: Any, name: str, *, is_log: bool = False) -> None:
 
 
 def log_ticks(name: str, low: float, high: float) -> Locator:
-    """Ticks at powers of two for sizes and counts; else at 1, 2 and 5 of each power of ten, or as many as have room."""
+    """Ticks at powers of two for sizes and counts; else at 1, 2 and 5 of each power of ten, or as
+    many as have room."""
     if name.endswith("bytes"):
         return LogLocator(base=32 if name == "n_bytes" else 2, numticks=8)
     if column(name).doubles:

@@ -1,7 +1,7 @@
 """Pieces of a page as HTML: machine, coverage, table, figure, source, answer, stepper.
 
-The same pieces serve JupyterLab and the exported page. A small style sheet travels with the machine card and uses the
-colors of its surroundings. The templates escape all text.
+The same pieces serve JupyterLab and the exported page. A small style sheet travels with the machine
+card and uses the colors of its surroundings. The templates escape all text.
 """
 
 import base64
@@ -25,7 +25,14 @@ from pygments.lexers import PythonLexer
 from labkit.lab.answers import Answer, Question
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot
-from labkit.lab.pages.html import code_style, piece, piece_style, script, split_constant, table_columns
+from labkit.lab.pages.html import (
+    code_style,
+    piece,
+    piece_style,
+    script,
+    split_constant,
+    table_columns,
+)
 from labkit.lab.pages.schedule import record_schedule
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -44,13 +51,18 @@ SUMMARY_FACTS = {"Machine": "{}", "Processor": "{}", "Memory": "{} of memory", "
 class Piece(HTML):
     """A piece of a page; its repr is text, for a console.
 
-    `on_page` is the form on a page, if that differs. `records` travel with the piece and are not displayed.
+    `on_page` is the form on a page, if that differs. `records` travel with the piece and are not
+    displayed.
     """
 
-    def __init__(self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None):
+    def __init__(
+        self, html: str, *, on_page: str | None = None, records: Mapping[str, Any] | None = None
+    ):
         super().__init__(html)
         self.on_page = html if on_page is None else on_page
-        self._records = dict(records or {}) | ({} if on_page is None else {PIECE_MIME: {"html": on_page}})
+        self._records = dict(records or {}) | (
+            {} if on_page is None else {PIECE_MIME: {"html": on_page}}
+        )
 
     def __repr__(self) -> str:
         text = re.sub(r"<(style|script)\b.*?</\1>", "", self.data, flags=re.DOTALL)
@@ -63,26 +75,36 @@ class Piece(HTML):
 
 
 def machine_card(machine: Machine) -> Piece:
-    """Return the card of the measured machine, which says if it is another one than the reader's."""
+    """Return the card of the measured machine, which says if it is another one than the
+    reader's."""
     html = piece("machine", style=piece_style(), rows=machine_rows(machine).items())
     return Piece(html, on_page="")  # a page has the facts at its top and its end
 
 
 def machine_rows(machine: Machine) -> dict[str, str]:
     """Return facts about a machine by name."""
-    names = [(f"{count}x {gpu.name}" if count > 1 else gpu.name, gpu) for count, gpu in machine.gpu_counts]
+    names = [
+        (f"{count}x {gpu.name}" if count > 1 else gpu.name, gpu)
+        for count, gpu in machine.gpu_counts
+    ]
     form = "{}, {}, compute capability {}".format
-    gpus = [form(name, format_bytes(gpu.memory_bytes), gpu.compute_capability) for name, gpu in names]
+    gpus = [
+        form(name, format_bytes(gpu.memory_bytes), gpu.compute_capability) for name, gpu in names
+    ]
     is_here = machine.identity == describe_machine().identity
     rows = {"Machine": machine.label + ("" if is_here else " (a recorded run, not measured here)")}
     if machine.gpus or machine.cpu_quota:  # else the label says it
         rows["Processor"] = f"{machine.cpu}, {machine.cores_text}"
     rows["Memory"] = format_bytes(machine.memory_bytes)
     rows["Instructions"] = machine.instructions or ""
-    rows["GPU"] = "; ".join(gpus) or (f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none")
+    rows["GPU"] = "; ".join(gpus) or (
+        f"not used: {machine.no_gpu_reason}" if machine.no_gpu_reason else "none"
+    )
     rows["GPU links"] = machine.gpu_links or ""
     rows["System"] = f"{machine.system}, Python {machine.python}"
-    rows["Versions"] = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
+    rows["Versions"] = ", ".join(
+        f"{name} {version}" for name, version in machine.versions.items() if version
+    )
     rows["Source"] = str(machine.source or "not a git checkout")
     return {name: value for name, value in rows.items() if value}
 
@@ -98,19 +120,25 @@ def note(text: str) -> Piece:
 
 
 def coverage(run: Run) -> Piece:
-    """Return one line: points planned and measured, which are missing and why, and whether the machine was busy."""
-    load, points = run.header.load, run.coverage()
+    """Return one line: points planned and measured, which are missing and why, and whether the
+    machine was busy."""
+    load = run.header.load
+    points = run.coverage()
     counts = points["status"].value_counts().to_dict()
     line = f"{counted(len(points), 'point')} planned, {counts.pop('ok', 0)} measured"
     line += "".join(f", {count} {status}" for status, count in counts.items())
-    line += f"; measuring took {format_seconds(points['elapsed_s'].sum())}."  # without the start of ranks
+    # without the start of ranks
+    line += f"; measuring took {format_seconds(points['elapsed_s'].sum())}."
     reason = busy_reason(load, run.header.machine.cores) if load else ""
     notes = [f"At the start: busy machine: {reason}; times may be too long."] if reason else []
     if run.busy:
         reasons = list(dict.fromkeys(run.busy.values()))
         more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
         when = f"{len(run.busy)} of {counted(len(points), 'point')}"
-        notes.append(f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios, not times.")
+        notes.append(
+            f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios,"
+            " not times."
+        )
     return Piece(piece("coverage", line=line, notes=notes, reasons=missing_points(run)))
 
 
@@ -129,22 +157,29 @@ def missing_points(run: Run) -> list[MissingPoints]:
     others = table[table["status"] != "ok"]
     others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
     reasons = others.groupby(["status", "reason"], dropna=False).size().sort_values(ascending=False)
-    return [MissingPoints(str(status), str(reason), int(count)) for (status, reason), count in reasons.items()]
+    return [
+        MissingPoints(str(status), str(reason), int(count))
+        for (status, reason), count in reasons.items()
+    ]
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Piece:
-    """Return a frame as an aligned table, folded on a page. A column's name decides the unit of its values."""
+    """Return a frame as an aligned table, folded on a page. A column's name decides the unit of its
+    values."""
     if frame.empty:  # headings alone look like a mistake
         return note(f"{caption or 'The numbers.'} (This run has none.)")
     columns, same = split_constant(list(table_columns(frame)))
     rows = list(zip(*(one.cells for one in columns), strict=True))
     content = {"headings": columns, "rows": rows, "same": same}
-    on_page = piece("folded", summary=caption or "The numbers", content=Markup(piece("table", **content)))
+    on_page = piece(
+        "folded", summary=caption or "The numbers", content=Markup(piece("table", **content))
+    )
     return Piece(piece("table", **content, caption=caption), on_page=on_page)
 
 
 def render_source(studied: Any) -> Piece:
-    """Return the source and docstring of a function, method, class or module; of what a `partial` or a decorator wraps.
+    """Return the source and docstring of a function, method, class or module; of what a `partial`
+    or a decorator wraps.
 
     ParameterError for an object without Python source.
     """
@@ -153,11 +188,15 @@ def render_source(studied: Any) -> Piece:
         lines, first = inspect.getsourcelines(inside)
         file = Path(inspect.getsourcefile(inside) or "")
     except (TypeError, OSError):
-        raise ParameterError(f"expected a function or class of a module, got {studied!r:.80}") from None
+        raise ParameterError(
+            f"expected a function or class of a module, got {studied!r:.80}"
+        ) from None
     about = {
         "function": getattr(inside, "__qualname__", getattr(inside, "__name__", "source")),
         "place": f"{file.name}, line {max(first, 1)}" if file.is_file() else "this notebook",
-        "code": Markup(highlight(dedent("".join(lines)).rstrip(), PythonLexer(), HtmlFormatter(wrapcode=True))),
+        "code": Markup(
+            highlight(dedent("".join(lines)).rstrip(), PythonLexer(), HtmlFormatter(wrapcode=True))
+        ),
     }
     on_page = piece("source", **about, style=None)  # a page has the style
     return Piece(piece("source", **about, style=Markup(code_style(SOURCE_SCOPE))), on_page=on_page)
@@ -168,7 +207,8 @@ def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
 
     `alt` describes it to readers who do not see it, `file` names the file of its numbers.
     """
-    points, inches = plot.csv().encode(), plot.figure.get_figwidth()
+    points = plot.csv().encode()
+    inches = plot.figure.get_figwidth()
     csv = base64.b64encode(points).decode() if len(points) <= MAX_CSV_BYTES else None
     image = base64.b64encode(plot.svg.encode()).decode()
     html, on_page = (
@@ -182,9 +222,14 @@ def figure(plot: Plot, alt: str, file: str, caption: str = "") -> Piece:
 
 
 def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) -> Piece:
-    """Return the answer to a question: verdict, sentence and scope, figures, the numbers folded, notes, advice."""
+    """Return the answer to a question: verdict, sentence and scope, figures, the numbers folded,
+    notes, advice."""
     has_table = answer.table is not None and len(answer.table) > 0
-    about = {"question": question, "answer": answer, "table": table(answer.table).on_page if has_table else None}
+    about = {
+        "question": question,
+        "answer": answer,
+        "table": table(answer.table).on_page if has_table else None,
+    }
     html, on_page = (
         piece("answer", **about, figures=[Markup(text) for text in texts])
         for texts in ([one.data for one in figures], [one.on_page for one in figures])
@@ -193,18 +238,28 @@ def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) ->
 
 
 def stepper(
-    algorithms: Mapping[str, Callable[..., None]] = ALGORITHMS, world_sizes: Sequence[int] = tuple(range(2, 9))
+    algorithms: Mapping[str, Callable[..., None]] = ALGORITHMS,
+    world_sizes: Sequence[int] = tuple(range(2, 9)),
 ) -> Piece:
-    """Return the messages of all-reduces, recorded from the real functions, for a reader to step through.
+    """Return the messages of all-reduces, recorded from the real functions, for a reader to step
+    through.
 
-    `algorithms` by name, called like those of `labkit.parallel.collectives`, with a `transport`. ValueError for numbers
-    of ranks that `record_schedule` refuses; errors of a function pass through.
+    `algorithms` by name, called like those of `labkit.parallel.collectives`, with a `transport`.
+    ValueError for numbers of ranks that `record_schedule` refuses; errors of a function pass
+    through.
     """
     schedules = {
         name: {p: record_schedule(all_reduce, p)._asdict() for p in world_sizes}
         for name, all_reduce in algorithms.items()
     }
     names = {name: name.replace("_", " ") for name in algorithms}
-    about: dict[str, Any] = {"names": names, "world_sizes": world_sizes, "schedules": htmlsafe_json_dumps(schedules)}
+    about: dict[str, Any] = {
+        "names": names,
+        "world_sizes": world_sizes,
+        "schedules": htmlsafe_json_dumps(schedules),
+    }
     in_notebook = {"style": Markup(piece_style()), "script": Markup(script())}
-    return Piece(piece("stepper", **about, inline=in_notebook), on_page=piece("stepper", **about, inline=None))
+    return Piece(
+        piece("stepper", **about, inline=in_notebook),
+        on_page=piece("stepper", **about, inline=None),
+    )

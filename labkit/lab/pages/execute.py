@@ -1,7 +1,8 @@
 """Executes notebooks strictly: parameters checked first, failures kept, progress passed on.
 
-papermill inserts the parameters and executes the cells, by an engine that shares one kernel among notebooks. Its own
-command only warns of an unknown parameter; here all are checked against the lab before a kernel starts.
+papermill inserts the parameters and executes the cells, by an engine that shares one kernel among
+notebooks. Its own command only warns of an unknown parameter; here all are checked against the lab
+before a kernel starts.
 """
 
 import os
@@ -28,11 +29,12 @@ from labkit.lab.parameters import check_parameters, literal_assignments
 from labkit.lab.project import write_file
 from labkit.lab.runs.progress import PROGRESS_MIME, MeasuringInterrupted, Progress
 
-# A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage: Python would look through
-# them a dozen times while it imports, and once more at its end.
+# A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage:
+# Python would look through them a dozen times while it imports, and once more at its end.
 KERNEL_START = (
-    "__import__('gc').set_threshold(50_000); __import__('atexit').register(__import__('gc').freeze); "
-    "__import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
+    "__import__('gc').set_threshold(50_000);"
+    " __import__('atexit').register(__import__('gc').freeze);"
+    " __import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )
 ENGINE = "labkit"
 RESET = (
@@ -44,11 +46,13 @@ INTERRUPTED = ("KeyboardInterrupt", MeasuringInterrupted.__name__)
 
 
 class NotebookFailed(RuntimeError):
-    """A notebook did not run to its end. The message is the error in one line; the notebook is saved."""
+    """A notebook did not run to its end. The message is the error in one line; the notebook is
+    saved."""
 
 
 class _KernelManager(AsyncKernelManager):
-    """Offers encryption, without which ipykernel warns, and never interrupts a kernel that is to end.
+    """Offers encryption, without which ipykernel warns, and never interrupts a kernel that is to
+    end.
 
     A kernel that is still busy with its last message would print that.
     """
@@ -62,15 +66,19 @@ class _KernelManager(AsyncKernelManager):
 
 
 class Kernel:
-    """A kernel for several notebooks: each starts with an empty namespace and has the imports of those before it.
+    """A kernel for several notebooks: each starts with an empty namespace and has the imports of
+    those before it.
 
-    Imports and the start of a fork server would take several seconds per notebook. The server has what the ranks of
-    all `studies` need.
+    Imports and the start of a fork server would take several seconds per notebook. The server has
+    what the ranks of all `studies` need.
     """
 
     def __init__(self, studies: Iterable[Lab] = ()) -> None:
-        self.manager = _KernelManager(kernel_name="python3")  # this interpreter, whatever kernels are registered
-        self.start_line = KERNEL_START.format(sorted({module for study in studies for module in study.preload}))
+        # this interpreter, whatever kernels are registered
+        self.manager = _KernelManager(kernel_name="python3")
+        self.start_line = KERNEL_START.format(
+            sorted({module for study in studies for module in study.preload})
+        )
 
     def close(self) -> None:
         """End the process; the next notebook starts another one."""
@@ -81,14 +89,19 @@ class Kernel:
 class _Client(PapermillNotebookClient):
     """papermill's client in a shared kernel; passes a lab's progress on to the caller."""
 
-    def __init__(self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None]):
+    def __init__(
+        self, notebook_manager: Any, kernel: Kernel, on_progress: Callable[[Progress], None]
+    ):
         super().__init__(
             notebook_manager,
             km=kernel.manager,
             timeout=None,  # a lab has deadlines of its own, one per point
             startup_timeout=60,
             # a reader's `random.py` in the working directory must not stand in for Python's
-            extra_arguments=[f"--IPKernelApp.exec_lines={kernel.start_line}", "--IPKernelApp.ignore_cwd=True"],
+            extra_arguments=[
+                f"--IPKernelApp.exec_lines={kernel.start_line}",
+                "--IPKernelApp.ignore_cwd=True",
+            ],
             log=logger,
         )
         self._on_progress = on_progress
@@ -116,7 +129,8 @@ class _Client(PapermillNotebookClient):
 
 
 class _Engine(Engine):
-    """Executes a notebook in a shared kernel and saves it as `target`, up to the cell that failed."""
+    """Executes a notebook in a shared kernel and saves it as `target`, up to the cell that
+    failed."""
 
     @classmethod
     def execute_managed_notebook(
@@ -165,12 +179,14 @@ def execute_notebook(
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Run a lab's notebook, given as text, with `parameters`, and save it, outputs included, as `target`.
+    """Run a lab's notebook, given as text, with `parameters`, and save it, outputs included, as
+    `target`.
 
     Raises:
         ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
-        KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks have ended.
+        KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks
+        have ended.
     """
     values = join_parameters(study, notebook, parameters)
     write_file(target, notebook)
@@ -197,7 +213,8 @@ def execute_notebook(
 
 
 def join_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a report's parameters into values for the notebook's cell of parameters: they win over what it sets.
+    """Join a report's parameters into values for the notebook's cell of parameters: they win over
+    what it sets.
 
     ParameterError for a wrong name or value.
     """
@@ -211,12 +228,15 @@ def join_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) ->
 
 
 def notebook_parameters(text: str, name: str) -> dict[str, Any]:
-    """Read the defaults in the cell tagged `parameters`. ParameterError without such a cell, or without literals."""
+    """Read the defaults in the cell tagged `parameters`. ParameterError without such a cell, or
+    without literals."""
     for cell in nbformat.reads(text, as_version=4).cells:
         if "parameters" in cell.metadata.get("tags", []):
             try:
                 if values := literal_assignments(cell.source):
                     return values
             except (ValueError, SyntaxError) as error:
-                raise ParameterError(f"{name}: the parameters cell cannot be read: {error}") from None
+                raise ParameterError(
+                    f"{name}: the parameters cell cannot be read: {error}"
+                ) from None
     raise ParameterError(f"{name}: no cell is tagged `parameters` and sets some")

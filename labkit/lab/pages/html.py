@@ -1,4 +1,5 @@
-"""Templates of everything displayed, and frames as tables. Jinja escapes every value, so no run can add markup."""
+"""Templates of everything displayed, and frames as tables. Jinja escapes every value, so no run can
+add markup."""
 
 import base64
 import hashlib
@@ -45,7 +46,8 @@ def piece(name: str, **values: Any) -> str:
 
 @cache
 def style_sheet() -> str:
-    """Return the style of a page and its pieces. The pieces' print rules come last, so that they win."""
+    """Return the style of a page and its pieces. The pieces' print rules come last, so that they
+    win."""
     return (TEMPLATES / "style.css").read_text() + piece_style()
 
 
@@ -57,12 +59,14 @@ def piece_style() -> str:
 
 @cache
 def script() -> str:
-    """Return the script of a page: sorts tables, opens them for printing, displays the values of figures."""
+    """Return the script of a page: sorts tables, opens them for printing, displays the values of
+    figures."""
     return "".join(path.read_text() for path in sorted(TEMPLATES.glob("*.js")))
 
 
 def script_hash() -> str:
-    """Return the hash of the script for a page's Content-Security-Policy, so that no other script runs."""
+    """Return the hash of the script for a page's Content-Security-Policy, so that no other script
+    runs."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
 
 
@@ -70,8 +74,12 @@ def script_hash() -> str:
 def code_style(scope: str = "") -> str:
     """Pygments' colors for light and dark pages, limited to the elements inside `scope`."""
     inside = f"{scope} .highlight".strip()
-    light, dark = (HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark"))
-    return f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+    light, dark = (
+        HtmlFormatter(style=style).get_style_defs(inside) for style in ("default", "github-dark")
+    )
+    return (
+        f"{inside} {{ color: #1c2024 }}\n{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}"
+    )
 
 
 def mark_code(text: str) -> Markup:
@@ -94,11 +102,24 @@ def split_change(change: str) -> tuple[str, str]:
 def _environment() -> Environment:
     loader = FileSystemLoader(TEMPLATES)
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, cache_size=20
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        cache_size=20,
     )
-    environment.filters |= {"mark_code": mark_code, "plain": lambda text: text.replace("`", ""), "sentence": capitalize}
+    environment.filters |= {
+        "mark_code": mark_code,
+        "plain": lambda text: text.replace("`", ""),
+        "sentence": capitalize,
+    }
     environment.filters |= {"split_change": split_change, "statement": statement}
-    environment.globals |= {"script_hash": script_hash, "script": script, "style_sheet": style_sheet}
+    environment.globals |= {
+        "script_hash": script_hash,
+        "script": script,
+        "style_sheet": style_sheet,
+    }
     return environment
 
 
@@ -134,26 +155,37 @@ def table_columns(frame: pd.DataFrame) -> Iterator[TableColumn]:
         elif place < 2 or names[place - 1 : place + 1] != ["low", "high"]:
             present = [value for value in values if not _is_missing(value)]
             is_number = bool(present) and all(map(_is_number, present))
-            yield TableColumn(column(name).title, is_number, [_cell(name, value) for value in values])
+            yield TableColumn(
+                column(name).title, is_number, [_cell(name, value) for value in values]
+            )
 
 
 def split_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], str]:
     """Split a wide table into the columns whose cells differ, and a sentence on the others."""
     if len(columns) <= MAX_COLUMNS or len(columns[0].cells) < 2:
         return columns, ""
-    same = {one.text: one.cells[0].text for one in columns if len({cell.text for cell in one.cells}) == 1}
+    same = {
+        one.text: one.cells[0].text
+        for one in columns
+        if len({cell.text for cell in one.cells}) == 1
+    }
     others = ", ".join(f"{name} {value}" for name, value in same.items() if value != "–")
-    return [one for one in columns if one.text not in same], f"The same in all rows: {others}." if others else ""
+    return [one for one in columns if one.text not in same], (
+        f"The same in all rows: {others}." if others else ""
+    )
 
 
 def _interval(name: str, low: float, high: float) -> Cell:
     """ "[48.4, 62.8] ms", or "[0.9 ms, 1.1 s]" if the units differ; sorted by the lower end."""
     if _is_missing(low):
         return Cell("–")
-    start, end = _text(name, low), _text(name, high)
+    start = _text(name, low)
+    end = _text(name, high)
     (_, _, unit), (number, _, other) = start.partition(" "), end.partition(" ")
     is_same = unit and unit == other
-    text = f"[{start.removesuffix(f' {unit}')}, {number}] {unit}" if is_same else f"[{start}, {end}]"
+    text = (
+        f"[{start.removesuffix(f' {unit}')}, {number}] {unit}" if is_same else f"[{start}, {end}]"
+    )
     return Cell(text, f"{low:.12g}")
 
 
@@ -180,6 +212,7 @@ def _text(name: str, value: Any) -> str:
         # operators, paths and reasons are spelled out
         is_name = "::" not in text and "/" not in text and len(text.split()) <= MAX_NAME_WORDS
         return text.replace("_", " ") if is_name else text
-    if isinstance(value, int) and not name.endswith(("bytes", "flops")):  # a count keeps all its digits
+    # a count keeps all its digits
+    if isinstance(value, int) and not name.endswith(("bytes", "flops")):
         return f"{value:,}" if abs(value) >= SEPARATED_FROM else str(value)
     return column(name).form(value)

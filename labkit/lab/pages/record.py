@@ -1,7 +1,8 @@
-"""The record of a lab, which its notebook leaves when it closes, and the index of a report, made of records.
+"""The record of a lab, which its notebook leaves when it closes, and the index of a report, made of
+records.
 
-A record stands next to each page as JSON. The index says what to do here, the largest differences, and every lab's
-answers.
+A record stands next to each page as JSON. The index says what to do here, the largest differences,
+and every lab's answers.
 """
 
 import json
@@ -21,7 +22,13 @@ from labkit.lab.answers import TOPICS, Answer, Verdict
 from labkit.lab.calibration import LIMITS, describe_calibration
 from labkit.lab.config import AUTO, ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.pages.cards import MissingPoints, Piece, machine_rows, machine_summary, missing_points
+from labkit.lab.pages.cards import (
+    MissingPoints,
+    Piece,
+    machine_rows,
+    machine_summary,
+    missing_points,
+)
 from labkit.lab.pages.html import piece, render
 from labkit.lab.project import relative_to_project, write_file
 from labkit.lab.recommended import Configuration, write_code
@@ -39,10 +46,11 @@ MAX_LARGEST = 5
 JOINED_TOPICS = ("precision", "attention", "compile", "synchronization")
 """Topics that the joined configuration of a training step sets."""
 RULE = (
-    f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant (false discovery "
-    f"rate {FALSE_DISCOVERY_RATE:.1%} per question). Intervals are 95% and cover what varied within this run. A ratio "
-    "is estimated from rounds, so it may differ from the ratio of two medians. Compare ratios, not times, between "
-    "sections: other processes measured them at other times."
+    f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant"
+    f" (false discovery rate {FALSE_DISCOVERY_RATE:.1%} per question). Intervals are 95% and cover"
+    " what varied within this run. A ratio is estimated from rounds, so it may differ from the"
+    " ratio of two medians. Compare ratios, not times, between sections: other processes measured"
+    " them at other times."
 )
 
 
@@ -103,7 +111,8 @@ class RunRecord(BaseModel, frozen=True):
     @property
     def origin(self) -> str:
         """ "quick, 2026-11-23, 63 of 103 points"; without the points if all were measured."""
-        n_measured, n_planned = self.coverage.get("ok", 0), sum(self.coverage.values())
+        n_measured = self.coverage.get("ok", 0)
+        n_planned = sum(self.coverage.values())
         points = f", {n_measured} of {n_planned} points" if n_measured < n_planned else ""
         return f"{self.profile}, {self.started:%Y-%m-%d}{points}"
 
@@ -132,7 +141,8 @@ class LabRecord(BaseModel, frozen=True):
 
 def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer]) -> RunRecord:
     """Make the record of a run, for its page and for the index."""
-    coverage, machine = run.coverage(), run.header.machine
+    coverage = run.coverage()
+    machine = run.header.machine
     is_busy = coverage["point"].isin(run.busy)
     busy_share = coverage["elapsed_s"][is_busy].sum() / max(coverage["elapsed_s"].sum(), 1e-9)
     return RunRecord(
@@ -148,21 +158,29 @@ def run_record(lab: Lab, run: Run, answers: Mapping[str, Answer]) -> RunRecord:
         is_busy=bool(is_busy.any() and busy_share >= BUSY_SHARE),
         python=_joined_code(run),
         answers=[
-            AnswerRecord(lab=lab.name, lab_title=lab.title, **vars(question) | vars(answers[question.id]))
+            AnswerRecord(
+                lab=lab.name, lab_title=lab.title, **vars(question) | vars(answers[question.id])
+            )
             for question in lab.questions
         ],
     )
 
 
 def record_card(record: RunRecord) -> Piece:
-    """The card below a lab's last cell: where the numbers come from, with the record. A page has it at its end."""
+    """The card below a lab's last cell: where the numbers come from, with the record. A page has it
+    at its end."""
     rows = [*record.provenance, ("Differences", RULE)]
-    return Piece(piece("provenance", rows=rows), on_page="", records={PAGE_MIME: record.model_dump(mode="json")})
+    return Piece(
+        piece("provenance", rows=rows),
+        on_page="",
+        records={PAGE_MIME: record.model_dump(mode="json")},
+    )
 
 
 def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
     """Return facts of the provenance card by name."""
-    path, hosts = relative_to_project(run.path), run.header.ranks_by_host
+    path = relative_to_project(run.path)
+    hosts = run.header.ranks_by_host
     resumed = "; ".join(map(_describe_resumption, run.resumptions))
     return {
         "Run": path,
@@ -180,11 +198,15 @@ def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
 def _describe_resumption(resumption: Resumption) -> str:
     """Say when, at which commit and by which command a run was resumed; older runs lack some."""
     when = f"{resumption.at:%F %T} UTC" if resumption.at else "unknown time"
-    return f"{when}, {resumption.source or 'unknown commit'}, by {resumption.command or 'an unknown command'}"
+    return (
+        f"{when}, {resumption.source or 'unknown commit'}, by"
+        f" {resumption.command or 'an unknown command'}"
+    )
 
 
 def _command_again(lab: Lab, header: RunHeader) -> str:
-    """Return the command with the --set options that lead from the profile to the config of the run."""
+    """Return the command with the --set options that lead from the profile to the config of the
+    run."""
     try:
         lab.configure(header.profile, header.config, header.machine)
     except ParameterError:
@@ -192,24 +214,38 @@ def _command_again(lab: Lab, header: RunHeader) -> str:
     profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
     profile = profiles[header.profile].model_dump(mode="json")
     changed = {name: value for name, value in header.config.items() if profile[name] != value}
-    options = [f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()]
+    options = [
+        f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()
+    ]
     return f"labkit report {lab.name} --profile {header.profile}" + "".join(options)
 
 
 def _describe_ranks(run: Run) -> str:
-    """Say how the ranks ran, as they reported: "2 ranks: gloo, forkserver, scheduling batch, 1 thread each"."""
+    """Say how the ranks ran, as they reported: "2 ranks: gloo, forkserver, scheduling batch, 1
+    thread each"."""
     described = set()
     for fact in run.facts().values():
-        if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():  # the ranks were ready
-            text = f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling {fact['scheduling']}"
+        # the ranks were ready
+        if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():
+            text = (
+                f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling"
+                f" {fact['scheduling']}"
+            )
             memory = f", shared memory {fact['shared_memory']}" if "shared_memory" in fact else ""
-            described.add((fact["world_size"], f"{text}, {counted(fact['threads'], 'thread')} each{memory}"))
-    return "; ".join(f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described)) or "none"
+            described.add(
+                (fact["world_size"], f"{text}, {counted(fact['threads'], 'thread')} each{memory}")
+            )
+    return (
+        "; ".join(f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described))
+        or "none"
+    )
 
 
 def _joined_code(run: Run) -> str | None:
-    """Return the joined configuration of the lab of tuned steps as Python; None for every other lab."""
-    frame, names = run.frame(), [field.name for field in fields(Configuration)]
+    """Return the joined configuration of the lab of tuned steps as Python; None for every other
+    lab."""
+    frame = run.frame()
+    names = [field.name for field in fields(Configuration)]
     rows = frame.reindex(columns=["implementation", "model", "context_length", *names]).dropna()
     for row in rows[rows["implementation"] == "joined"].to_dict("records"):
         configuration = Configuration(**{name: row[name] for name in names})
@@ -235,19 +271,26 @@ def _read_record(lab: Lab, path: Path) -> LabRecord:
 
 
 def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) -> Path:
-    """Write `<output>/index.html` from the records in `output`, in the order of `labs`, and return its path.
+    """Write `<output>/index.html` from the records in `output`, in the order of `labs`, and return
+    its path.
 
-    `to_come` are labs that a report under way still measures. Whether a record is of this machine is decided here, so
-    records and pages may be copied together from several reports.
+    `to_come` are labs that a report under way still measures. Whether a record is of this machine
+    is decided here, so records and pages may be copied together from several reports.
     """
     paths = {lab.name: (lab, output / f"{lab.name}.json") for lab in labs}
     records = [_read_record(lab, path) for lab, path in paths.values() if path.is_file()]
-    usable = [record for record in records if record.is_here and not (record.run and record.run.is_busy)]
+    usable = [
+        record for record in records if record.is_here and not (record.run and record.run.is_busy)
+    ]
     answers = [answer for record in usable if record.run for answer in record.run.answers]
-    python = {record.lab: record.run.python for record in usable if record.run and record.run.python}
+    python = {
+        record.lab: record.run.python for record in usable if record.run and record.run.python
+    }
     tuned = None  # until all labs are measured, whose answers it joins
     if not to_come:
-        tuned = next((answer for answer in answers if answer.id == "gain" and answer.lab in python), None)
+        tuned = next(
+            (answer for answer in answers if answer.id == "gain" and answer.lab in python), None
+        )
     machine = machine_rows(describe_machine())
     html = render(
         "index_page.html.j2",
@@ -269,17 +312,23 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     return page
 
 
-def _recommendations(answers: Iterable[AnswerRecord], *, has_joined: bool) -> dict[str, AnswerRecord]:
-    """The title of each topic with its strongest advice; parts of a measured joined configuration are left out."""
+def _recommendations(
+    answers: Iterable[AnswerRecord], *, has_joined: bool
+) -> dict[str, AnswerRecord]:
+    """The title of each topic with its strongest advice; parts of a measured joined configuration
+    are left out."""
     best: dict[str | None, AnswerRecord] = {}
     for answer in sorted(answers, key=lambda answer: (answer.is_better, answer.size)):
-        if answer.advice and not (has_joined and answer.topic in JOINED_TOPICS and answer.is_better):
+        if answer.advice and not (
+            has_joined and answer.topic in JOINED_TOPICS and answer.is_better
+        ):
             best[answer.topic] = answer
     return {title: best[topic] for topic, title in TOPICS.items() if topic in best}
 
 
 def _largest_differences(answers: Iterable[AnswerRecord]) -> list[AnswerRecord]:
-    """Return the largest clear effect of each lab, without those that everybody expects, by size."""
+    """Return the largest clear effect of each lab, without those that everybody expects, by
+    size."""
     largest: dict[str, AnswerRecord] = {}
     for answer in sorted(answers, key=lambda answer: answer.size):
         if answer.verdict in ("yes", "no") and answer.change and not answer.is_expected:

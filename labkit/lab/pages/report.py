@@ -1,7 +1,8 @@
-"""A lab's page: its executed notebook as one HTML file that opens anywhere, offline, and makes no request.
+"""A lab's page: its executed notebook as one HTML file that opens anywhere, offline, and makes no
+request.
 
-The page has labkit's template and style sheet. Formulas become MathML, images are embedded, and only sorting, hovering
-and switches need its script. The lab's record stands next to it.
+The page has labkit's template and style sheet. Formulas become MathML, images are embedded, and
+only sorting, hovering and switches need its script. The lab's record stands next to it.
 """
 
 import re
@@ -21,9 +22,22 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from labkit.lab.declaration import Lab
 from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
 from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, join_parameters
-from labkit.lab.pages.html import TEMPLATES, code_style, render, script, style_sheet, with_nonbreaking_units
+from labkit.lab.pages.html import (
+    TEMPLATES,
+    code_style,
+    render,
+    script,
+    style_sheet,
+    with_nonbreaking_units,
+)
 from labkit.lab.pages.record import RULE, LabRecord, read_notebook_record
-from labkit.lab.project import check_writable, committed_notebook, figures_directory, runs_directory, write_file
+from labkit.lab.project import (
+    check_writable,
+    committed_notebook,
+    figures_directory,
+    runs_directory,
+    write_file,
+)
 from labkit.lab.runs.progress import Progress
 
 _HEADING = re.compile(r'(?<!<section class="prose code">)<h2 id="([^"]*)">(.*?)</h2>', re.DOTALL)
@@ -41,12 +55,16 @@ class LabResult:
 
 
 def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path) -> None:
-    """Refuse wrong parameters and folders that take no files before the first lab runs. ParameterError names them."""
+    """Refuse wrong parameters and folders that take no files before the first lab runs.
+    ParameterError names them."""
     folders = [output / "notebooks"]
     for study in studies:
         join_parameters(study, committed_notebook(study.name)[0], parameters)
         has_run = parameters.get("run") is not None
-        folders += [figures_directory() / study.name, *([] if has_run else [runs_directory() / study.name])]
+        folders += [
+            figures_directory() / study.name,
+            *([] if has_run else [runs_directory() / study.name]),
+        ]
     check_writable(*folders)
 
 
@@ -57,9 +75,11 @@ def report_lab(
     kernel: Kernel,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LabResult:
-    """Execute one lab's notebook, and write its page and record; a failure is in the result and on the page."""
+    """Execute one lab's notebook, and write its page and record; a failure is in the result and on
+    the page."""
     start = time.monotonic()
-    notebook, page = output / "notebooks" / f"{study.name}.ipynb", output / f"{study.name}.html"
+    notebook = output / "notebooks" / f"{study.name}.ipynb"
+    page = output / f"{study.name}.html"
     error = None
     try:
         text, _ = committed_notebook(study.name)
@@ -71,18 +91,25 @@ def report_lab(
 
 
 class _Renderer(IPythonRenderer):
-    """Markdown with anchors at its headings and formulas as MathML, which browsers draw without a script."""
+    """Markdown with anchors at its headings and formulas as MathML, which browsers draw without a
+    script."""
 
     def heading(self, text: str, level: int, **_: Any) -> str:
-        anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", text).lower()).strip("-")  # "1-size-and-ranks"
+        # "1-size-and-ranks"
+        anchor = re.sub(r"[^a-z0-9]+", "-", re.sub(r"<[^>]*>", "", text).lower()).strip("-")
         return f'<h{level} id="{anchor}">{text}</h{level}>\n'
 
     def table(self, text: str) -> str:
-        return f'<div class="scroll" role="region" tabindex="0" aria-label="table"><table>{text}</table></div>\n'
+        return (
+            '<div class="scroll" role="region" tabindex="0"'
+            f' aria-label="table"><table>{text}</table></div>\n'
+        )
 
     def block_math(self, body: str) -> str:
         formula = latex_to_mathml(body, display="block")
-        return f'<div class="scroll" role="region" tabindex="0" aria-label="formula">{formula}</div>\n'
+        return (
+            f'<div class="scroll" role="region" tabindex="0" aria-label="formula">{formula}</div>\n'
+        )
 
     def inline_math(self, body: str) -> str:
         return latex_to_mathml(body)
@@ -92,12 +119,19 @@ class _PageExporter(HTMLExporter):
     """nbconvert's exporter with labkit's template."""
 
     def __init__(self, **options: Any):
-        super().__init__(template_name="labkit", extra_template_basedirs=[str(TEMPLATES)], embed_images=True, **options)
+        super().__init__(
+            template_name="labkit",
+            extra_template_basedirs=[str(TEMPLATES)],
+            embed_images=True,
+            **options,
+        )
 
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
         cell = context.get("cell", {})
-        renderer = _Renderer(escape=False, attachments=cell.get("attachments", {}), exclude_anchor_links=True)
+        renderer = _Renderer(
+            escape=False, attachments=cell.get("attachments", {}), exclude_anchor_links=True
+        )
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
@@ -105,7 +139,8 @@ _exporter = cache(_PageExporter)  # which takes a second to make
 
 
 def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> LabRecord:
-    """Write the page of an executed notebook, and its record as JSON; `error` is why it did not run to its end."""
+    """Write the page of an executed notebook, and its record as JSON; `error` is why it did not run
+    to its end."""
     run = read_notebook_record(notebook)
     record = LabRecord(lab=lab.name, title=lab.title, error=error, run=run)
     rows = dict(run.machine_rows if run else ())
@@ -117,7 +152,9 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         "style": style_sheet(),
         "code_style": code_style(),
         "script": script(),
-        "summary": render("page_summary.html.j2", record=record, rule=RULE, machine=machine_summary(rows)),
+        "summary": render(
+            "page_summary.html.j2", record=record, rule=RULE, machine=machine_summary(rows)
+        ),
         "footer": render(
             "page_footer.html.j2",
             record=record,
@@ -143,5 +180,8 @@ def _hide_empty_sections(cells: list[Any]) -> None:
             if heading is not None:
                 cell.metadata["labkit_silent"] = True
         elif heading is not None:
-            pieces = [output.get("data", {}).get(PIECE_MIME, {"html": "other"}) for output in cell.get("outputs", [])]
+            pieces = [
+                output.get("data", {}).get(PIECE_MIME, {"html": "other"})
+                for output in cell.get("outputs", [])
+            ]
             heading.metadata["labkit_silent"] &= all(piece["html"] == "" for piece in pieces)

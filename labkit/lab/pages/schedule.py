@@ -19,7 +19,8 @@ _Queues = Sequence[Sequence[SimpleQueue[_Item]]]  # [source][target]
 
 
 class Message(NamedTuple):
-    """Elements `start` to `stop` of the vector, from rank `source`; rank `target` has them after `round`, from 1 up."""
+    """Elements `start` to `stop` of the vector, from rank `source`; rank `target` has them after
+    `round`, from 1 up."""
 
     round: int
     source: int
@@ -31,17 +32,20 @@ class Message(NamedTuple):
 class MessageSchedule(NamedTuple):
     """All messages, and the vectors' content after each round."""
 
-    elements: int  # length of the vector: as few as shards, and halves of halves, of the same length need
+    # length of the vector: as few as shards, and halves of halves, of the same length need
+    elements: int
     messages: list[Message]
-    held: list[list[list[int]]]  # by round (0: before the first), rank and element: whose shares, one bit per rank
+    # by round (0: before the first), rank and element: whose shares, one bit per rank
+    held: list[list[list[int]]]
 
 
 def record_schedule(all_reduce: Callable[..., None], world_size: int) -> MessageSchedule:
-    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`; return its messages.
+    """Run `all_reduce(tensor, group, op, transport=...)` on `world_size` ranks, 1 to `MAX_RANKS`;
+    return its messages.
 
-    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose shares it holds. Each
-    message takes one round, however long it is. Raises ValueError for another number of ranks, and whatever the
-    function raises.
+    Ranks are threads. A rank's share of the sum is a power of two, so every element shows whose
+    shares it holds. Each message takes one round, however long it is. Raises ValueError for another
+    number of ranks, and whatever the function raises.
     """
     if not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"expected 1 to {MAX_RANKS} ranks, got {world_size}")
@@ -49,9 +53,12 @@ def record_schedule(all_reduce: Callable[..., None], world_size: int) -> Message
     queues = [[SimpleQueue[_Item]() for _ in range(world_size)] for _ in range(world_size)]
     ranks = [_RecordingTransport(rank, queues, elements) for rank in range(world_size)]
     with ThreadPoolExecutor(world_size) as threads:
-        ends = [threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks]
+        ends = [
+            threads.submit(all_reduce, rank.vector, None, "sum", transport=rank) for rank in ranks
+        ]
     if errors := [error for end in ends if (error := end.exception())]:
-        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])  # others only waited for it
+        # others only waited for it
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])
     rounds = max(rank.round for rank in ranks)
     return MessageSchedule(
         elements,
@@ -79,11 +86,14 @@ class _RecordingTransport(Transport):
     def run(self, steps: list[Step], depth: int = 1) -> None:
         self._history[self.round] = self.vector.clone()
         ends = [self.round] * depth
-        for step, start in zip(steps, ends, strict=False):  # step i starts when step i - depth has ended
+        # step i starts when step i - depth has ended
+        for step, start in zip(steps, ends, strict=False):
             end = start
             if step.outgoing is not None and len(step.outgoing):
                 part = step.outgoing
-                self._queues[self.rank][step.target].put((start, int(part.storage_offset()), part.clone()))
+                self._queues[self.rank][step.target].put(
+                    (start, int(part.storage_offset()), part.clone())
+                )
                 end = start + 1
             if step.incoming is not None and len(step.incoming):
                 sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
@@ -96,7 +106,8 @@ class _RecordingTransport(Transport):
         self.round = max(ends)
 
     def shares_after(self, number: int) -> list[int]:
-        """Return whose shares each element holds after a round. Called once the all-reduce has returned."""
+        """Return whose shares each element holds after a round. Called once the all-reduce has
+        returned."""
         self._history[self.round] = self.vector
         last = max((end for end in self._history if end <= number), default=0)
         return [int(value) for value in self._history[last]]

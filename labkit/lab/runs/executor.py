@@ -1,4 +1,5 @@
-"""Measures the points of a run, one after the other on their ranks, and writes every row as it comes."""
+"""Measures the points of a run, one after the other on their ranks, and writes every row as it
+comes."""
 
 import math
 import shutil
@@ -27,12 +28,14 @@ from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_ran
 Events = Generator[Row | Retry | PointEnd, None, None]
 OnOutput = Callable[[str], None] | None
 TOO_LONG = 6
-"""Factor over `rounds_s` from which a point is the largest of its series, as on a CPU without 16-bit instructions."""
+"""Factor over `rounds_s` from which a point is the largest of its series, as on a CPU without
+16-bit instructions."""
 
 
 @dataclass
 class Executor:
-    """Measures points into one run, a launch per group of ranks; skips points that this machine cannot hold."""
+    """Measures points into one run, a launch per group of ranks; skips points that this machine
+    cannot hold."""
 
     study: Lab
     plugins: Plugins
@@ -66,7 +69,8 @@ class Executor:
 
     def _skip(self, points: list[Point]) -> list[Point]:
         """Record points that cannot be measured here, with the reason; return the others."""
-        machine, remaining = describe_machine(), []
+        machine = describe_machine()
+        remaining = []
         for point in points:
             series, size = point.series or (None, 0.0)
             limit, too_large = self._size_limits.get(series, (math.inf, ""))
@@ -80,10 +84,16 @@ class Executor:
         return remaining
 
     def _measure_group(self, points: list[Point]) -> int:
-        """Measure points of one group of ranks, until all ended or the rest is too large; return how many."""
-        ended, meter, probe = 0, LoadMeter(owns_all_ranks=not is_job_rank()), dict[str, float]()
-        # closing: an interrupt must end the ranks now, not when a traceback lets go of the generator
-        with closing(launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)) as events:
+        """Measure points of one group of ranks, until all ended or the rest is too large; return
+        how many."""
+        ended = 0
+        meter = LoadMeter(owns_all_ranks=not is_job_rank())
+        probe = dict[str, float]()
+        # closing: an interrupt must end the ranks now, not when a traceback lets go of the
+        # generator
+        with closing(
+            launch_points(self.study, points, self.plugins, self.on_output, self._checkpoints)
+        ) as events:
             for event in events:
                 point = points[event.index]
                 match event:
@@ -91,15 +101,24 @@ class Executor:
                         probe |= values[PROBE]
                     case Row(rank=rank, values=values):
                         self.writer.add_row(point, rank, values)
-                        if rank == 0 and isinstance(seconds := values.get("seconds"), list) and seconds:
+                        if (
+                            rank == 0
+                            and isinstance(seconds := values.get("seconds"), list)
+                            and seconds
+                        ):
                             self._rows_s.append(median(seconds) * len(seconds))
                     case Retry():
-                        self.writer.measure_again(point, event.alternative, event.reason, _details(event.failure))
-                        self._show(f"{point.title()}: again, without {event.alternative} ({event.reason})")
+                        self.writer.measure_again(
+                            point, event.alternative, event.reason, _details(event.failure)
+                        )
+                        self._show(
+                            f"{point.title()}: again, without {event.alternative} ({event.reason})"
+                        )
                         self._rows_s.clear()
                     case PointEnd():
                         self._end(point, event, meter.load().model_copy(update=probe))
-                        ended, probe = ended + 1, {}
+                        ended = ended + 1
+                        probe = {}
                         if ended < len(points):
                             self._show(points[ended].title())
                         if self._limit_series(point, event) and not is_job_rank():
@@ -107,38 +126,58 @@ class Executor:
         return ended
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
-        fields = {"reason": end.reason, "elapsed_s": end.elapsed_s, "facts": end.facts, "load": load}
+        fields = {
+            "reason": end.reason,
+            "elapsed_s": end.elapsed_s,
+            "facts": end.facts,
+            "load": load,
+        }
         details = _details(end.failure)
-        self.writer.end_point(point, end.status, **fields | ({"details": details} if details else {}))
+        self.writer.end_point(
+            point, end.status, **fields | ({"details": details} if details else {})
+        )
         shutil.rmtree(self._checkpoints / point.id, ignore_errors=True)
         self.done += 1
 
     def _limit_series(self, point: Point, end: PointEnd) -> bool:
-        """Skip larger points of a series after one that ran out of memory or took far too long; return whether."""
+        """Skip larger points of a series after one that ran out of memory or took far too long;
+        return whether."""
         timed_s = median(self._rows_s) * len(self._rows_s) if self._rows_s else 0.0
         self._rows_s.clear()
         rounds_s = getattr(point, "rounds_s", None)
-        is_too_long = rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s
+        is_too_long = (
+            rounds_s is not None and not point.fresh_ranks and timed_s > TOO_LONG * rounds_s
+        )
         if point.series is None or not (end.status == "oom" or is_too_long):
             return False
         series, size = point.series
         limit = size, "a smaller point of this series ran out of memory"
         if end.status != "oom":  # others of this size may be faster
-            limit = math.nextafter(size, math.inf), f"a smaller point of this series took {format_seconds(timed_s)}"
+            limit = (
+                math.nextafter(size, math.inf),
+                f"a smaller point of this series took {format_seconds(timed_s)}",
+            )
         self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
         return True
 
     @property
     def _checkpoints(self) -> Path:
-        """Folder in which workers keep the state of an interrupted point; gone once the run is complete."""
+        """Folder in which workers keep the state of an interrupted point; gone once the run is
+        complete."""
         return self.writer.path.with_suffix(".checkpoints")
 
 
 def launch_points(
-    study: Lab, points: list[Point], plugins: Plugins, on_output: OnOutput = None, checkpoints: Path | None = None
+    study: Lab,
+    points: list[Point],
+    plugins: Plugins,
+    on_output: OnOutput = None,
+    checkpoints: Path | None = None,
 ) -> Events:
-    """Launch points of one group of ranks and yield their events; only rank 0 of a job gets `checkpoints`."""
-    first, options = points[0], {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
+    """Launch points of one group of ranks and yield their events; only rank 0 of a job gets
+    `checkpoints`."""
+    first = points[0]
+    options = {"checkpoints": checkpoints} if study.keeps_checkpoints else {}
     PRELOADED.extend(module for module in study.preload if module not in PRELOADED)
     names = ("world_size", "backend", "scheduling", "timeout_s")
     group: dict[str, Any] = {name: getattr(first, name) for name in names}
@@ -147,7 +186,8 @@ def launch_points(
 
 
 def run_as_worker_rank(study: Lab, points: list[Point], plugins: Plugins) -> NoReturn:
-    """Measure, in a torchrun rank other than the first, the points that the first one chooses; write nothing; exit."""
+    """Measure, in a torchrun rank other than the first, the points that the first one chooses;
+    write nothing; exit."""
     for same_ranks in by_ranks(points):
         chosen = set(broadcast_from_first_rank(None))
         if to_measure := [point for point in same_ranks if point.id in chosen]:

@@ -1,6 +1,8 @@
-"""Measures a lab into a new run, or the rest of an interrupted run: first all checks, then the header, then the points.
+"""Measures a lab into a new run, or the rest of an interrupted run: first all checks, then the
+header, then the points.
 
-Under torchrun the first rank of the job makes the decisions and writes the run; the others only help to measure.
+Under torchrun the first rank of the job makes the decisions and writes the run; the others only
+help to measure.
 """
 
 import os
@@ -19,13 +21,21 @@ from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins, registered, with_plugin_names
+from labkit.lab.user_plugins import (
+    NO_PLUGINS,
+    Plugins,
+    check_plugins,
+    registered,
+    with_plugin_names,
+)
 from labkit.machine.description import describe_machine
 from labkit.machine.load import load_before_measuring
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, job_rank, ranks_by_host
 
-CALIBRATING = "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
+CALIBRATING = (
+    "calibrating this machine first, about 15 seconds once per day and version: predictions need it"
+)
 SHORT_LIMITS = {"repeats": 6, "warmup": 1, "model": "nano"}
 """Parameters of a calibration: the fewest repeats that give an interval."""
 
@@ -44,9 +54,10 @@ def measure(
 ) -> Run:
     """Measure every point of `config` into a new run in `data/runs/<lab>/` and return it, complete.
 
-    Points that fail are recorded with their reason and do not stop the others. Interrupted at any moment, the run keeps
-    what was measured and can be resumed. `on_start` gets the run's path before anything is measured. The caller's
-    `plugins` are measured with the lab's alternatives and models, or with baselines alone if `only_plugins`.
+    Points that fail are recorded with their reason and do not stop the others. Interrupted at any
+    moment, the run keeps what was measured and can be resumed. `on_start` gets the run's path
+    before anything is measured. The caller's `plugins` are measured with the lab's alternatives and
+    models, or with baselines alone if `only_plugins`.
     """
     _check_job()
     check_plugins(study, plugins)
@@ -56,7 +67,11 @@ def measure(
         _on_first_rank(lambda: check_writable(folder))
         points = study.plan(config, describe_machine())
         if only_plugins:
-            points = [point for point in points if point.mentions({*plugins.alternatives, *plugins.models})]
+            points = [
+                point
+                for point in points
+                if point.mentions({*plugins.alternatives, *plugins.models})
+            ]
         unavailable = _prepare(study, config, points, on_progress)
         header = _plan(study, config, profile, points)
         if job_rank() > 0:
@@ -66,7 +81,9 @@ def measure(
             for point in points if unavailable else ():
                 writer.end_point(point, "skipped", reason=unavailable)
             if not unavailable:
-                Executor(study, plugins, writer, on_progress, on_output, len(points)).measure(points)
+                Executor(study, plugins, writer, on_progress, on_output, len(points)).measure(
+                    points
+                )
         return Run.load(writer.path)
 
 
@@ -80,16 +97,19 @@ def resume(
 ) -> Run:
     """Measure the points of a run that have not ended, and return the whole run.
 
-    RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or are not available.
+    RunFileError for a run of another lab, machine or plan; ParameterError if its inputs changed or
+    are not available.
     """
     _check_job()
-    run, layout = Run.load(path), ranks_by_host()
+    run = Run.load(path)
+    layout = ranks_by_host()
     _on_first_rank(lambda: _check_same_setting(study, run, layout))
     with registered(study.register, plugins):  # the run's config names them
         config = study.configure(run.header.profile, run.header.config)
         points = _plan_again(study, run, config)
         remaining = [point for point in points if point.id in set(run.pending)]
-        if job_rank() == 0:  # a run that another process writes is refused before anything is fetched
+        # a run that another process writes is refused before anything is fetched
+        if job_rank() == 0:
             RunWriter.reopen(path).close()
         if unavailable := _prepare(study, config, remaining, on_progress):
             raise ParameterError(f"{path}: cannot go on: {unavailable}")
@@ -97,18 +117,24 @@ def resume(
             run_as_worker_rank(study, remaining, plugins)
         with RunWriter.reopen(path) as writer:
             if Run.load(path).pending != run.pending:  # the run was read before its file was locked
-                raise RunFileError(f"{path}: another process has written this run meanwhile; resume it again")
+                raise RunFileError(
+                    f"{path}: another process has written this run meanwhile; resume it again"
+                )
             if remaining:
                 writer.start_resumption(_command(), describe_machine().source)
             done = len(points) - len(remaining)
-            Executor(study, plugins, writer, on_progress, on_output, len(points), done).measure(remaining)
+            Executor(study, plugins, writer, on_progress, on_output, len(points), done).measure(
+                remaining
+            )
         return Run.load(path)
 
 
 def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
-    """Return whether a lab predicts and this machine lacks a calibration by this labkit of the last 24 hours.
+    """Return whether a lab predicts and this machine lacks a calibration by this labkit of the last
+    24 hours.
 
-    False at `smoke`, which must be short, and under torchrun, where all other ranks would have to wait.
+    False at `smoke`, which must be short, and under torchrun, where all other ranks would have to
+    wait.
     """
     predicts = any(question.needs_calibration for lab in studies for question in lab.questions)
     if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
@@ -126,7 +152,8 @@ def calibrate(on_progress: ShowProgress, on_output: OnOutput) -> None:
 
 
 def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> RunHeader:
-    machine, hosts = describe_machine(), ranks_by_host()
+    machine = describe_machine()
+    hosts = ranks_by_host()
     return RunHeader(
         lab=study.name,
         profile=profile,
@@ -143,7 +170,8 @@ def _plan(study: Lab, config: LabConfig, profile: str, points: list[Point]) -> R
 
 
 def _check_job() -> None:
-    """ParameterError if the environment describes a job of ranks that torchrun has not started, or that is over."""
+    """ParameterError if the environment describes a job of ranks that torchrun has not started, or
+    that is over."""
     try:
         if torchrun.is_job_rank():
             torchrun.job_store()
@@ -151,8 +179,11 @@ def _check_job() -> None:
         raise ParameterError(str(error)) from None
 
 
-def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress) -> str | None:
-    """Fetch the inputs of these points if any can be measured here; return the reason if they are not available."""
+def _prepare(
+    study: Lab, config: LabConfig, points: list[Point], on_progress: ShowProgress
+) -> str | None:
+    """Fetch the inputs of these points if any can be measured here; return the reason if they are
+    not available."""
 
     def prepare() -> str | None:
         machine = describe_machine()
@@ -164,10 +195,13 @@ def _prepare(study: Lab, config: LabConfig, points: list[Point], on_progress: Sh
 
 
 def _on_first_rank(call: Callable[[], str | None]) -> str | None:
-    """Return the result of the first rank's call on every rank, or raise its ParameterError there."""
-    # Wait for all ranks: a call may take long, and by now rank 0 must serve the job's store if that is its task.
+    """Return the result of the first rank's call on every rank, or raise its ParameterError
+    there."""
+    # Wait for all ranks: a call may take long, and by now rank 0 must serve the job's store if that
+    # is its task.
     broadcast_from_first_rank(None)
-    result, error = None, None
+    result = None
+    error = None
     if job_rank() == 0:
         try:
             result = call()
@@ -187,19 +221,26 @@ def _check_same_setting(study: Lab, run: Run, layout: dict[str, list[int]] | Non
     if header.machine.identity != describe_machine().identity:
         instructions = header.machine.instructions or "unknown instructions"
         there = f"{header.machine.label} ({header.machine.host}, {instructions})"
-        raise RunFileError(f"{run.path}: measured on {there}, and numbers of two machines do not mix")
+        raise RunFileError(
+            f"{run.path}: measured on {there}, and numbers of two machines do not mix"
+        )
     if header.ranks_by_host != layout:
         there = torchrun.describe_hosts(header.ranks_by_host)
-        raise RunFileError(f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix")
+        raise RunFileError(
+            f"{run.path}: measured by {there}, and numbers of two layouts of ranks do not mix"
+        )
 
 
 def _plan_again(study: Lab, run: Run, config: LabConfig) -> list[Point]:
-    """Plan the points of a run again from its config. RunFileError if they differ from the ones in its header."""
+    """Plan the points of a run again from its config. RunFileError if they differ from the ones in
+    its header."""
     then = run.header.planned
     now = {point.id: point for point in study.plan(config, run.header.machine)}
     points = [now[id] for id in then if id in now]  # `only_plugins` leaves others out
     if {point.id: point.describe() for point in points} != then:
-        raise RunFileError(f"{run.path}: this labkit plans other points, or a file has changed; measure a new run")
+        raise RunFileError(
+            f"{run.path}: this labkit plans other points, or a file has changed; measure a new run"
+        )
     return points
 
 

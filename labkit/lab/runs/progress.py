@@ -1,4 +1,5 @@
-"""Progress of a measurement: points done, time so far, the current point; a line in a terminal or in a notebook."""
+"""Progress of a measurement: points done, time so far, the current point; a line in a terminal or
+in a notebook."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,9 @@ class Progress:
 
     def line(self, waited_s: float = 0.0) -> str:
         """Return the state `waited_s` later as one line: "3 of 9 points   61 s so far   ring"."""
-        elapsed = "" if self.run is None else f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
+        elapsed = (
+            "" if self.run is None else f"{format_seconds(round(self.elapsed_s + waited_s))} so far"
+        )
         return "   ".join(filter(None, (f"{self.done} of {self.total} points", elapsed, self.text)))
 
 
@@ -38,7 +41,8 @@ ShowProgress = Callable[[Progress], None]
 
 @contextmanager
 def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
-    """A line on `console` that begins with `name`; its time runs on between updates. Nothing if that is a file."""
+    """A line on `console` that begins with `name`; its time runs on between updates. Nothing if
+    that is a file."""
     last: tuple[Progress, float] | None = None
 
     def update(progress: Progress) -> None:
@@ -54,7 +58,8 @@ def terminal_line(console: Console, name: str) -> Iterator[ShowProgress]:
 
 
 class NotebookLine:
-    """One output of the running cell, replaced in place: progress while measuring, the coverage in the end."""
+    """One output of the running cell, replaced in place: progress while measuring, the coverage in
+    the end."""
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -2,8 +2,8 @@
 
     {"kind": "header", ...}    once: parameters, machine, source, plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
-    {"kind": "end", "point": id, "status": ..., "reason": ...}   once a point is over; the file is synced
-    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   the point starts over; earlier rows are void
+    {"kind": "end", "point": id, "status": ..., "reason": ...}   at its end; synced
+    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   starts over
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is resumed
 
 Lists in `values` are samples. Records are validated when read, because a run may come from anybody.
@@ -34,7 +34,8 @@ Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
 
 class RunFileError(ParameterError):
-    """A file that this version cannot read or write as a run; the message names the file and the line."""
+    """A file that this version cannot read or write as a run; the message names the file and the
+    line."""
 
 
 class RunHeader(BaseModel, extra="forbid", frozen=True):
@@ -108,7 +109,8 @@ class Again(_PointRecord):
 
 
 class Resumption(BaseModel, frozen=True):
-    """A run was resumed: when, by which command, from which source. Older files lack some fields."""
+    """A run was resumed: when, by which command, from which source. Older files lack some
+    fields."""
 
     kind: Literal["resumed"] = "resumed"
     at: datetime | None = None
@@ -132,18 +134,22 @@ class RunWriter:
     """Appends to a run and holds a lock on its file, so that no other process appends to it."""
 
     def __init__(self, path: Path, descriptor: int):
-        self.path, self._descriptor = path, descriptor
+        self.path = path
+        self._descriptor = descriptor
 
     @classmethod
     def create(cls, directory: Path, header: RunHeader) -> Self:
-        """Create `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a number."""
+        """Create `<utc-time>-<machine>-<profile>.jsonl` in `directory`; a taken name gets a
+        number."""
         stem = f"{header.started:%Y%m%dT%H%M%SZ}-{header.machine.slug}-{header.profile}"
         with _errors_named(directory):
             directory.mkdir(parents=True, exist_ok=True)
             for number in count(1):
                 path = directory / (f"{stem}.jsonl" if number == 1 else f"{stem}-{number}.jsonl")
                 with suppress(FileExistsError):
-                    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
+                    descriptor = os.open(
+                        path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644
+                    )
                     break
         writer = cls(path, descriptor)
         writer._lock()
@@ -153,7 +159,8 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """Open an existing run; it stays unchanged until `start_resumption`. RunFileError if another process has it."""
+        """Open an existing run; it stays unchanged until `start_resumption`. RunFileError if
+        another process has it."""
         with _errors_named(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
@@ -167,19 +174,33 @@ class RunWriter:
         """Drop a torn last line and record that this command and source measure from here on."""
         with _errors_named(self.path):
             os.ftruncate(self._descriptor, self.path.read_bytes().rfind(b"\n") + 1)
-        self._append(Resumption(kind="resumed", at=datetime.now(UTC), command=command, source=source))
+        self._append(
+            Resumption(kind="resumed", at=datetime.now(UTC), command=command, source=source)
+        )
 
     def add_row(self, point: Point, rank: int, values: dict[str, Any]) -> None:
         self._append(Row(kind="row", point=point.id, rank=rank, values=values))
 
     def end_point(self, point: Point, status: str, **fields: Any) -> None:
-        """Record how a point ended, with the `fields` of `End`. ValueError for a missing or surplus reason."""
-        self._append(End.model_validate({"kind": "end", "point": point.id, "status": status} | fields))
+        """Record how a point ended, with the `fields` of `End`. ValueError for a missing or surplus
+        reason."""
+        self._append(
+            End.model_validate({"kind": "end", "point": point.id, "status": status} | fields)
+        )
         self.sync()
 
     def measure_again(self, point: Point, alternative: str, reason: str, details: str) -> None:
-        """Record that a point starts over without an alternative that failed; `details` as in `End`."""
-        self._append(Again(kind="again", point=point.id, alternative=alternative, reason=reason, details=details))
+        """Record that a point starts over without an alternative that failed; `details` as in
+        `End`."""
+        self._append(
+            Again(
+                kind="again",
+                point=point.id,
+                alternative=alternative,
+                reason=reason,
+                details=details,
+            )
+        )
 
     def sync(self) -> None:
         """Write to the disk itself, so that a power cut loses nothing."""
@@ -202,7 +223,9 @@ class RunWriter:
 
     def _append(self, record: BaseModel) -> None:
         values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))
-        line = json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"
+        line = (
+            json.dumps(values, separators=(",", ":"), default=datetime.isoformat).encode() + b"\n"
+        )
         with _errors_named(self.path):
             while line:  # a write may be partial when the disk is nearly full; the next one raises
                 line = line[os.write(self._descriptor, line) :]

@@ -1,6 +1,8 @@
-"""Runs as read from disk: JSON-lines files, append-only, readable at every moment (`records.py` has the format).
+"""Runs as read from disk: JSON-lines files, append-only, readable at every moment (`records.py` has
+the format).
 
-A killed run keeps every complete line. Rows of a point that did not end are ignored; `--resume` measures them again.
+A killed run keeps every complete line. Rows of a point that did not end are ignored; `--resume`
+measures them again.
 """
 
 import json
@@ -16,7 +18,16 @@ from pydantic import ValidationError
 
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
-from labkit.lab.runs.records import SCHEMA, Again, End, Resumption, Row, RunFileError, RunHeader, parse_record
+from labkit.lab.runs.records import (
+    SCHEMA,
+    Again,
+    End,
+    Resumption,
+    Row,
+    RunFileError,
+    RunHeader,
+    parse_record,
+)
 from labkit.machine.load import Load, busy_points
 from labkit.machine.source import Source
 from labkit.scaling import first_problem
@@ -41,7 +52,8 @@ class Run:
         """Read a run; a torn last line is skipped. RunFileError for a foreign or damaged file."""
         path = Path(path)
         try:
-            lines = path.read_bytes().split(b"\n")[:-1]  # a kill tears the last line before its newline
+            # a kill tears the last line before its newline
+            lines = path.read_bytes().split(b"\n")[:-1]
         except OSError as error:
             raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
         header = _parse_header(path, lines[0] if lines else b"{}")
@@ -54,7 +66,9 @@ class Run:
                 if not isinstance(record, Resumption) and record.point not in header.planned:
                     raise ValueError(f"the point {record.point!r:.40} is not in the plan")
             except ValueError as error:
-                raise RunFileError(f"{path}, line {number}: not a record of a run ({error})") from None
+                raise RunFileError(
+                    f"{path}, line {number}: not a record of a run ({error})"
+                ) from None
             match record:
                 case Row():
                     rows.setdefault(record.point, []).append(record)
@@ -65,7 +79,13 @@ class Run:
                 case Resumption():  # points that had not ended are measured again
                     resumptions.append(record)
                     rows = {point: measured for point, measured in rows.items() if point in ends}
-        return cls(path, header, [row for point in rows if point in ends for row in rows[point]], ends, resumptions)
+        return cls(
+            path,
+            header,
+            [row for point in rows if point in ends for row in rows[point]],
+            ends,
+            resumptions,
+        )
 
     @property
     def name(self) -> str:
@@ -74,7 +94,11 @@ class Run:
     @property
     def sources(self) -> list[Source | None]:
         """Sources that measured it, each once, in order; None: not recorded."""
-        return list(dict.fromkeys([self.header.machine.source, *(again.source for again in self.resumptions)]))
+        return list(
+            dict.fromkeys(
+                [self.header.machine.source, *(again.source for again in self.resumptions)]
+            )
+        )
 
     @property
     def pending(self) -> list[str]:
@@ -82,10 +106,11 @@ class Run:
         return [point for point in self.header.planned if point not in self._ends]
 
     def frame(self) -> pd.DataFrame:
-        """Return a copy of the measured rows: one per (point, rank, repeat), with the point's fields and the values.
+        """Return a copy of the measured rows: one per (point, rank, repeat), with the point's
+        fields and the values.
 
-        Only points that ended `ok`: in others ranks are missing, and so may be the slowest. Fields of a point that are
-        lists (the alternatives it compared) are left out.
+        Only points that ended `ok`: in others ranks are missing, and so may be the slowest. Fields
+        of a point that are lists (the alternatives it compared) are left out.
         """
         return self._frame.copy()
 
@@ -95,27 +120,48 @@ class Run:
         for row in self._rows:
             if self._ends[row.point].status != "ok":
                 continue
-            values = {"point": row.point, "rank": row.rank, **self._scalar_fields(row.point), **row.values}
+            values = {
+                "point": row.point,
+                "rank": row.rank,
+                **self._scalar_fields(row.point),
+                **row.values,
+            }
             samples = {name: value for name, value in values.items() if isinstance(value, list)}
             scalars = {name: value for name, value in values.items() if name not in samples}
             for repeat in range(max(map(len, samples.values()), default=1)):
-                long.append(scalars | {"repeat": repeat} | {name: value[repeat] for name, value in samples.items()})
+                long.append(
+                    scalars
+                    | {"repeat": repeat}
+                    | {name: value[repeat] for name, value in samples.items()}
+                )
         return pd.DataFrame(long)
 
     def results(self) -> Results:
         """Rows, calibration and reasons for missing points: the input of questions."""
         counts = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
-        missing = [f"{reason} ({count} points)" if count > 1 else str(reason) for reason, count in counts.items()]
+        missing = [
+            f"{reason} ({count} points)" if count > 1 else str(reason)
+            for reason, count in counts.items()
+        ]
         machine = self.header.machine
         memory = machine.memory_of(machine.device(self.header.config.get("device") or "auto"))
         reasons = tuple(missing[:MAX_REASONS])
-        return Results(self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s)
+        return Results(
+            self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s
+        )
 
     def coverage(self) -> pd.DataFrame:
-        """Return one row per planned point: its fields, status ("pending" before its end), reason, elapsed_s."""
+        """Return one row per planned point: its fields, status ("pending" before its end), reason,
+        elapsed_s."""
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
-        ends = {point: {name: getattr(end, name) for name in pending} for point, end in self._ends.items()}
-        rows = [{"point": id, **self._scalar_fields(id), **ends.get(id, pending)} for id in self.header.planned]
+        ends = {
+            point: {name: getattr(end, name) for name in pending}
+            for point, end in self._ends.items()
+        }
+        rows = [
+            {"point": id, **self._scalar_fields(id), **ends.get(id, pending)}
+            for id in self.header.planned
+        ]
         return pd.DataFrame(rows, columns=None if rows else ["point", *pending])
 
     @property
@@ -129,13 +175,15 @@ class Run:
         return busy_points(self.loads, self.header.machine.cores)
 
     def failures(self) -> Iterator[tuple[str, str, str]]:
-        """Yield point, reason and details (traceback, last output) of each point that ended neither ok nor skipped."""
+        """Yield point, reason and details (traceback, last output) of each point that ended neither
+        ok nor skipped."""
         for point, end in self._ends.items():
             if end.status not in ("ok", "skipped"):
                 yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return reports of the ranks about themselves (threads, scheduling, start method), by point id."""
+        """Return reports of the ranks about themselves (threads, scheduling, start method), by
+        point id."""
         return {point: end.facts for point, end in self._ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
@@ -152,21 +200,32 @@ def newest_runs(*folders: Path) -> Iterator[Run]:
 
 
 def find_run(directories: Iterable[Path], text: str) -> Path:
-    """Find a run by its path, or by an unambiguous beginning of its name inside one of `directories`."""
+    """Find a run by its path, or by an unambiguous beginning of its name inside one of
+    `directories`."""
     path = Path(text)
     if kind_of_path(path) == "file":
         return path
     directories = list(directories)
     runs = [run for directory in directories for run in sorted(directory.glob("*.jsonl"))]
     name = path.name.removesuffix(".jsonl")
-    matches = [run for run in runs if run.stem == name] or [run for run in runs if run.stem.startswith(name)]
+    matches = [run for run in runs if run.stem == name] or [
+        run for run in runs if run.stem.startswith(name)
+    ]
     if len(matches) > 1:
         names = ", ".join(f"{run.parent.name}/{run.stem}" for run in matches)
-        raise RunFileError(f"{text!r:.300} begins the names of {len(matches)} runs: {names}; give more of one")
+        raise RunFileError(
+            f"{text!r:.300} begins the names of {len(matches)} runs: {names}; give more of one"
+        )
     if not matches:
-        places = directories if len(directories) <= 2 else [directory.parent for directory in directories]
+        places = (
+            directories
+            if len(directories) <= 2
+            else [directory.parent for directory in directories]
+        )
         where = " or ".join(dict.fromkeys(relative_to_project(place) for place in places))
-        raise RunFileError(f"{text!r:.300} is neither a run file nor the start of the name of one in {where}")
+        raise RunFileError(
+            f"{text!r:.300} is neither a run file nor the start of the name of one in {where}"
+        )
     return matches[0]
 
 
@@ -180,13 +239,18 @@ def _parse_header(path: Path, line: bytes) -> RunHeader:
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
     if (version := record.get("format_version")) != SCHEMA:
-        raise RunFileError(f"{path}: written by {_writer(record)} in format {version}; this one reads format {SCHEMA}")
+        raise RunFileError(
+            f"{path}: written by {_writer(record)} in format {version}; this one reads format"
+            f" {SCHEMA}"
+        )
     try:
         return RunHeader.model_validate(record)
     except ValidationError as error:
         name, problem = first_problem(error)
         if error.errors()[0]["type"] == "extra_forbidden":
-            raise RunFileError(f"{path}: written by {_writer(record)}; {name} is unknown to this labkit") from None
+            raise RunFileError(
+                f"{path}: written by {_writer(record)}; {name} is unknown to this labkit"
+            ) from None
         raise RunFileError(f"{path}: damaged header: {name} {problem}") from None
 
 
