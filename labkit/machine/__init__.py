@@ -1,1 +1,2 @@
-"""This computer (`description`, `gpus`), limits on this process (`cgroups`), labkit's source, and others' load."""
+"""This computer (`description`, `gpus`), limits on this process (`cgroups`), labkit's source, and
+others' load."""

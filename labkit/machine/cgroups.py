@@ -1,7 +1,9 @@
-"""Limits that cgroups (containers, batch systems) set on this process: main memory, processor time, and kills.
+"""Limits that cgroups (containers, batch systems) set on this process: main memory, processor time,
+and kills.
 
-A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and `sys`. Files have
-other names in version 2 of the cgroup file system than in version 1. Ranks import this module, and not `description`.
+A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and
+`sys`. Files have other names in version 2 of the cgroup file system than in version 1. Ranks import
+this module, and not `description`.
 """
 
 import os
@@ -26,7 +28,8 @@ class _Cgroup(NamedTuple):
         return "".join(_text(self.folder / file) for file in files)
 
     def number(self, *files: str, name: str = "") -> int | None:
-        """The number in the file that is there, or after a name in it; None without it, or for "max"."""
+        """The number in the file that is there, or after a name in it; None without it, or for
+        "max"."""
         match = re.search(rf"^{name} ?(\d+)$", self.text(*files), re.MULTILINE)
         return int(match[1]) if match else None
 
@@ -35,27 +38,38 @@ class _Cgroup(NamedTuple):
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Main memory that is available without swapping, in bytes, within the limits of cgroups (containers)."""
+    """Main memory that is available without swapping, in bytes, within the limits of cgroups
+    (containers)."""
     available = psutil.virtual_memory().available
     for cgroup in _cgroups("memory", root):
-        limit, used = cgroup.memory_limit(), cgroup.number("memory.current", "memory.usage_in_bytes")
-        if limit is not None and used is not None:  # the cache is reclaimed before anything is killed
-            caches = (cgroup.number("memory.stat", name=f"{scope}inactive_file") or 0 for scope in ("total_", ""))
+        limit = cgroup.memory_limit()
+        used = cgroup.number("memory.current", "memory.usage_in_bytes")
+        # the cache is reclaimed before anything is killed
+        if limit is not None and used is not None:
+            caches = (
+                cgroup.number("memory.stat", name=f"{scope}inactive_file") or 0
+                for scope in ("total_", "")
+            )
             available = min(available, max(0, limit - used + max(caches)))
     return available
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """The smallest memory limit of this process's cgroups, in bytes; None if that is more than there is."""
-    limits = [limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None]
+    """The smallest memory limit of this process's cgroups, in bytes; None if that is more than
+    there is."""
+    limits = [
+        limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None
+    ]
     return min((limit for limit in limits if limit < psutil.virtual_memory().total), default=None)
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Number of processes of this one's cgroup that the kernel has killed for lack of memory; None if unknown.
+    """Number of processes of this one's cgroup that the kernel has killed for lack of memory; None
+    if unknown.
 
-    The count rises before the process dies. It includes the cgroup's other processes, and kills for lack of memory in
-    the whole machine. A cgroup above it counts only if it sets a limit, since it holds other users' processes, too.
+    The count rises before the process dies. It includes the cgroup's other processes, and kills for
+    lack of memory in the whole machine. A cgroup above it counts only if it sets a limit, since it
+    holds other users' processes, too.
     """
     for cgroup in _cgroups("memory", root):
         count = cgroup.number("memory.events", "memory.oom_control", name="oom_kill")
@@ -65,25 +79,37 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Cores' worth of time per second that the cgroups allow, 0.5 for half a core; None without a limit."""
+    """Cores' worth of time per second that the cgroups allow, 0.5 for half a core; None without a
+    limit."""
     quotas = []
     for cgroup in _cgroups("cpu", root):
-        quota, period = (*cgroup.text("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us").split(), "", "")[:2]
+        quota, period = (
+            *cgroup.text("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us").split(),
+            "",
+            "",
+        )[:2]
         if quota.isdigit() and period.isdigit():  # not "max", or -1
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
 def available_cores() -> int:
-    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least
+    1."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
-    """Scheduling periods in which a CPU quota held this process's cgroups back, and all of them; (0, 0): no quota."""
+    """Scheduling periods in which a CPU quota held this process's cgroups back, and all of them;
+    (0, 0): no quota."""
     names = ("nr_throttled", "nr_periods")
-    stats = [[cgroup.number("cpu.stat", name=name) or 0 for name in names] for cgroup in _cgroups("cpu", root)]
+    stats = [
+        [cgroup.number("cpu.stat", name=name) or 0 for name in names]
+        for cgroup in _cgroups("cpu", root)
+    ]
     throttled, periods = max(stats, default=[0, 0])
     return throttled, periods
 
@@ -93,7 +119,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[_Cgroup]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)  # version 2 names no controllers
         if not controllers or controller in controllers.split(","):
-            top, inside = root / "sys/fs/cgroup" / (controller if controllers else ""), Path(path.lstrip("/"))
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            inside = Path(path.lstrip("/"))
             for folder in (inside, *inside.parents):
                 # A container may have its host's path, and see its own cgroup at the top.
                 if any((top / folder).glob(f"{controller}.*")):

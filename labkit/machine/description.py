@@ -1,4 +1,5 @@
-"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of every number."""
+"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of
+every number."""
 
 import platform
 import re
@@ -21,7 +22,8 @@ GIB = 2**30
 
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
 NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
-"""One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in both directions."""
+"""One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in
+both directions."""
 
 
 class Gpu(BaseModel, frozen=True):
@@ -47,7 +49,8 @@ class Machine(BaseModel, frozen=True):
     """Vector instructions that torch uses, such as "AVX512"; None in older runs."""
     cores: int
     cpu_quota: float | None = None
-    """Cores' worth of time per second that a cgroup allows, if it limits them: 0.5 is half a core."""
+    """Cores' worth of time per second that a cgroup allows, if it limits them: 0.5 is half a
+    core."""
     memory_bytes: int
     gpus: list[Gpu]
     """The GPUs that labs can use: all, or none."""
@@ -63,7 +66,8 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def identity(self) -> list[str | None]:
-        """Values that differ between machines; virtual ones of one name and processor may differ in instructions."""
+        """Values that differ between machines; virtual ones of one name and processor may differ in
+        instructions."""
         return [self.host, self.label, self.instructions]
 
     @property
@@ -84,7 +88,8 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Data-sheet peak of a GPU's links in one direction; NaN unless all GPUs are connected by listed NVLinks."""
+        """Data-sheet peak of a GPU's links in one direction; NaN unless all GPUs are connected by
+        listed NVLinks."""
         links = re.fullmatch(r"NV(\d+)", self.gpu_links or "")
         rates = {NVLINK_BYTES_PER_S.get(gpu.compute_capability, float("nan")) for gpu in self.gpus}
         return int(links[1]) * rates.pop() if links and len(rates) == 1 else float("nan")
@@ -92,7 +97,11 @@ class Machine(BaseModel, frozen=True):
     @property
     def cores_text(self) -> str:
         """ "2 cores available", with the CPU quota of a cgroup."""
-        quota = "" if self.cpu_quota is None else f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
+        quota = (
+            ""
+            if self.cpu_quota is None
+            else f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
+        )
         return f"{self.cores} core{'s' * (self.cores > 1)} available{quota}"
 
     def memory_of(self, device: str) -> int:
@@ -132,13 +141,15 @@ def describe_machine() -> Machine:
         no_gpu_reason=no_gpu_reason,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        versions={name: _version(name) for name in VERSIONED_PACKAGES} | (cuda_gpus.library_versions() if gpus else {}),
+        versions={name: _version(name) for name in VERSIONED_PACKAGES}
+        | (cuda_gpus.library_versions() if gpus else {}),
         source=describe_source(),
     )
 
 
 def _gpus() -> list[Gpu]:
-    gpus, free = [], cuda_gpus.free_memory_bytes() if torch.cuda.device_count() else {}
+    gpus = []
+    free = cuda_gpus.free_memory_bytes() if torch.cuda.device_count() else {}
     for index in range(torch.cuda.device_count()):
         one: Any = torch.cuda.get_device_properties(index)
         free_bytes = free.get(str(getattr(one, "uuid", "")))
@@ -149,7 +160,9 @@ def _gpus() -> list[Gpu]:
 
 def _cpu_model() -> str:
     with suppress(OSError):
-        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        if match := re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        ):
             return match[1].strip()
     return platform.processor() or platform.machine()
 

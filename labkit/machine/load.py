@@ -1,4 +1,5 @@
-"""Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot GPUs."""
+"""Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot
+GPUs."""
 
 import os
 import time
@@ -14,14 +15,19 @@ from labkit.machine.cgroups import throttled_periods
 from labkit.machine.description import describe_machine
 from labkit.machine.gpus import GpuLoad, gpu_load
 
-SAMPLE_S, MIN_SPAN_S = 0.1, 0.5
-BUSY = ("user", "nice", "system", "irq", "softirq")  # guests that this machine hosts are in user and nice
+SAMPLE_S = 0.1
+MIN_SPAN_S = 0.5
+# guests that this machine hosts are in user and nice
+BUSY = ("user", "nice", "system", "irq", "softirq")
 MIN_BUSY_SHARE = 0.15
-"""Share of the cores from which other programs count, if it is at least half a core. Idle machines stay below."""
+"""Share of the cores from which other programs count, if it is at least half a core. Idle machines
+stay below."""
 MIN_THROTTLED_SHARE = 0.05
-LATE_PING, SLOW_COPY = 5.0, 2.0
-"""Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy over its median).
-Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times while memory is slow."""
+LATE_PING = 5.0
+SLOW_COPY = 2.0
+"""Ratios from which ranks wake up late (round trip over the run's fastest) or memory is slow (copy
+over its median). Copies take up to 1.85 times the median on a quiet machine, and 2 to 4 times while
+memory is slow."""
 
 
 class Load(BaseModel, frozen=True):
@@ -30,11 +36,14 @@ class Load(BaseModel, frozen=True):
     busy_cores: float | None = None
     """Cores' worth of time that other programs used, among the cores this process may use."""
     stolen_cores: float | None = None
-    """Cores' worth of time that the host gave to its other virtual machines (steal time). Not part of `busy_cores`."""
+    """Cores' worth of time that the host gave to its other virtual machines (steal time). Not part
+    of `busy_cores`."""
     throttled_share: float | None = None
-    """Share of scheduling periods in which a CPU quota held this process back; None without a quota."""
+    """Share of scheduling periods in which a CPU quota held this process back; None without a
+    quota."""
     ping_s: float | None = None
-    """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on GPUs."""
+    """Mean round trip between two ranks before the point (`bench.probe`); None with one rank, or on
+    GPUs."""
     exchange_s: float | None = None
     """The same with 1 MiB each way, which depends on the caches that the ranks' cores share."""
     copy_s: float | None = None
@@ -50,17 +59,21 @@ def load_before_measuring() -> Load:
 
 
 class LoadMeter:
-    """Measures the load by others than this process and its descendants, since the last call of `load`.
+    """Measures the load by others than this process and its descendants, since the last call of
+    `load`.
 
     `owns_all_ranks` is False if ranks of other processes run here, too, as in a torchrun job.
     """
 
     def __init__(self, *, owns_all_ranks: bool = True) -> None:
-        self._owns_all_ranks, self._before = owns_all_ranks, _read_times()
+        self._owns_all_ranks = owns_all_ranks
+        self._before = _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
-        """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks are too coarse."""
-        before, self._before = self._before, _read_times()
+        """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks
+        are too coarse."""
+        before = self._before
+        self._before = _read_times()
         at_s, busy_s, stolen_s, own_s, throttled, periods = (self._before - before).tolist()
         share = round(throttled / periods, 3) if periods > 0 else None
         own = {process.pid for process in _own_processes()}
@@ -68,11 +81,14 @@ class LoadMeter:
         if at_s < at_least_s or not self._owns_all_ranks:
             return load
         others = max(0.0, busy_s - own_s) / at_s  # ticks round up
-        return load.model_copy(update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)})
+        return load.model_copy(
+            update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)}
+        )
 
 
 def _read_times() -> np.ndarray:
-    """Return seconds of the clock, busy, stolen and own seconds of cores, throttled and all periods of a quota.
+    """Return seconds of the clock, busy, stolen and own seconds of cores, throttled and all periods
+    of a quota.
 
     Only differences mean something.
     """
@@ -112,13 +128,18 @@ def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
 
 def busy_reason(load: Load, cores: int) -> str:
     """A phrase for what slows a measurement down; "" if nothing does."""
-    taken, held_back = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0), load.throttled_share or 0.0
+    taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
+    held_back = load.throttled_share or 0.0
     if load.gpu and load.gpu.other_processes:
         return "another program used a GPU"
     if load.gpu and load.gpu.slowed_by:
         return f"{load.gpu.slowed_by} slowed a GPU down, at {load.gpu.temperature} °C"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
-        others = "other programs" if (load.busy_cores or 0.0) >= taken / 2 else "other virtual machines of the host"
+        others = (
+            "other programs"
+            if (load.busy_cores or 0.0) >= taken / 2
+            else "other virtual machines of the host"
+        )
         return f"{others} took {taken:.1f} of {cores} cores"
     if held_back >= MIN_THROTTLED_SHARE:
         return f"a CPU quota held processes back in {100 * held_back:.0f}% of all periods"

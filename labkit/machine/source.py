@@ -1,4 +1,5 @@
-"""Which labkit measures: version, commit, and a digest of the files that a measurement executes or reads."""
+"""Which labkit measures: version, commit, and a digest of the files that a measurement executes or
+reads."""
 
 import hashlib
 import subprocess
@@ -12,11 +13,13 @@ from labkit import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".cpp", ".csv")
 SHIPPED = "shipped"
-"""Folder of an installed package that a checkout has elsewhere: notebooks, published tables, recorded runs."""
+"""Folder of an installed package that a checkout has elsewhere: notebooks, published tables,
+recorded runs."""
 
 
 class Source(BaseModel, frozen=True):
-    """Which labkit measured. Only its own files count: a saved notebook or a build folder changes no measurement."""
+    """Which labkit measured. Only its own files count: a saved notebook or a build folder changes
+    no measurement."""
 
     commit: str | None = None
     """None for a labkit that was installed from elsewhere than a git checkout."""
@@ -34,22 +37,31 @@ class Source(BaseModel, frozen=True):
 
 def describe_source(package: Path = PACKAGE) -> Source:
     """Version, digest and commit of the package in this folder."""
-    files = {path.relative_to(package): path for path in package.rglob("*") if path.suffix in SUFFIXES}
+    files = {
+        path.relative_to(package): path for path in package.rglob("*") if path.suffix in SUFFIXES
+    }
     names = sorted(name for name in files if name.parts[0] != SHIPPED)
     digests = [f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}" for name in names]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    commit, dirty = None, False
+    commit = None
+    dirty = False
     with suppress(OSError, subprocess.SubprocessError):
         # Git must track the package: an environment inside somebody's checkout is no part of it.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(package, "rev-parse", "HEAD")
         patterns = [f"*{suffix}" for suffix in SUFFIXES]
-        dirty = bool(_git(package, "status", "--porcelain", "--untracked-files=all", "--", *patterns))
+        dirty = bool(
+            _git(package, "status", "--porcelain", "--untracked-files=all", "--", *patterns)
+        )
     return Source(commit=commit, dirty=dirty, version=__version__, digest=digest)
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    # Git refuses a checkout of another owner, whose settings could name programs to run; here all modules run anyway.
-    options = ["-c", "safe.directory=*", "--no-optional-locks"]  # and git writes nothing, not even its index
+    # Git refuses a checkout of another owner, whose settings could name programs to run; here all
+    # modules run anyway.
+    # and git writes nothing, not even its index
+    options = ["-c", "safe.directory=*", "--no-optional-locks"]
     command = ["git", "-C", str(directory), *options, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
