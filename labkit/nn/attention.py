@@ -3,17 +3,18 @@
     scores = scale * q k^T            masked with -inf where a query may not see a key
     output = softmax(scores) v
 
-Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask. Dimension letters:
+Every implementation follows this file: the arguments `(q, k, v, causal)`, the checks, the mask.
+Dimension letters:
 
     ...  any leading dimensions, usually (batch, heads)      D    head dimension
     Q    queries, the sequence of q                          K    keys, the sequence of k and v
 
 Causal: query i sees the keys j <= i, counted from the start of both sequences ("top left", as in
-`torch.nn.functional.scaled_dot_product_attention(is_causal=True)`). So each query sees key 0, and with K > Q no query
-sees the last keys.
+`torch.nn.functional.scaled_dot_product_attention(is_causal=True)`). So each query sees key 0, and
+with K > Q no query sees the last keys.
 
-Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): k and v may have fewer heads, dimension -3, if the heads of q
-are a multiple; query head h then uses their head h // group.
+Grouped queries (Ainslie et al. 2023, arXiv:2305.13245): k and v may have fewer heads, dimension -3,
+if the heads of q are a multiple; query head h then uses their head h // group.
 """
 
 import math
@@ -31,11 +32,18 @@ ALL_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 def check_attention_inputs(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    dtypes: tuple[torch.dtype, ...] = ALL_DTYPES,
 ) -> None:
-    """Raise ValueError unless q is (..., Q, D), k and v are (..., K, D), and all share dtype and device.
+    """Raise ValueError unless q is (..., Q, D), k and v are (..., K, D), and all share dtype and
+    device.
 
-    The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no dimension may be empty.
+    The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no
+    dimension may be empty.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     expected = "expected q (..., queries, head_dim), k and v (..., keys, head_dim)"
@@ -47,13 +55,24 @@ def check_attention_inputs(
         raise ValueError(f"{expected} with one head_dim; got {shapes}")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{expected}, no dimension empty; got {shapes}")
-    if q.dim() != k.dim() or q.shape[:-3] != k.shape[:-3] or (q.dim() > 2 and q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got {shapes}")
+    if (
+        q.dim() != k.dim()
+        or q.shape[:-3] != k.shape[:-3]
+        or (q.dim() > 2 and q.shape[-3] % k.shape[-3])
+    ):
+        raise ValueError(
+            f"{expected} with equal leading dimensions, or heads of q a multiple of k's; got"
+            f" {shapes}"
+        )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in dtypes:
-        names, got = (", ".join(map(dtype_name, those)) for those in (dtypes, (q.dtype, k.dtype, v.dtype)))
+        names, got = (
+            ", ".join(map(dtype_name, those)) for those in (dtypes, (q.dtype, k.dtype, v.dtype))
+        )
         raise ValueError(f"expected q, k and v of one dtype among {names}; got {got}")
     if not (q.device == k.device == v.device):
-        raise ValueError(f"expected q, k and v on one device; got {q.device}, {k.device}, {v.device}")
+        raise ValueError(
+            f"expected q, k and v on one device; got {q.device}, {k.device}, {v.device}"
+        )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"expected a positive, finite scale, got {scale}")
 
@@ -63,10 +82,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
-    """Softmax attention that builds the whole (..., Q, K) matrix: output (..., Q, D) in the dtype of q.
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention that builds the whole (..., Q, K) matrix: output (..., Q, D) in the dtype
+    of q.
 
-    All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to 1 / sqrt(D).
+    All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to
+    1 / sqrt(D).
     """
     check_attention_inputs(q, k, v, scale=scale)
     return torch.softmax(masked_scores(q, k, causal, scale), dim=-1) @ repeat_heads(v, q)
@@ -100,8 +123,9 @@ def softmax_scale(q: Tensor, scale: float | None = None) -> float:
 class VersionWatch:
     """Whether a tensor is modified in place from now on; holds none of its memory.
 
-    With it a forward pass saves `output.data`, whose version autograd does not check, and backward computes the output
-    again if a caller has changed it. Tensors of inference mode have no version, and no backward pass.
+    With it a forward pass saves `output.data`, whose version autograd does not check, and backward
+    computes the output again if a caller has changed it. Tensors of inference mode have no version,
+    and no backward pass.
     """
 
     def __init__(self, x: Tensor):

@@ -1,4 +1,5 @@
-"""The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA; and where each can run.
+"""The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA; and where
+each can run.
 
 Naive attention is called "explicit" in the table, as in recorded runs.
 """
@@ -27,11 +28,13 @@ NO_TRITON = "Triton is not installed"
 def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`torch.compile` of naive attention, one graph per shape.
 
-    A sweep has more shapes than the 8 graphs a function gets by default. Beyond the raised limit `fullgraph` raises,
-    and torch does not silently return to eager mode.
+    A sweep has more shapes than the 8 graphs a function gets by default. Beyond the raised limit
+    `fullgraph` raises, and torch does not silently return to eager mode.
     """
     check_attention_inputs(q, k, v)
-    with torch._dynamo.config.patch(recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT):
+    with torch._dynamo.config.patch(
+        recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT
+    ):
         return _compiled_naive()(q, k, v, causal)
 
 
@@ -46,13 +49,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flash_attention(q, k, v, causal)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend | None = None) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend | None = None
+) -> Tensor:
     check_attention_inputs(q, k, v)
     # the fused backends want exactly (batch, heads, sequence, head_dim)
     q4, k4, v4 = (x.reshape(1, -1, *x.shape[-2:]) if x.dim() != 4 else x for x in (q, k, v))
     grouped = query_group(q, k) > 1
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        return scaled_dot_product_attention(q4, k4, v4, is_causal=causal, enable_gqa=grouped).reshape(q.shape)
+        return scaled_dot_product_attention(
+            q4, k4, v4, is_causal=causal, enable_gqa=grouped
+        ).reshape(q.shape)
 
 
 def no_compiler_reason(device_type: str) -> str | None:
@@ -72,7 +79,8 @@ def has_triton() -> bool:
 def no_launch_reason() -> str | None:
     """Return why Triton cannot launch kernels, or None.
 
-    Its launcher is C that it builds with the system's compiler and Python's headers, which slim containers lack.
+    Its launcher is C that it builds with the system's compiler and Python's headers, which slim
+    containers lack.
     """
     if not has_triton():
         return NO_TRITON
@@ -88,8 +96,11 @@ def no_launch_reason() -> str | None:
     return None
 
 
-def unavailable_reason(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why an implementation cannot run there, or None. SDPA is tried, and a user's may fail when it runs."""
+def unavailable_reason(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Return why an implementation cannot run there, or None. SDPA is tried, and a user's may fail
+    when it runs."""
     if name == "compiled":
         return no_compiler_reason(device.type)
     if name in SDPA_BACKENDS:
@@ -102,12 +113,16 @@ def unavailable_reason(name: str, device: torch.device, dtype: torch.dtype, head
     return NO_TRITON if name == "flash" else None
 
 
-def _try_reason(attend: Attention, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _try_reason(
+    attend: Attention, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
     """Try forward and backward of a small problem; PyTorch's error and warnings are the reason."""
     with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
         warnings.simplefilter("always")
         try:
-            q, k, v = torch.zeros(3, 1, 2, 64, head_dim, device=device, dtype=dtype).requires_grad_()
+            q, k, v = torch.zeros(
+                3, 1, 2, 64, head_dim, device=device, dtype=dtype
+            ).requires_grad_()
             attend(q, k, v, False).sum().backward()
         except Exception as error:  # of any type: backends call several libraries
             message = str(error).partition("\n")[0] or type(error).__name__
@@ -136,7 +151,8 @@ RESERVED = frozenset(IMPLEMENTATIONS)
 def register(name: str, attend: Attention) -> dict[str, Attention]:
     """Add a user-defined attention: (q, k, v, causal) -> output, each (batch, sequence, head_dim).
 
-    Its scale is 1/sqrt(head_dim), and it must be differentiable. ValueError for a name that is taken.
+    Its scale is 1/sqrt(head_dim), and it must be differentiable. ValueError for a name that is
+    taken.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")

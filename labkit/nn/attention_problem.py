@@ -1,10 +1,13 @@
-"""One attention problem to measure implementations on, and the check that each must pass before it is timed.
+"""One attention problem to measure implementations on, and the check that each must pass before it
+is timed.
 
-The check compares output and gradients with float64. An error may be `FACTOR` times that of PyTorch's math SDPA in the
-same dtype, plus one unit of the dtype. A wrong mask, a missing tile or a wrong scale is off by tens of percent.
+The check compares output and gradients with float64. An error may be `FACTOR` times that of
+PyTorch's math SDPA in the same dtype, plus one unit of the dtype. A wrong mask, a missing tile or a
+wrong scale is off by tens of percent.
 
-A single row among thousands changes that little. So each row, of a query or a key, is also compared by itself, relative
-to a sum of its terms with random signs, which is what rounding acts on. A missing row is off by about all of it.
+A single row among thousands changes that little. So each row, of a query or a key, is also compared
+by itself, relative to a sum of its terms with random signs, which is what rounding acts on. A
+missing row is off by about all of it.
 """
 
 import math
@@ -19,20 +22,32 @@ from labkit.nn.attention import Attention, softmax_scale
 
 TENSORS = ("output", "gradient of q", "gradient of k", "gradient of v")
 FACTOR = 4.0
-# Per row: the worst of thousands is further out than all together are. A missing row is off by 0.3 and more.
-ROW_FACTOR, ROW_UNITS = 8.0, 8.0
+# Per row: the worst of thousands is further out than all together are. A missing row is off by 0.3
+# and more.
+ROW_FACTOR = 8.0
+ROW_UNITS = 8.0
 ROWS_AT_ONCE = 512
 
 
 class AttentionProblem:
-    """q, k, v and the gradient of the output, each `shape` = (..., sequence, head_dim), normal, from a seed."""
+    """q, k, v and the gradient of the output, each `shape` = (..., sequence, head_dim), normal,
+    from a seed."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, *, causal: bool, seed: int = 0):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,
+        *,
+        causal: bool,
+        seed: int = 0,
+    ):
         generator = torch.Generator().manual_seed(seed)
         tensors = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
         self.q, self.k, self.v = (x.requires_grad_() for x in tensors[:3])
         self.inputs = self.q, self.k, self.v
-        self.grad_output, self.causal = tensors[3], causal
+        self.grad_output = tensors[3]
+        self.causal = causal
 
     @cached_property
     def reference(self) -> "Reference":
@@ -47,7 +62,8 @@ class Passes:
     """
 
     def __init__(self, problem: AttentionProblem, attend: Attention):
-        self._problem, self._attend = problem, attend
+        self._problem = problem
+        self._attend = attend
         self._output: Tensor | None = None
 
     def forward(self) -> Tensor:
@@ -57,7 +73,8 @@ class Passes:
 
     def backward(self) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v, after a forward pass."""
-        output, self._output = self._output, None
+        output = self._output
+        self._output = None
         assert output is not None
         return torch.autograd.grad(output, self._problem.inputs, self._problem.grad_output)
 
@@ -71,30 +88,45 @@ class Passes:
 
 
 class Reference:
-    """Output and gradients of q, k, v in float64, (sequences, rows, head_dim), the sizes of their rows, and limits."""
+    """Output and gradients of q, k, v in float64, (sequences, rows, head_dim), the sizes of their
+    rows, and limits."""
 
     def __init__(self, problem: AttentionProblem):
-        tensors = [x.detach().reshape(-1, *x.shape[-2:]) for x in (*problem.inputs, problem.grad_output)]
-        self.results, sdpa = ([torch.zeros_like(x, dtype=torch.float64) for x in tensors] for _ in range(2))
+        tensors = [
+            x.detach().reshape(-1, *x.shape[-2:]) for x in (*problem.inputs, problem.grad_output)
+        ]
+        self.results, sdpa = (
+            [torch.zeros_like(x, dtype=torch.float64) for x in tensors] for _ in range(2)
+        )
         squares = [x[..., 0].clone() for x in self.results]
         for sequence, (q, k, v, grad) in enumerate(zip(*tensors, strict=True)):
             for rows in torch.arange(len(q), device=q.device).split(ROWS_AT_ONCE):
                 part = [q[rows], k, v, grad[rows]]
-                mask = torch.arange(len(k), device=q.device) <= rows[:, None] if problem.causal else None
+                mask = (
+                    torch.arange(len(k), device=q.device) <= rows[:, None]
+                    if problem.causal
+                    else None
+                )
                 exact = [x.double() for x in part]
                 pairs = ((self.results, _attend(exact, mask)), (sdpa, _attend(part, mask)))
                 for totals, terms in (*pairs, (squares, _squares(exact, mask))):
                     for index, (total, term) in enumerate(zip(totals, terms, strict=True)):
-                        total[sequence, rows if index < 2 else slice(None)] += term  # all rows of k and v
+                        # all rows of k and v
+                        total[sequence, rows if index < 2 else slice(None)] += term
         self._sizes = [x.sqrt().clamp_min(torch.finfo(x.dtype).tiny) for x in squares]
         unit = torch.finfo(problem.q.dtype).eps
         error, row_error, _ = self.compare(sdpa)
-        self.limit, self.row_limit = FACTOR * error + unit, ROW_FACTOR * row_error + ROW_UNITS * unit
+        self.limit = FACTOR * error + unit
+        self.row_limit = ROW_FACTOR * row_error + ROW_UNITS * unit
 
     def compare(self, results: list[Tensor]) -> tuple[float, float, str]:
         """Error of all rows, error of the worst row, and the place of its worst element."""
-        error, row_error, where = 0.0, 0.0, ""
-        for name, result, exact, sizes in zip(TENSORS, results, self.results, self._sizes, strict=False):
+        error = 0.0
+        row_error = 0.0
+        where = ""
+        for name, result, exact, sizes in zip(
+            TENSORS, results, self.results, self._sizes, strict=False
+        ):
             got = result.detach().reshape(exact.shape).double()
             difference = got - exact
             error = max(error, float((difference.norm() / exact.norm()).nan_to_num(math.inf)))
@@ -110,10 +142,11 @@ class Reference:
 
 
 def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]:
-    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's reference.
+    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's
+    reference.
 
-    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or the worst element:
-    "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
+    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or
+    the worst element: "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
     """
     if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
         return math.inf, f"wrong: expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"
@@ -124,7 +157,8 @@ def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]
 
 
 def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """Output and gradients for (q, k, v, gradient of the output), by unfused attention in their dtype."""
+    """Output and gradients for (q, k, v, gradient of the output), by unfused attention in their
+    dtype."""
     q, k, v = (x.detach()[None, None].requires_grad_() for x in tensors[:3])
     with sdpa_kernel(SDPBackend.MATH):
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -136,10 +170,13 @@ def _squares(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
     """Sums of squared terms, for each row of the output and the gradients of q, k, v, (rows,)."""
     q, k, v, grad = tensors
     scores = (q @ k.T) * softmax_scale(q)
-    probabilities = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -math.inf), dim=-1)
+    probabilities = torch.softmax(
+        scores if mask is None else scores.masked_fill(~mask, -math.inf), dim=-1
+    )
     by_value = grad @ v.T
     delta = (probabilities * by_value).sum(-1, keepdim=True)
     # the terms of the scores' gradient nearly cancel in some places
     by_score = (probabilities * (by_value.abs() + delta.abs()) * softmax_scale(q)).square()
-    weights, (q2, k2, v2, grad2) = probabilities.square(), (x.square().sum(-1) for x in tensors)
+    weights = probabilities.square()
+    q2, k2, v2, grad2 = (x.square().sum(-1) for x in tensors)
     return [weights @ v2, by_score @ k2, by_score.T @ q2, weights.T @ grad2]

@@ -1,7 +1,8 @@
-"""Images to classify: CIFAR-100 from its binary archive, and the handwritten digits of scikit-learn.
+"""Images to classify: CIFAR-100 from its binary archive, and the handwritten digits of
+scikit-learn.
 
-CIFAR-100 (Krizhevsky 2009, "Learning multiple layers of features from tiny images"): a record is a coarse label, a fine
-label and 3072 pixels, one byte each, planes red, green, blue.
+CIFAR-100 (Krizhevsky 2009, "Learning multiple layers of features from tiny images"): a record is a
+coarse label, a fine label and 3072 pixels, one byte each, planes red, green, blue.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, 3, 32, 32) in uint8 and their classes (N,) in int64, for training and for validation."""
+    """Images (N, 3, 32, 32) in uint8 and their classes (N,) in int64, for training and for
+    validation."""
 
     name: str
     classes: int
@@ -45,8 +47,8 @@ class Images:
 def digits() -> Images:
     """scikit-learn's digits: 8x8 gray images, each pixel as 4x4 equal ones in three equal channels.
 
-    They are ordered by writer; a fixed permutation makes 1,437 the training set and 360 the validation set, so both
-    have every writer. (Alpaydin & Kaynak 1998, UCI; the test part.)
+    They are ordered by writer; a fixed permutation makes 1,437 the training set and 360 the
+    validation set, so both have every writer. (Alpaydin & Kaynak 1998, UCI; the test part.)
     """
     from sklearn.datasets import load_digits  # takes seconds to import
 
@@ -55,14 +57,19 @@ def digits() -> Images:
     images = torch.from_numpy(pixels)[:, None].repeat(1, 3, 1, 1)
     labels = torch.from_numpy(data.target.astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    training, validation = order[:DIGITS_TRAINING], order[DIGITS_TRAINING:]
-    return Images("digits", 10, (images[training], labels[training]), (images[validation], labels[validation]))
+    training = order[:DIGITS_TRAINING]
+    validation = order[DIGITS_TRAINING:]
+    return Images(
+        "digits", 10, (images[training], labels[training]), (images[validation], labels[validation])
+    )
 
 
 def read_cifar100(path: Path | str) -> Images:
-    """CIFAR-100 with its fine labels, from an archive in the format of the official one, which may have fewer records.
+    """CIFAR-100 with its fine labels, from an archive in the format of the official one, which may
+    have fewer records.
 
-    DatasetError for a file that cannot be read, is cut short or altered, or holds anything but records.
+    DatasetError for a file that cannot be read, is cut short or altered, or holds anything but
+    records.
     """
     parts: dict[str, tuple[Tensor, Tensor]] = {}
     try:
@@ -70,13 +77,18 @@ def read_cifar100(path: Path | str) -> Images:
             for member in archive:
                 if (name := member.name.removeprefix("./")) in MAX_RECORDS and member.isreg():
                     parts[name] = _read_records(
-                        f"{path}: {name}", member.size, MAX_RECORDS[name], archive.extractfile(member)
+                        f"{path}: {name}",
+                        member.size,
+                        MAX_RECORDS[name],
+                        archive.extractfile(member),
                     )
             while file.read(2**20):  # to the end, where gzip keeps its checksum
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         official = f"the official archive has {CIFAR100_BYTES:,} bytes"
-        raise DatasetError(f"{path}: cannot be read as a whole .tar.gz ({error}); {official}") from None
+        raise DatasetError(
+            f"{path}: cannot be read as a whole .tar.gz ({error}); {official}"
+        ) from None
     if missing := [name for name in MAX_RECORDS if name not in parts]:
         expected = " and ".join(MAX_RECORDS)
         raise DatasetError(f"{path}: expected {expected} inside, got no {' and no '.join(missing)}")
@@ -89,8 +101,11 @@ def file_md5(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
-def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: None, url: str = CIFAR100_URL) -> Path:
-    """Download the official archive to `directory` unless it is there; `say` gets a line before the download.
+def fetch_cifar100(
+    directory: Path, say: Callable[[str], None] = lambda text: None, url: str = CIFAR100_URL
+) -> Path:
+    """Download the official archive to `directory` unless it is there; `say` gets a line before the
+    download.
 
     DatasetError for another checksum, ConnectionError if the download fails.
     """
@@ -101,7 +116,11 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
         say(f"fetching CIFAR-100, {CIFAR100_BYTES / 1e6:.0f} MB")
     try:
         download = pooch.HTTPDownloader(timeout=30)
-        return Path(pooch.retrieve(url, f"md5:{CIFAR100_MD5}", CIFAR100_FILE, directory, downloader=download))
+        return Path(
+            pooch.retrieve(
+                url, f"md5:{CIFAR100_MD5}", CIFAR100_FILE, directory, downloader=download
+            )
+        )
     except ValueError as error:
         raise DatasetError(f"{url}: not the file that was published: {error}") from None
     except OSError as error:  # those of requests, too
@@ -109,9 +128,12 @@ def fetch_cifar100(directory: Path, say: Callable[[str], None] = lambda text: No
 
 
 def _read_records(name: str, size: int, most: int, file: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes, at most `most` of each."""
+    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes, at most `most` of
+    each."""
     if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= most:
-        raise DatasetError(f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes")
+        raise DatasetError(
+            f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes"
+        )
     table = np.frombuffer(file.read(), np.uint8).reshape(-1, RECORD_BYTES)
     if (largest := table[:, 1].max()) >= CLASSES:
         raise DatasetError(f"{name}: expected fine labels below {CLASSES}, got {largest}")

@@ -1,15 +1,17 @@
 """FlashAttention-2 in Triton: checks the inputs, chooses tiles, launches the kernels.
 
-The forward pass saves q, k, v, the output and one float32 logsumexp per query, from which the backward pass recomputes
-the probabilities: memory is linear in the sequence. Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691).
+The forward pass saves q, k, v, the output and one float32 logsumexp per query, from which the
+backward pass recomputes the probabilities: memory is linear in the sequence. Source: Dao 2023,
+FlashAttention-2 (arXiv:2307.08691).
 
-Runs on CUDA GPUs of compute capability 8.0 and above, and for tests under Triton's interpreter (TRITON_INTERPRET=1 set
-before Triton is imported), thousands of times slower.
+Runs on CUDA GPUs of compute capability 8.0 and above, and for tests under Triton's interpreter
+(TRITON_INTERPRET=1 set before Triton is imported), thousands of times slower.
 
-Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the machine code. A
-tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits shared and tensor memory. The first
-comes nearest to the tensor cores' peak; a smaller one follows for short sequences, which have fewer blocks. Before a
-tile's first use on a device its results are compared with float64; one that is wrong or does not compile is left out.
+Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the
+machine code. A tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits
+shared and tensor memory. The first comes nearest to the tensor cores' peak; a smaller one follows
+for short sequences, which have fewer blocks. Before a tile's first use on a device its results are
+compared with float64; one that is wrong or does not compile is left out.
 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
@@ -36,11 +38,13 @@ HEAD_DIMS = range(16, 257)
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
 DESCRIPTOR_ALIGNMENT = 16
-"""Bytes of which tensors that are loaded by descriptors (TMA), and their rows, must be multiples."""
-PROBE_QUERIES, PROBE_KEYS = 300, 333  # full, diagonal and ragged blocks of every tile
+"""Bytes of which tensors that are loaded by descriptors (TMA), and their rows, must be
+multiples."""
+PROBE_QUERIES = 300
+PROBE_KEYS = 333  # full, diagonal and ragged blocks of every tile
 PRECISION = "tf32x3"
-"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers, and three of the four products are
-summed, which drops 2**-22 of a product."""
+"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers, and three of the four
+products are summed, which drops 2**-22 of a product."""
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
 KERNELS: dict[str, Any] = {
@@ -53,7 +57,8 @@ KERNELS: dict[str, Any] = {
 class Tile(NamedTuple):
     """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
 
-    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by tensor descriptors.
+    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by
+    tensor descriptors.
     """
 
     block_q: int
@@ -63,7 +68,10 @@ class Tile(NamedTuple):
     specialize: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_k} {self.warps}w {self.stages}s{' special' * bool(self.specialize)}"
+        return (
+            f"{self.block_q}x{self.block_k} {self.warps}w"
+            f" {self.stages}s{' special' * bool(self.specialize)}"
+        )
 
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of a kernel."""
@@ -73,27 +81,39 @@ class Tile(NamedTuple):
 
 DELTA_TILE = Tile(64, 0, 4, 1)
 """`delta_kernel` reads two tiles and adds: its size matters little."""
-INTERPRETER_TILES = {"forward": Tile(64, 32, 4, 1), "grad_kv": Tile(32, 64, 4, 1), "grad_q": Tile(64, 32, 4, 1)}
-"""Small, so that short sequences have full, diagonal and ragged blocks; a program's own block is the larger one."""
+INTERPRETER_TILES = {
+    "forward": Tile(64, 32, 4, 1),
+    "grad_kv": Tile(32, 64, 4, 1),
+    "grad_q": Tile(64, 32, 4, 1),
+}
+"""Small, so that short sequences have full, diagonal and ragged blocks; a program's own block is
+the larger one."""
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
+    """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output
+    (..., Q, D).
 
-    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128 on GPUs in
-    float32). Deterministic. Inputs that are not contiguous are copied. ValueError for inputs that do not fit together.
+    float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128
+    on GPUs in float32). Deterministic. Inputs that are not contiguous are copied. ValueError for
+    inputs that do not fit together.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+    ) -> Tensor:
         attention.check_attention_inputs(q, k, v, scale=scale, dtypes=KERNEL_DTYPES)
         if (reason := unavailable_reason(q.device, q.dtype, q.shape[-1])) is not None:
             raise ValueError(reason)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # here, so that backward has no need to copy again
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()  # here, so that backward has no need to copy again
         output, logsumexp = run_kernel("forward", (q, k, v), causal, scale)
         ctx.save_for_backward(q, k, v, output.data, logsumexp)
         ctx.watch = VersionWatch(output)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal = causal
+        ctx.scale = scale
         return output
 
     @staticmethod
@@ -109,9 +129,13 @@ class FlashAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-@torch.compiler.disable  # a compiled model calls the kernels as they are, at the price of a graph break
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None) -> Tensor:
-    """Attention on the GPU, differentiable: `FlashAttention.apply`. `scale` defaults to 1 / sqrt(D)."""
+# a compiled model calls the kernels as they are, at the price of a graph break
+@torch.compiler.disable
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
+) -> Tensor:
+    """Attention on the GPU, differentiable: `FlashAttention.apply`. `scale` defaults to 1 /
+    sqrt(D)."""
     return FlashAttention.apply(q, k, v, causal, scale)
 
 
@@ -120,24 +144,34 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {dtype_name(dtype)}"
     if head_dim not in HEAD_DIMS:
-        return f"the kernels take head dimensions from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not {head_dim}"
+        return (
+            f"the kernels take head dimensions from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}, not"
+            f" {head_dim}"
+        )
     if INTERPRETED:
         return None
     if dtype == torch.float32 and head_dim > MAX_FLOAT32_HEAD_DIM:
-        return f"the float32 kernels take head dimensions to {MAX_FLOAT32_HEAD_DIM}, not {head_dim}: registers run out"
+        return (
+            f"the float32 kernels take head dimensions to {MAX_FLOAT32_HEAD_DIM}, not {head_dim}:"
+            " registers run out"
+        )
     if device.type != "cuda":
-        return f"Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests), not {device.type}"
+        return (
+            f"Triton kernels need a CUDA GPU (or TRITON_INTERPRET=1, for tests), not {device.type}"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        return f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
+        return (
+            f"the kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
+        )
     return None
 
 
 def run_kernel(
     name: str, inputs: Sequence[Tensor], causal: bool, scale: float | None, tile: Tile | None = None
 ) -> list[Tensor]:
-    """Output (..., Q, D) and logsumexp in base 2 (..., Q) of contiguous q, k, v; or dQ, or dK and dV, from q, k, v, dO,
-    the logsumexp and delta. `tile` replaces the tuned ones."""
+    """Output (..., Q, D) and logsumexp in base 2 (..., Q) of contiguous q, k, v; or dQ, or dK and
+    dV, from q, k, v, dO, the logsumexp and delta. `tile` replaces the tuned ones."""
     results = [torch.empty_like(x) for x in (inputs[1:3] if name == "grad_kv" else inputs[:1])]
     if name == "forward":
         results.append(results[0].new_empty(results[0].shape[:-1], dtype=torch.float32))
@@ -150,17 +184,27 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
     queries, head_dim = output.shape[-2:]
     delta = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     programs = delta.numel() // queries * triton.cdiv(queries, DELTA_TILE.block_q)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_Q": DELTA_TILE.block_q}
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_Q": DELTA_TILE.block_q,
+    }
     kernel = flash_backward_kernels.delta_kernel[(programs,)]
     with torch.cuda.device_of(output):
         kernel(output, grad_output, delta, queries, **constants, num_warps=DELTA_TILE.warps)
     return delta
 
 
-def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None) -> None:
-    """Start one program for every block of queries (of keys for "grad_kv") of every head; q and k come first."""
+def _launch(
+    name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None
+) -> None:
+    """Start one program for every block of queries (of keys for "grad_kv") of every head; q and k
+    come first."""
     q, k = tensors[:2]
-    queries, keys, head_dim, group = q.shape[-2], k.shape[-2], q.shape[-1], query_group(q, k)
+    queries = q.shape[-2]
+    keys = k.shape[-2]
+    head_dim = q.shape[-1]
+    group = query_group(q, k)
     owner, block = (k, "BLOCK_K") if name == "grad_kv" else (q, "BLOCK_Q")
     length = owner.shape[-2]
     heads = owner.numel() // (length * head_dim)
@@ -171,15 +215,20 @@ def _launch(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float |
     constants = kernel_constants(head_dim, q.dtype, causal, group=group, interpreted=INTERPRETED)
     # the best tile varies slowly: lengths and rows are tuned together up to the next power of two
     sizes = ((max(queries, keys), 8192), (heads * length, 2**20))
-    size_class = tuple(min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes)
+    size_class = tuple(
+        min(max(512, triton.next_power_of_2(size)), largest) for size, largest in sizes
+    )
     tiles: tuple[Tile, ...] = (tile or INTERPRETER_TILES[name],)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if tile is None and not INTERPRETED:
             tiles = _correct_tiles(name, head_dim, group, q.dtype, causal, q.device)
             if any(x.data_ptr() % DESCRIPTOR_ALIGNMENT for x in tensors):
                 tiles = tuple(tile for tile in tiles if tile.specialize < 2)
-        if not INTERPRETED and any(tile.specialize == 2 for tile in tiles):  # Triton asks for memory at a launch
-            triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device))
+        # Triton asks for memory at a launch
+        if not INTERPRETED and any(tile.specialize == 2 for tile in tiles):
+            triton.set_allocator(
+                lambda size, *_: torch.empty(size, dtype=torch.int8, device=q.device)
+            )
         kernel = _autotuned(name, tiles, size_class)
         kernel[grid](*tensors, queries, keys, attention.softmax_scale(q, scale), **constants)
 
@@ -193,29 +242,46 @@ def kernel_constants(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "GROUP": group,
         "CAUSAL": causal,
-        "PRECISION": PRECISION if dtype == torch.float32 else "tf32",  # Triton ignores it for half precision
+        # Triton ignores it for half precision
+        "PRECISION": PRECISION if dtype == torch.float32 else "tf32",
         "INTERPRETED": interpreted,
     }
 
 
-def tiles_for(kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+def tiles_for(
+    kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
+) -> tuple[Tile, ...]:
     """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
 
-    GPUs other than A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have 99 KiB of shared memory, and tensor
-    cores so slow that smaller tiles reach their peak. Tiles loaded by descriptors need rows of a multiple of 16 bytes.
+    GPUs other than A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have 99 KiB of shared
+    memory, and tensor cores so slow that smaller tiles reach their peak. Tiles loaded by
+    descriptors need rows of a multiple of 16 bytes.
     """
-    gpu = {9: "Hopper", 10: "Blackwell"}.get(capability[0], "A100" if capability == (8, 0) else "other")
-    key = [gpu, "float32" if dtype == torch.float32 else "half", kernel, str(max(32, triton.next_power_of_2(head_dim)))]
+    gpu = {9: "Hopper", 10: "Blackwell"}.get(
+        capability[0], "A100" if capability == (8, 0) else "other"
+    )
+    key = [
+        gpu,
+        "float32" if dtype == torch.float32 else "half",
+        kernel,
+        str(max(32, triton.next_power_of_2(head_dim))),
+    ]
     is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
     with Path(__file__).with_name("flash_tiles.csv").open() as file:
-        tiles = [Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key]
+        tiles = [
+            Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key
+        ]
     return tuple(tile for tile in tiles if is_aligned or tile.specialize < 2)
 
 
 @functools.cache
 def _autotuned(name: str, tiles: tuple[Tile, ...], size_class: tuple[int, ...]) -> Any:
-    """The kernel with Triton's autotuner, which times tiles once per size class, mask, head dimension, group, dtype."""
-    configs = [triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages) for tile in tiles]
+    """The kernel with Triton's autotuner, which times tiles once per size class, mask, head
+    dimension, group, dtype."""
+    configs = [
+        triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages)
+        for tile in tiles
+    ]
     return triton.autotune(configs, key=["CAUSAL", "HEAD_DIM", "GROUP"])(KERNELS[name])
 
 
@@ -224,8 +290,12 @@ def _correct_tiles(
     name: str, head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
 ) -> tuple[Tile, ...]:
     """The kernel's tiles that agree with float64 on `device`; RuntimeError if none does."""
-    tiles = tiles_for(name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device))
-    faults = {tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles}
+    tiles = tiles_for(
+        name, dtype=dtype, head_dim=head_dim, capability=torch.cuda.get_device_capability(device)
+    )
+    faults = {
+        tile: _tile_fault(name, tile, head_dim, group, dtype, causal, device) for tile in tiles
+    }
     wrong = {tile: fault for tile, fault in faults.items() if fault}
     kernel = f"{name} kernel, head dimension {head_dim}, {dtype_name(dtype)}, on {device}"
     for tile, fault in wrong.items():
@@ -236,10 +306,19 @@ def _correct_tiles(
 
 
 def _tile_fault(
-    name: str, tile: Tile, head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
+    name: str,
+    tile: Tile,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    causal: bool,
+    device: torch.device,
 ) -> str | None:
-    """Compare a kernel with this tile with float64 on a small problem: the reason against it, or None."""
-    (q, k, v, grad_output, output, logsumexp), expected = _probe(head_dim, group, dtype, causal, device)
+    """Compare a kernel with this tile with float64 on a small problem: the reason against it, or
+    None."""
+    (q, k, v, grad_output, output, logsumexp), expected = _probe(
+        head_dim, group, dtype, causal, device
+    )
     try:
         saved = () if name == "forward" else (grad_output, logsumexp, _delta(output, grad_output))
         results = run_kernel(name, (q, k, v, *saved), causal, None, tile)
@@ -257,7 +336,8 @@ def _tile_fault(
 def _probe(
     head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
 ) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]]]:
-    """q, k, v, dO, and the output and base-2 logsumexp of float64; each kernel's results in float64."""
+    """q, k, v, dO, and the output and base-2 logsumexp of float64; each kernel's results in
+    float64."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((group, PROBE_QUERIES), (1, PROBE_KEYS), (1, PROBE_KEYS), (group, PROBE_QUERIES))
     inputs = [torch.randn(*size, head_dim, generator=generator).to(device, dtype) for size in sizes]
@@ -265,7 +345,13 @@ def _probe(
         q, k, v = (x.double().requires_grad_() for x in inputs[:3])
         output = attention.naive_attention(q, k, v, causal)
         grad_q, grad_k, grad_v = torch.autograd.grad(output, (q, k, v), inputs[3].double())
-        logsumexp = torch.logsumexp(attention.masked_scores(q, k, causal), dim=-1).detach() / math.log(2)
+        logsumexp = torch.logsumexp(
+            attention.masked_scores(q, k, causal), dim=-1
+        ).detach() / math.log(2)
     output = output.detach()
     inputs += [output.to(dtype), logsumexp.float()]
-    return inputs, {"forward": (output, logsumexp), "grad_kv": (grad_k, grad_v), "grad_q": (grad_q,)}
+    return inputs, {
+        "forward": (output, logsumexp),
+        "grad_kv": (grad_k, grad_v),
+        "grad_q": (grad_q,),
+    }

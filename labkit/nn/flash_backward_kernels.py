@@ -1,11 +1,13 @@
 """Triton kernels of the FlashAttention-2 backward pass.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 2, split in three: `delta_kernel` (its line 4),
-`grad_kv_kernel` over key blocks and `grad_q_kernel` over query blocks. Scores are computed once more that way, but
-nothing is added atomically: the gradients are deterministic. Letters, layout and techniques as in
-`flash_kernels.py`; the same in plain PyTorch: `tiled_backward` in `tiled_attention.py`. For each tile:
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 2, split in three: `delta_kernel`
+(its line 4), `grad_kv_kernel` over key blocks and `grad_q_kernel` over query blocks. Scores are
+computed once more that way, but nothing is added atomically: the gradients are deterministic.
+Letters, layout and techniques as in `flash_kernels.py`; the same in plain PyTorch: `tiled_backward`
+in `tiled_attention.py`. For each tile:
 
-    P = exp2(scale * log2(e) * Q K^T - logsumexp)      dS = P * (dO V^T - delta)      delta = rowsum(dO * O)
+    P = exp2(scale * log2(e) * Q K^T - logsumexp)
+    dS = P * (dO V^T - delta)      delta = rowsum(dO * O)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
 """
 
@@ -47,23 +49,42 @@ def delta_kernel(
 
 @triton.jit
 def _grad_kv_blocks(
-    grad_k, grad_v, k, v, q_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, first, last, k_start, queries, scale,
+    grad_k, grad_v, k, v, q_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, first, last, k_start,
+    queries, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DIAGONAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    DIAGONAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the query blocks [first, last). Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
+    """Add the contribution of the query blocks [first, last). Tiles are transposed: (BLOCK_K,
+    BLOCK_Q)."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     for q_start in range(first, last, BLOCK_Q):
         q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
         # a row that does not exist gets logsumexp +inf, so that its probabilities are 0
         logsumexp = load_rows(logsumexp_ptr, q_start, queries, float("inf"), BLOCK_Q, RAGGED)
-        scores = dot(k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED)
+        scores = dot(
+            k, tl.trans(q), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED
+        )
         p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[None, :])
         if DIAGONAL:
-            p = tl.where(tl.arange(0, BLOCK_K)[:, None] <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :], p, 0.0)
-        grad_output = load_tile(grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
+            p = tl.where(
+                tl.arange(0, BLOCK_K)[:, None]
+                <= (q_start - k_start + tl.arange(0, BLOCK_Q))[None, :],
+                p,
+                0.0,
+            )
+        grad_output = load_tile(
+            grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED
+        )
         grad_v = dot(p, grad_output, grad_v, dtype, PRECISION, INTERPRETED)
-        grad_p = dot(v, tl.trans(grad_output), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32), dtype, PRECISION, INTERPRETED)
+        grad_p = dot(
+            v,
+            tl.trans(grad_output),
+            tl.zeros((BLOCK_K, BLOCK_Q), tl.float32),
+            dtype,
+            PRECISION,
+            INTERPRETED,
+        )
         delta = load_rows(delta_ptr, q_start, queries, 0.0, BLOCK_Q, RAGGED)
         ds = p * (grad_p - delta[None, :])
         grad_k = dot(ds, q, grad_k, dtype, PRECISION, INTERPRETED)
@@ -72,12 +93,16 @@ def _grad_kv_blocks(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, queries, keys, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
+    queries, keys, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys, summed over the queries that see them, of all GROUP heads."""
-    k_start, head = program(keys, BLOCK_K, LAST_FIRST=False)  # the first keys are seen by most queries
+    """One program: dK and dV of BLOCK_K keys, summed over the queries that see them, of all GROUP
+    heads."""
+    # the first keys are seen by most queries
+    k_start, head = program(keys, BLOCK_K, LAST_FIRST=False)
     k_ptr += head * keys * HEAD_DIM
     v_ptr += head * keys * HEAD_DIM
     k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, RAGGED=True)
@@ -85,7 +110,8 @@ def grad_kv_kernel(
     grad_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
 
-    # [first, full_start) is the diagonal, [full_start, full_end) needs no mask, [full_end, queries) is ragged
+    # [first, full_start) is the diagonal, [full_start, full_end) needs no mask, [full_end, queries)
+    # is ragged
     first = 0
     full_start = 0
     full_end = queries // BLOCK_Q * BLOCK_Q
@@ -133,12 +159,21 @@ def _grad_q_blocks(
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     for k_start in range(first, last, BLOCK_K):
         k = load_tile(k_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED)
+        scores = dot(
+            q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED
+        )
         p = tl.exp2(scores * (scale * LOG2_E) - logsumexp[:, None])
         if MASKED:
             p = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), p, 0.0)
         v = load_tile(v_ptr, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        grad_p = dot(grad_output, tl.trans(v), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED)
+        grad_p = dot(
+            grad_output,
+            tl.trans(v),
+            tl.zeros((BLOCK_Q, BLOCK_K), tl.float32),
+            dtype,
+            PRECISION,
+            INTERPRETED,
+        )
         ds = p * (grad_p - delta[:, None])
         grad_q = dot(ds, k, grad_q, dtype, PRECISION, INTERPRETED)
     return grad_q
@@ -146,8 +181,10 @@ def _grad_q_blocks(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def grad_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_q_ptr, queries, keys, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_output_ptr, logsumexp_ptr, delta_ptr, grad_q_ptr, queries, keys,
+    scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_Q queries, summed over the keys that they see."""
@@ -158,8 +195,12 @@ def grad_q_kernel(
     grad_output_ptr += head * queries * HEAD_DIM
 
     q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
-    grad_output = load_tile(grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True)
-    logsumexp = load_rows(logsumexp_ptr + head * queries, q_start, queries, float("inf"), BLOCK_Q, RAGGED=True)
+    grad_output = load_tile(
+        grad_output_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED=True
+    )
+    logsumexp = load_rows(
+        logsumexp_ptr + head * queries, q_start, queries, float("inf"), BLOCK_Q, RAGGED=True
+    )
     delta = load_rows(delta_ptr + head * queries, q_start, queries, 0.0, BLOCK_Q, RAGGED=True)
     grad_q = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
 
@@ -170,7 +211,8 @@ def grad_q_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, PRECISION, INTERPRETED,
     )  # fmt: skip
     grad_q = _grad_q_blocks(
-        grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, full_end, visible_end, q_start, keys, scale,
+        grad_q, q, grad_output, logsumexp, delta, k_ptr, v_ptr, full_end, visible_end, q_start,
+        keys, scale,
         HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, PRECISION, INTERPRETED,
     )  # fmt: skip
 

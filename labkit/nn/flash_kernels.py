@@ -1,30 +1,34 @@
 """Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_attention.py` launches it. Read
-`tiled_attention.py` first: the same in plain PyTorch, with the same names.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_attention.py` launches
+it. Read `tiled_attention.py` first: the same in plain PyTorch, with the same names.
 
 Dimension letters (see `attention.py` for the definition of causal):
 
     Q  queries    BLOCK_Q  queries in a tile      D  head dimension, HEAD_DIM
     K  keys       BLOCK_K  keys in a tile         BLOCK_D  the power of two that holds it
 
-All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in one. GROUP query
-heads share a head of keys and values. The logsumexp and delta are (heads, Q) in float32; the logsumexp is in base 2.
+All tensors are contiguous: (heads, Q, D) or (heads / GROUP, K, D), with all leading dimensions in
+one. GROUP query heads share a head of keys and values. The logsumexp and delta are (heads, Q) in
+float32; the logsumexp is in base 2.
 
 Techniques beyond the algorithm:
 
-* exp2: the hardware's exponential has base 2. Scores are scaled as the maximum is subtracted, in one multiply-add.
+* exp2: the hardware's exponential has base 2. Scores are scaled as the maximum is subtracted, in
+  one multiply-add.
 * Hidden blocks, above the diagonal, are not visited, and the longest rows start first.
-* A loop over full blocks neither masks scores nor checks bounds. A second loop visits the diagonal and the ragged end,
-  in blocks half as large, which leave registers for the mask.
+* A loop over full blocks neither masks scores nor checks bounds. A second loop visits the diagonal
+  and the ragged end, in blocks half as large, which leave registers for the mask.
 * Operands of `tl.dot` keep their dtype (tensor cores); everything else is float32.
-* Specialized warps (WARP_SPECIALIZE): on data center Blackwell (1), some warps only load, in the loop over full blocks.
-  On Hopper (2), one group of warps loads by tensor descriptors (TMA) and two compute 64 queries each. Triton 3.7
-  compiles that only if the kernel has a single loop and no other `tl.dot`, so every block is masked there.
+* Specialized warps (WARP_SPECIALIZE): on data center Blackwell (1), some warps only load, in the
+  loop over full blocks. On Hopper (2), one group of warps loads by tensor descriptors (TMA) and two
+  compute 64 queries each. Triton 3.7 compiles that only if the kernel has a single loop and no
+  other `tl.dot`, so every block is masked there.
 """
 
 # mypy: ignore-errors
-# Triton's language is typed for its compiler, not for mypy: inside a kernel everything is a tl.tensor.
+# Triton's language is typed for its compiler, not for mypy: inside a kernel everything is a
+# tl.tensor.
 
 import triton
 import triton.language as tl
@@ -32,12 +36,14 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 LENGTHS = ("queries", "keys")
-"""Arguments whose values Triton must not specialize a kernel for: the alignment of rows depends on HEAD_DIM only."""
+"""Arguments whose values Triton must not specialize a kernel for: the alignment of rows depends on
+HEAD_DIM only."""
 
 
 @triton.jit
 def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """First position of this program's block, and its head. Programs of a head are neighbors: they share it in L2."""
+    """First position of this program's block, and its head. Programs of a head are neighbors: they
+    share it in L2."""
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -53,8 +59,16 @@ def tile_offsets(start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """Mask of existing elements: false beyond the last row (if RAGGED) and in the padded dimensions."""
+def in_bounds(
+    start,
+    length,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Mask of existing elements: false beyond the last row (if RAGGED) and in the padded
+    dimensions."""
     rows = (start + tl.arange(0, BLOCK))[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if RAGGED and BLOCK_D != HEAD_DIM:
@@ -67,7 +81,8 @@ def in_bounds(start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_
 
 @triton.jit
 def describe(pointer, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tensor descriptor of one head, (length, HEAD_DIM), to load (BLOCK, BLOCK_D), zero out of bounds.
+    """Tensor descriptor of one head, (length, HEAD_DIM), to load (BLOCK, BLOCK_D), zero out of
+    bounds.
 
     The pointer and HEAD_DIM must be multiples of 16 bytes.
     """
@@ -76,12 +91,21 @@ def describe(pointer, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK
 
 @triton.jit
 def load_tile(
-    pointer, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr
+    pointer,
+    start,
+    length,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
-    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds. Without RAGGED all rows must exist."""
+    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds. Without RAGGED all rows must
+    exist."""
     pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
     if RAGGED or BLOCK_D != HEAD_DIM:
-        return tl.load(pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0)
+        return tl.load(
+            pointers, mask=in_bounds(start, length, BLOCK, HEAD_DIM, BLOCK_D, RAGGED), other=0.0
+        )
     else:
         return tl.load(pointers)
 
@@ -98,7 +122,13 @@ def load_rows(pointer, start, length, other, BLOCK: tl.constexpr, RAGGED: tl.con
 
 @triton.jit
 def store_tile(
-    pointer, values, start, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr
+    pointer,
+    values,
+    start,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Store the rows and dimensions that exist, rounded to the dtype of the pointer."""
     BLOCK: tl.constexpr = values.shape[0]
@@ -111,7 +141,8 @@ def store_tile(
 def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Convert x to `dtype`.
 
-    The interpreter's bfloat16 can neither round nor be multiplied: there, round by hand and stay in float32.
+    The interpreter's bfloat16 can neither round nor be multiplied: there, round by hand and stay in
+    float32.
     """
     if not INTERPRETED:
         return x.to(dtype)
@@ -125,7 +156,8 @@ def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """accumulator + a b, with the operands rounded to `dtype`; PRECISION matters for float32 only."""
+    """accumulator + a b, with the operands rounded to `dtype`; PRECISION matters for float32
+    only."""
     a = round_to(a, dtype, INTERPRETED)
     b = round_to(b, dtype, INTERPRETED)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
@@ -138,8 +170,11 @@ def edge(block):
 
 
 @triton.jit
-def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """Mask of the keys that each query of a tile sees, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one comparison."""
+def is_visible(
+    q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Mask of the keys that each query of a tile sees, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one
+    comparison."""
     columns = tl.arange(0, BLOCK_K)[None, :]
     if CAUSAL:
         return columns < tl.minimum(q_start + 1 + tl.arange(0, BLOCK_Q), keys)[:, None] - k_start
@@ -149,7 +184,8 @@ def is_visible(q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """For a block of queries: the end of the key blocks that need no mask, and the end of the visible keys."""
+    """For a block of queries: the end of the key blocks that need no mask, and the end of the
+    visible keys."""
     if CAUSAL:
         return tl.minimum(q_start, keys) // BLOCK_K * BLOCK_K, tl.minimum(q_start + BLOCK_Q, keys)
     else:
@@ -158,7 +194,8 @@ def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUS
 
 @triton.jit
 def _forward_blocks(
-    accumulator, row_max, row_sum, q, k_source, v_source, first, last, q_start, keys, exponent_scale,
+    accumulator, row_max, row_sum, q, k_source, v_source, first, last, q_start, keys,
+    exponent_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -173,9 +210,13 @@ def _forward_blocks(
             k = k_source.load([k_start, 0])
         else:
             k = load_tile(k_source, k_start, keys, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED)
+        scores = dot(
+            q, tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32), dtype, PRECISION, INTERPRETED
+        )
         if MASKED:
-            scores = tl.where(is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf"))
+            scores = tl.where(
+                is_visible(q_start, k_start, keys, BLOCK_Q, BLOCK_K, CAUSAL), scores, -float("inf")
+            )
         new_max = tl.maximum(row_max, tl.max(scores, 1) * exponent_scale)
         probabilities = tl.exp2(scores * exponent_scale - new_max[:, None])  # not normalized yet
         rescale = tl.exp2(row_max - new_max)
@@ -193,8 +234,10 @@ def _forward_blocks(
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, output_ptr, logsumexp_ptr, queries, keys, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr = 0,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr = 0,
 ):  # fmt: skip
     """One program: the output and the logsumexp in base 2 of BLOCK_Q queries."""
     q_start, head = program(queries, BLOCK_Q, LAST_FIRST=CAUSAL)
@@ -218,22 +261,27 @@ def forward_kernel(
     EDGE_K: tl.constexpr = edge(BLOCK_K)
     if WARP_SPECIALIZE == 0:
         accumulator, row_max, row_sum = _forward_blocks(
-            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys,
+            exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, 0, PRECISION, INTERPRETED,
         )  # fmt: skip
     if WARP_SPECIALIZE < 2:
         accumulator, row_max, row_sum = _forward_blocks(
-            accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys, exponent_scale,
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, full_end, visible_end, q_start, keys,
+            exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, EDGE_K, CAUSAL, True, 0, PRECISION, INTERPRETED,
         )  # fmt: skip
     else:
         accumulator, row_max, row_sum = _forward_blocks(
-            accumulator, row_max, row_sum, q, k_source, v_source, 0, visible_end, q_start, keys, exponent_scale,
+            accumulator, row_max, row_sum, q, k_source, v_source, 0, visible_end, q_start, keys,
+            exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, True, 2, PRECISION, INTERPRETED,
         )  # fmt: skip
-    if WARP_SPECIALIZE == 1:  # Triton can do this in a kernel's last loop only, so the full blocks come last
+    # Triton can do this in a kernel's last loop only, so the full blocks come last
+    if WARP_SPECIALIZE == 1:
         accumulator, row_max, row_sum = _forward_blocks(
-            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys, exponent_scale,
+            accumulator, row_max, row_sum, q, k_ptr, v_ptr, 0, full_end, q_start, keys,
+            exponent_scale,
             HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, False, 1, PRECISION, INTERPRETED,
         )  # fmt: skip
 

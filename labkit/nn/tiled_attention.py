@@ -1,11 +1,13 @@
-"""FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the sequence.
+"""FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the
+sequence.
 
-The scores are visited in square tiles of queries by keys that stay in cache (`tile_side`). The softmax is carried along
-a row of tiles ("online"): a running maximum, a running sum, and an output that is rescaled when the maximum grows. The
-backward pass recomputes the tiles from the logsumexp.
+The scores are visited in square tiles of queries by keys that stay in cache (`tile_side`). The
+softmax is carried along a row of tiles ("online"): a running maximum, a running sum, and an output
+that is rescaled when the maximum grows. The backward pass recomputes the tiles from the logsumexp.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1, `tiled_backward` algorithm 2.
-Dimension letters: B, all leading dimensions in one, and Q, K, D as in `attention.py`.
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691): `tiled_forward` is algorithm 1,
+`tiled_backward` algorithm 2. Dimension letters: B, all leading dimensions in one, and Q, K, D as in
+`attention.py`.
 """
 
 import math
@@ -20,19 +22,23 @@ from labkit.nn.attention import VersionWatch, check_attention_inputs, query_grou
 
 
 class TiledAttention(torch.autograd.Function):
-    """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output (..., Q, D).
+    """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output
+    (..., Q, D).
 
-    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64). ValueError for inputs
-    that do not fit together.
+    float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64).
+    ValueError for inputs that do not fit together.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+    ) -> Tensor:
         output, logsumexp = tiled_forward(q, k, v, causal, scale=scale)
         is_compiling = torch.compiler.is_compiling()
         ctx.save_for_backward(q, k, v, output.clone() if is_compiling else output.data, logsumexp)
         ctx.watch = None if is_compiling else VersionWatch(output)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal = causal
+        ctx.scale = scale
         return output
 
     @staticmethod
@@ -41,16 +47,20 @@ class TiledAttention(torch.autograd.Function):
         q, k, v, output, logsumexp = ctx.saved_tensors
         if ctx.watch is not None and ctx.watch.is_modified:
             output, _ = tiled_forward(q, k, v, ctx.causal, scale=ctx.scale)
-        gradients = tiled_backward(q, k, v, output, logsumexp, grad_output, ctx.causal, scale=ctx.scale)
+        gradients = tiled_backward(
+            q, k, v, output, logsumexp, grad_output, ctx.causal, scale=ctx.scale
+        )
         return *gradients, None, None
 
 
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q), float32 (or float64)."""
+    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q), float32 (or
+    float64)."""
     check_attention_inputs(q, k, v, scale=scale)
-    dtype, group = torch.promote_types(q.dtype, torch.float32), query_group(q, k)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = query_group(q, k)
     scale = softmax_scale(q, scale)
     whole_output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     whole_logsumexp = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
@@ -65,7 +75,8 @@ def tiled_forward(
             row_max = torch.full_like(q_block[..., :1], -math.inf)
             row_sum = torch.zeros_like(row_max)
             accumulator = torch.zeros_like(q_block)
-            visible = min(k.shape[1], rows.stop) if causal else k.shape[1]  # hidden tiles are not visited
+            # hidden tiles are not visited
+            visible = min(k.shape[1], rows.stop) if causal else k.shape[1]
             for columns in _blocks(0, visible, side):
                 k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
                 scores = _view(scores_buffer, q_block, k_block)
@@ -95,18 +106,24 @@ def tiled_backward(
     scale: float | None = None,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from the tensors that the forward pass saved. delta = rowsum(dO * O); for each tile:
+    """Gradients of q, k and v from the tensors that the forward pass saved. delta = rowsum(dO * O);
+    for each tile:
 
     P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
 
-    `into`: memory for the gradients, in the dtype of logsumexp; that of q is added to what is there.
+    `into`: memory for the gradients, in the dtype of logsumexp; that of q is added to what is
+    there.
     """
-    q_dtype, dtype, group, scale = q.dtype, logsumexp.dtype, query_group(q, k), softmax_scale(q, scale)
+    q_dtype = q.dtype
+    dtype = logsumexp.dtype
+    group = query_group(q, k)
+    scale = softmax_scale(q, scale)
     if into is None:
         new_k, new_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
         into = torch.zeros(q.shape, dtype=dtype, device=q.device), new_k, new_v
-    grad_q, grad_k, grad_v = (x.view(-1, *x.shape[-2:]) for x in into)  # every key block adds to that of q
+    # every key block adds to that of q
+    grad_q, grad_k, grad_v = (x.view(-1, *x.shape[-2:]) for x in into)
     q, k, v, output, grad_output = map(_flatten, (q, k, v, output, grad_output))
     minus_logsumexp = logsumexp.reshape(*q.shape[:2], 1).neg()
     minus_delta = (grad_output.to(dtype) * output).sum(-1, keepdim=True).neg_()
@@ -117,10 +134,13 @@ def tiled_backward(
         for columns in _blocks(0, k.shape[1], side):
             k_block, v_block = (_key_block(x, columns, dtype, group) for x in (k, v))
             k_block = k_block * scale
-            grad_k_block, grad_v_block = torch.zeros_like(k_block), torch.zeros_like(v_block)
+            grad_k_block = torch.zeros_like(k_block)
+            grad_v_block = torch.zeros_like(v_block)
             for rows in _blocks(columns.start if causal else 0, q.shape[1], side):
-                q_block, grad_block = q[:, rows].to(dtype), grad_output[:, rows].to(dtype)
-                p, ds = _view(p_buffer, q_block, k_block), _view(ds_buffer, q_block, k_block)
+                q_block = q[:, rows].to(dtype)
+                grad_block = grad_output[:, rows].to(dtype)
+                p = _view(p_buffer, q_block, k_block)
+                ds = _view(ds_buffer, q_block, k_block)
                 torch.baddbmm(minus_logsumexp[:, rows], q_block, k_block.transpose(1, 2), out=p)
                 if causal:
                     _hide_future(p, rows, columns)
@@ -142,7 +162,11 @@ def _blocks(first: int, last: int, side: int) -> Iterator[slice]:
 
 def _key_block(x: Tensor, columns: slice, dtype: torch.dtype, group: int) -> Tensor:
     """Keys or values of a tile for each query head, (B, side, D)."""
-    return x[:, columns].to(dtype).repeat_interleave(group, 0) if group > 1 else x[:, columns].to(dtype)
+    return (
+        x[:, columns].to(dtype).repeat_interleave(group, 0)
+        if group > 1
+        else x[:, columns].to(dtype)
+    )
 
 
 def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
@@ -153,12 +177,14 @@ def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
 
 
 def tile_side(q: Tensor) -> int:
-    """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of fixed size.
+    """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of
+    fixed size.
 
-    CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side of 64 the Python loop
-    costs more than the arithmetic. Measured on 2 cores of an EPYC, forward and backward at B 1, Q = K = 4096, D 64:
-    side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive attention 0.50 s. A GPU needs enough work in each launch instead:
-    2**24 scores, side 256 to 2048; untuned.
+    CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side
+    of 64 the Python loop costs more than the arithmetic. Measured on 2 cores of an EPYC, forward
+    and backward at B 1, Q = K = 4096, D 64: side 512 0.18 s, 256 0.20 s, 128 0.27 s; naive
+    attention 0.50 s. A GPU needs enough work in each launch instead: 2**24 scores, side 256 to
+    2048; untuned.
     """
     scores, smallest, largest = (2**19, 64, 512) if q.device.type == "cpu" else (2**24, 256, 2048)
     side = 2 ** int(math.log2(math.sqrt(scores / q.shape[0])))
@@ -166,7 +192,8 @@ def tile_side(q: Tensor) -> int:
 
 
 def _view(buffer: Tensor, q_block: Tensor, k_block: Tensor) -> Tensor:
-    """The start of the buffer as a tile per leading index, (B, block_q, block_k), contiguous at the edges too."""
+    """The start of the buffer as a tile per leading index, (B, block_q, block_k), contiguous at the
+    edges too."""
     shape = q_block.shape[0], q_block.shape[1], k_block.shape[1]
     return buffer[: math.prod(shape)].view(shape)
 

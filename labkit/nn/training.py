@@ -1,4 +1,5 @@
-"""Models with a batch to train on: one training step in timed phases, and workloads for wrappers over ranks.
+"""Models with a batch to train on: one training step in timed phases, and workloads for wrappers
+over ranks.
 
     step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
     step.forward(); step.backward(); step.optimizer_step()
@@ -27,7 +28,9 @@ AUTOCAST_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch
 RESNET50 = "resnet50"
 RESNET50_PARAMETERS = 25_557_032
 CLASSES = 1000
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
 FINISH = "finish"
 """Range of the profiler around what a wrapper does after its backward pass."""
 T = TypeVar("T")
@@ -43,24 +46,35 @@ class ModelAndBatch(NamedTuple):
 
 
 class Trainer:
-    """One training step of a model, in phases that can be timed; `compute_loss(model)` is a forward pass, a scalar.
+    """One training step of a model, in phases that can be timed; `compute_loss(model)` is a forward
+    pass, a scalar.
 
-    The phases are named ranges for `torch.profiler`, and for Nsight Systems in `torch.autograd.profiler.emit_nvtx()`.
+    The phases are named ranges for `torch.profiler`, and for Nsight Systems in
+    `torch.autograd.profiler.emit_nvtx()`.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, compute_loss: Callable[[Any], Tensor], device: str = "cpu"
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        compute_loss: Callable[[Any], Tensor],
+        device: str = "cpu",
     ):
         self.model: Any = model
         self.call: Any = model
         """The model, or a wrapper of it, that `compute_loss` gets."""
         self.optimizer = optimizer
         self.autocast_dtype: torch.dtype | None = None
-        """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss scaling."""
+        """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss
+        scaling."""
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes a context from the end of a backward pass until gradients are averaged, if a wrapper finishes apart."""
-        self._finish: Callable[[], None] | None = getattr(model, "finish_gradient_synchronization", None)
-        self._compute_loss, self._device_type = compute_loss, torch.device(device).type
+        """Makes a context from the end of a backward pass until gradients are averaged, if a
+        wrapper finishes apart."""
+        self._finish: Callable[[], None] | None = getattr(
+            model, "finish_gradient_synchronization", None
+        )
+        self._compute_loss = compute_loss
+        self._device_type = torch.device(device).type
         self._loss: Tensor | None = None
 
     def infer(self) -> Tensor:
@@ -106,14 +120,19 @@ class Trainer:
 
     def _run_forward(self) -> Tensor:
         dtype = self.autocast_dtype
-        with record_function(FORWARD), torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None):
+        with (
+            record_function(FORWARD),
+            torch.autocast(self._device_type, dtype=dtype, enabled=dtype is not None),
+        ):
             return self._compute_loss(self.call)
 
 
 class TrainingStep(Trainer):
-    """A workload in float32 with AdamW, or under autocast to another `precision`; `options` as for `build_workload`.
+    """A workload in float32 with AdamW, or under autocast to another `precision`; `options` as for
+    `build_workload`.
 
-    `compiled` wraps the model in `torch.compile`. ValueError for an unknown precision, and as `build_workload`.
+    `compiled` wraps the model in `torch.compile`. ValueError for an unknown precision, and as
+    `build_workload`.
     """
 
     def __init__(
@@ -126,25 +145,34 @@ class TrainingStep(Trainer):
         **options: Any,
     ):
         if precision not in AUTOCAST_DTYPES:
-            raise ValueError(f"expected a precision among {', '.join(AUTOCAST_DTYPES)}, got {precision!r}")
+            raise ValueError(
+                f"expected a precision among {', '.join(AUTOCAST_DTYPES)}, got {precision!r}"
+            )
         workload = build_workload(source, device=device, **options)
         model = workload.build()
-        super().__init__(model, adamw(model.parameters(), torch.device(device)), workload.loss, device)
+        super().__init__(
+            model, adamw(model.parameters(), torch.device(device)), workload.loss, device
+        )
         self.autocast_dtype = AUTOCAST_DTYPES[precision]
         if compiled:
             self.call = torch.compile(model, dynamic=False)
 
 
 def random_tokens(
-    shape: TransformerShape, batch: int, context_length: int, generator: torch.Generator | None = None
+    shape: TransformerShape,
+    batch: int,
+    context_length: int,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (batch, context_length), int64: every target is the input that follows."""
+    """Inputs and targets, each (batch, context_length), int64: every target is the input that
+    follows."""
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one elsewhere.
+    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one
+    elsewhere.
 
     Left to itself, torch would take lists of real tensors and not of fake ones.
     """
@@ -158,13 +186,15 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a rank's batch: `build` returns an equal model each time, on its device; `loss` computes the loss."""
+    """A model and a rank's batch: `build` returns an equal model each time, on its device; `loss`
+    computes the loss."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
 
     def copied(self) -> "Workload":
-        """Build the model once and copy it from then on: drawing parameters takes ten times as long."""
+        """Build the model once and copy it from then on: drawing parameters takes ten times as
+        long."""
         return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
@@ -181,11 +211,13 @@ def build_workload(
     seed: int = 0,
     **options: Any,
 ) -> Workload:
-    """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size, image_size), or the
-    model and batch that a function builds on the default device; it is called for every copy of the model.
+    """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size,
+    image_size), or the model and batch that a function builds on the default device; it is called
+    for every copy of the model.
 
-    `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a function's model, not
-    the parameters. ValueError for a batch that is not positive, unless a function has its own.
+    `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a
+    function's model, not the parameters. ValueError for a batch that is not positive, unless a
+    function has its own.
     """
     if batch < 1 and (isinstance(source, TransformerShape) or source is ResNet50):
         raise ValueError(f"expected batch >= 1, got {batch}")
@@ -194,14 +226,17 @@ def build_workload(
     loss: Callable[[Any, Any], Tensor]
     if isinstance(source, TransformerShape):
         inputs, targets = random_tokens(source, batch, context_length, generator)
-        make, loss = partial(Transformer, source, context_length=context_length, **options), language_model_loss
+        make = partial(Transformer, source, context_length=context_length, **options)
+        loss = language_model_loss
     elif source is ResNet50:
         inputs = torch.randn(batch, 3, image_size, image_size, generator=generator)
         targets = torch.randint(CLASSES, (batch,), generator=generator)
-        make, loss = ResNet50, cross_entropy
+        make = ResNet50
+        loss = cross_entropy
     else:
         return _user_workload(cast(Callable[[], ModelAndBatch], source), device, seed)
-    inputs, targets = inputs.to(device), targets.to(device)
+    inputs = inputs.to(device)
+    targets = targets.to(device)
     return Workload(partial(_build, make, device, 0), lambda model: loss(model(inputs), targets))
 
 

@@ -4,8 +4,9 @@
     for each layer:   x = x + attend(norm(x));   x = x + swiglu(norm(x))          (pre-norm)
     logits = output(norm(x))
 
-RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021, arXiv:2104.09864), SwiGLU
-(Shazeer 2020, arXiv:2002.05202), no biases, embedding and output not tied.
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary positions (Su et al. 2021,
+arXiv:2104.09864), SwiGLU (Shazeer 2020, arXiv:2002.05202), no biases, embedding and output not
+tied.
 
 Dimension letters: B batch, S sequence, H heads, D head dimension, d d_model, f d_ff, V vocabulary.
 """
@@ -26,9 +27,10 @@ ROPE_BASE = 10_000.0
 class Transformer(nn.Module):
     """Tokens (B, S), int64, to logits (B, S, V), with any attention (q, k, v, causal) -> output.
 
-    With `checkpoint_segment` n > 0, only every n-th layer's input is kept for the backward pass, and the layers between
-    are recomputed (Chen et al. 2016, arXiv:1604.06174). Built on the default device in the default dtype. For lower
-    precision use autocast: casting the module would cast its rotation tables, too.
+    With `checkpoint_segment` n > 0, only every n-th layer's input is kept for the backward pass,
+    and the layers between are recomputed (Chen et al. 2016, arXiv:1604.06174). Built on the default
+    device in the default dtype. For lower precision use autocast: casting the module would cast its
+    rotation tables, too.
     """
 
     def __init__(
@@ -54,13 +56,21 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         context_length = self.positions.cosines.shape[0]
-        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not 1 <= tokens.shape[1] <= context_length:
+        if (
+            tokens.dim() != 2
+            or tokens.dtype != torch.int64
+            or not 1 <= tokens.shape[1] <= context_length
+        ):
             got = f"{tuple(tokens.shape)}, {tokens.dtype}"
-            raise ValueError(f"expected int64 tokens (batch, 1 to {context_length} positions), got {got}")
+            raise ValueError(
+                f"expected int64 tokens (batch, 1 to {context_length} positions), got {got}"
+            )
         x = self.embedding(tokens)  # (B, S, d)
         if self.checkpoint_segment and torch.is_grad_enabled():
             for start in range(0, len(self.layers), self.checkpoint_segment):
-                x = checkpoint(self.layers[start : start + self.checkpoint_segment], x, use_reentrant=False)
+                x = checkpoint(
+                    self.layers[start : start + self.checkpoint_segment], x, use_reentrant=False
+                )
         else:
             x = self.layers(x)
         logits: Tensor = self.output(self.norm(x))
@@ -68,7 +78,8 @@ class Transformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream, (B, S, d)."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream, (B, S,
+    d)."""
 
     def __init__(self, shape: TransformerShape, positions: "RotaryPositions", attention: Attention):
         super().__init__()
@@ -96,7 +107,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = (project(x) for project in (self.queries, self.keys, self.values))
-        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in projected)  # (B, H, S, D)
+        # (B, H, S, D)
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in projected)
         heads = self.attend(self.rotate(q), self.rotate(k), v, True)
         joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return joined
@@ -107,7 +119,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
-        self.gate, self.up, self.down = Matrix(d_model, d_ff), Matrix(d_model, d_ff), Matrix(d_ff, d_model)
+        self.gate = Matrix(d_model, d_ff)
+        self.up = Matrix(d_model, d_ff)
+        self.down = Matrix(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(silu(self.gate(x)) * self.up(x))
@@ -115,7 +129,8 @@ class SwiGLU(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, computed in at least float32, in the dtype of x."""
+    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, computed in at least float32, in
+    the dtype of x."""
 
     def __init__(self, d_model: int, *, eps: float = 1e-5):
         super().__init__()
@@ -138,8 +153,9 @@ class RMSNorm(nn.Module):
 class RotaryPositions(nn.Module):
     """Rotates each pair (x_2i, x_2i+1) of a head at position s by the angle s * base^(-2i/D).
 
-    (..., S, D) to the same shape and dtype. No parameters. The tables of cosines and sines, (context, D/2), are
-    computed in float64, stored in the default dtype, and left out of a `state_dict`.
+    (..., S, D) to the same shape and dtype. No parameters. The tables of cosines and sines,
+    (context, D/2), are computed in float64, stored in the default dtype, and left out of a
+    `state_dict`.
     """
 
     cosines: Tensor
@@ -154,7 +170,8 @@ class RotaryPositions(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the tables; called again for modules that were built on the meta device."""
         context_length, pairs_per_head = self.cosines.shape
-        pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")  # not every device has it
+        # not every device has it
+        pairs = torch.arange(0, 2 * pairs_per_head, 2, dtype=torch.float64, device="cpu")
         positions = torch.arange(context_length, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, ROPE_BASE ** (-pairs / (2 * pairs_per_head)))
         self.cosines.copy_(angles.cos())
@@ -163,8 +180,10 @@ class RotaryPositions(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """`positions`, (S,), int64, are those of x; by default from 0."""
         rows = slice(x.shape[-2]) if positions is None else positions
-        cosines, sines = self.cosines[rows], self.sines[rows]
-        even, odd = x[..., 0::2], x[..., 1::2]
+        cosines = self.cosines[rows]
+        sines = self.sines[rows]
+        even = x[..., 0::2]
+        odd = x[..., 1::2]
         rotated = torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1)
         return rotated.flatten(-2).to(x.dtype)  # the tables' dtype is the wider one under autocast
 

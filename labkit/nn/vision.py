@@ -1,6 +1,7 @@
 """Image classifiers under study: ResNet-50 and a small convolutional net.
 
-He et al. 2016 (arXiv:1512.03385), version 1.5; module names are torchvision's, so public checkpoints fit.
+He et al. 2016 (arXiv:1512.03385), version 1.5; module names are torchvision's, so public
+checkpoints fit.
 """
 
 import torch
@@ -12,7 +13,8 @@ RESNET50_BLOCKS = (3, 4, 6, 3)
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions added to the input, (N, C, H, W) to (N, 4*width, H/stride, W/stride)."""
+    """1x1, 3x3, 1x1 convolutions added to the input, (N, C, H, W) to (N, 4*width, H/stride,
+    W/stride)."""
 
     def __init__(self, channels: int, width: int, stride: int):
         super().__init__()
@@ -35,18 +37,23 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images (N, 3, H, W) to logits (N, classes); 25,557,032 parameters in 161 tensors for 1000 classes."""
+    """Images (N, 3, H, W) to logits (N, classes); 25,557,032 parameters in 161 tensors for 1000
+    classes."""
 
     def __init__(self, classes: int = 1000):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        channels, stages = 64, []
+        channels = 64
+        stages = []
         for stage, blocks in enumerate(RESNET50_BLOCKS):
-            width, layers = 64 * 2**stage, []
+            width = 64 * 2**stage
+            layers = []
             for block in range(blocks):
-                layers.append(Bottleneck(channels, width, stride=2 if block == 0 and stage > 0 else 1))
+                layers.append(
+                    Bottleneck(channels, width, stride=2 if block == 0 and stage > 0 else 1)
+                )
                 channels = EXPANSION * width
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
@@ -65,8 +72,9 @@ class ResNet50(nn.Module):
 class SmallConvNet(nn.Module):
     """The network of the published CIFAR-100 run: images (N, 3, 32, 32) to logits (N, classes).
 
-    Two 3x3 convolutions of 32 channels, 2x2 max-pooling, dropout, 6272 -> 128, batch norm without affine parameters,
-    dropout, 128 -> classes; ReLU after each layer but the last. 825,988 parameters for 100 classes.
+    Two 3x3 convolutions of 32 channels, 2x2 max-pooling, dropout, 6272 -> 128, batch norm without
+    affine parameters, dropout, 128 -> classes; ReLU after each layer but the last. 825,988
+    parameters for 100 classes.
     """
 
     def __init__(self, classes: int = 100, *, dropout: tuple[float, float] = (0.25, 0.5)):
