@@ -1,4 +1,5 @@
-"""Training on several ranks: collectives, wrappers, sharding, and parallelism over tensors, layers and sequences.
+"""Training on several ranks: collectives, wrappers, sharding, and parallelism over tensors, layers
+and sequences.
 
 ``collectives``    all-reduce by five algorithms, reduce-scatter, all-gather
 ``transport``      how ranks exchange memory: shared memory, gloo, NCCL

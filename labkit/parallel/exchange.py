@@ -1,4 +1,5 @@
-"""Whole tensors from one rank to another, for rings and pipelines; agreement of all ranks before a first message."""
+"""Whole tensors from one rank to another, for rings and pipelines; agreement of all ranks before a
+first message."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ def exchange(
     *,
     transport: Via = AUTO,
 ) -> None:
-    """Send a tensor to group rank `to`, and receive one, in place, from group rank `source`; None: no message.
+    """Send a tensor to group rank `to`, and receive one, in place, from group rank `source`; None:
+    no message.
 
-    Both ranks of a message call once for it, with tensors of one length and dtype; `send` may return only when the
-    other rank receives. The first call in a group is a collective: call `find_transport` on all ranks before if only
-    some exchange. Raises ValueError without a tensor, or for a rank that is not in the group.
+    Both ranks of a message call once for it, with tensors of one length and dtype; `send` may
+    return only when the other rank receives. The first call in a group is a collective: call
+    `find_transport` on all ranks before if only some exchange. Raises ValueError without a tensor,
+    or for a rank that is not in the group.
     """
     start_exchange(send, to, receive, source, group, transport=transport)()
 
@@ -60,14 +63,20 @@ def start_exchange(
         if part is not None and (rank is None or not 0 <= rank < transport.world_size):
             raise ValueError(f"expected a rank from 0 to {transport.world_size - 1}, got {rank}")
     nothing = tensor.new_empty(0)
-    outgoing = (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
+    outgoing = (
+        (nothing if send is None else send).detach().to(transport.device).contiguous().view(-1)
+    )
     incoming, original = as_vector(nothing if receive is None else receive, transport.device)
     counted = count_traffic(transport, "exchange", "direct", (incoming,))
-    return partial(_complete, counted.start(Step(outgoing, to or 0, incoming, source or 0)), incoming, original)
+    return partial(
+        _complete, counted.start(Step(outgoing, to or 0, incoming, source or 0)), incoming, original
+    )
 
 
 @disable_compile
-def _complete(finish: Callable[[], None], incoming: torch.Tensor, original: torch.Tensor | None) -> None:
+def _complete(
+    finish: Callable[[], None], incoming: torch.Tensor, original: torch.Tensor | None
+) -> None:
     finish()
     torch.autograd.graph.increment_version(incoming)
     if original is not None:
@@ -83,9 +92,11 @@ def agree(
     refusal: ValueError | None = None,
     transport: Via = AUTO,
 ) -> None:
-    """Raise ValueError on every rank of the group unless all pass the same description of `subject`, and no refusal.
+    """Raise ValueError on every rank of the group unless all pass the same description of
+    `subject`, and no refusal.
 
-    A collective: one all-gather of two int64 per rank. `refusal`: why this rank cannot go on, raised here.
+    A collective: one all-gather of two int64 per rank. `refusal`: why this rank cannot go on,
+    raised here.
     """
     connection = find_transport(group, device, transport)
     notes = torch.zeros(connection.world_size, 2, dtype=torch.int64, device=device)
@@ -97,14 +108,20 @@ def agree(
     are_refused, digests = notes.t().tolist()
     if any(are_refused):
         rank = are_refused.index(1)
-        raise ValueError(f"expected valid {subject} on every rank, and rank {rank} refused; its error says why")
+        raise ValueError(
+            f"expected valid {subject} on every rank, and rank {rank} refused; its error says why"
+        )
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-        raise ValueError(f"expected the same {subject} on every rank; those of ranks {others} differ from rank 0's")
+        raise ValueError(
+            f"expected the same {subject} on every rank; those of ranks {others} differ from"
+            " rank 0's"
+        )
 
 
 @disable_compile
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Describe shape, dtype and content: by a checksum that depends on the order of integers, or of rows of floats."""
+    """Describe shape, dtype and content: by a checksum that depends on the order of integers, or of
+    rows of floats."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if values.is_floating_point():
         values = values.view(INTEGERS[values.itemsize])

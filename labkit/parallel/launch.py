@@ -6,10 +6,11 @@
             case Retry():     # an alternative failed: its point begins again without it
             case PointEnd():  # ok, or why not; then the next point
 
-Every rank calls ``worker(point)`` with `torch.distributed` ready. One group of ranks runs all points. A rank that
-raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group ends, the first failure is reported,
-and a new group runs the next point. If it was the current alternative (`ranks.results`) that raised or died, the point
-is measured again without it. Nothing is left behind, whatever ends this process (`ranks.fork_server`).
+Every rank calls ``worker(point)`` with `torch.distributed` ready. One group of ranks runs all
+points. A rank that raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group
+ends, the first failure is reported, and a new group runs the next point. If it was the current
+alternative (`ranks.results`) that raised or died, the point is measured again without it. Nothing
+is left behind, whatever ends this process (`ranks.fork_server`).
 
 Under torchrun each process of the job starts one rank, and rank 0's process yields all rows.
 """
@@ -35,9 +36,19 @@ from labkit.parallel.ranks.group import RankGroup
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker
 from labkit.parallel.ranks.worker import GroupPlan, call_once
 
-__all__ = ["PointEnd", "RankError", "RankFailure", "Retry", "Row", "launch", "run_ranks", "too_many_ranks_reason"]
+__all__ = [
+    "PointEnd",
+    "RankError",
+    "RankFailure",
+    "Retry",
+    "Row",
+    "launch",
+    "run_ranks",
+    "too_many_ranks_reason",
+]
 
-RANK_BYTES = 20 * 2**20  # forked from a server that has imported torch: 11 MiB, and buffers of the process group
+# forked from a server that has imported torch: 11 MiB, and buffers of the process group
+RANK_BYTES = 20 * 2**20
 RANKS_PER_CORE = 64  # more are not ready in time: every rank connects to every other
 
 Items = Generator[Row | Retry | PointEnd, None, None]
@@ -53,19 +64,22 @@ def launch(
     timeout_s: float = 120.0,
     on_output: Callable[[str], None] | None = None,
 ) -> Items:
-    """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per point.
+    """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per
+    point.
 
-    Arguments are checked at once; nothing starts before the first item is requested. To stop early, close the result
-    (`contextlib.closing`). torch has available cores // ranks threads on each rank, at least one.
+    Arguments are checked at once; nothing starts before the first item is requested. To stop early,
+    close the result (`contextlib.closing`). torch has available cores // ranks threads on each
+    rank, at least one.
 
     Args:
-        worker: called on every rank with each point; yields mappings from names to JSON-able values.
+        worker: called on every rank with each point; yields mappings from names to JSON-able
+        values.
             Imported, or defined in a notebook cell.
-        points: anything that cloudpickle can carry.
-        world_size: ranks: as many as a torchrun job has, else at most what this machine can start (cores, memory).
-        backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group.
-        scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
-        timeout_s: deadline of one point, from its start; time that the caller spends on a row does not count.
+        points: anything that cloudpickle can carry. world_size: ranks: as many as a torchrun job
+        has, else at most what this machine can start (cores, memory). backend: of the process
+        group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group. scheduling:
+        "batch" or "default"; the facts of a point's end have the policy in force. timeout_s:
+        deadline of one point, from its start; time that the caller spends on a row does not count.
         on_output: gets the ranks' output, as "[rank r] line"; stderr if None.
 
     Raises:
@@ -74,16 +88,21 @@ def launch(
     plan = GroupPlan(world_size, backend, scheduling, timeout_s)
     _check(plan, worker)
     points = list(points)
-    group = RankGroup(plan, _serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr))
+    group = RankGroup(
+        plan, _serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr)
+    )
     items = _run_points(group, len(points))
     return _run_in_job(items) if torchrun.is_job_rank() else items
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int, **options: Any
+) -> list[Any]:
     """Call `function(*args)` once on every rank and return the results by rank.
 
-    For tests and notebooks; results must be JSON-able, and `options` are those of `launch`: the call has 120 s, unless
-    `timeout_s` gives it another deadline. Under torchrun only rank 0 gets the results, the others an empty list.
+    For tests and notebooks; results must be JSON-able, and `options` are those of `launch`: the
+    call has 120 s, unless `timeout_s` gives it another deadline. Under torchrun only rank 0 gets
+    the results, the others an empty list.
 
     Raises:
         RankError: with rank, cause, traceback and last output, if any rank did not return.
@@ -101,7 +120,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int, **optio
 
 
 def _run_in_job(items: Items) -> Items:
-    """Run the points on the ranks of this job. Rank 0's process yields the items, the others none."""
+    """Run the points on the ranks of this job. Rank 0's process yields the items, the others
+    none."""
     torchrun.job_store()  # ValueError now, not once more at the end
     if torchrun.job_rank() > 0:
         with contextlib.suppress(torchrun.LaunchStopped):
@@ -115,7 +135,8 @@ def _run_in_job(items: Items) -> Items:
 
 
 def _run_points(group: RankGroup, n_points: int) -> Items:
-    index, excluded = 0, dict[str, str]()
+    index = 0
+    excluded = dict[str, str]()
     try:
         while index < n_points:
             if (failure := group.start()) is not None:
@@ -128,28 +149,41 @@ def _run_points(group: RankGroup, n_points: int) -> Items:
                 yield Retry(index, alternative, reason, end.failure)
             else:
                 yield end
-                index, excluded = index + 1, {}
+                index = index + 1
+                excluded = {}
     finally:
         group.close()
 
 
 def _check(plan: GroupPlan, worker: Any) -> None:
     """Raise ValueError for an argument that cannot work, before anything starts."""
-    ranks, backend, timeout_s = plan.world_size, plan.backend, plan.timeout_s
+    ranks = plan.world_size
+    backend = plan.backend
+    timeout_s = plan.timeout_s
     is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf
     is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
     for is_met, expectation, value in (
         (callable(worker), "worker: expected a function of one point", worker),
         (is_count, "world_size: expected a whole number of ranks, 1 or more", ranks),
         (backend in ("gloo", "nccl", None), "backend: expected 'gloo', 'nccl' or None", backend),
-        (backend is not None or ranks == 1, "backend: expected 'gloo' or 'nccl', None is for a single rank", backend),
-        (plan.scheduling in ("batch", "default"), "scheduling: expected 'batch' or 'default'", plan.scheduling),
+        (
+            backend is not None or ranks == 1,
+            "backend: expected 'gloo' or 'nccl', None is for a single rank",
+            backend,
+        ),
+        (
+            plan.scheduling in ("batch", "default"),
+            "scheduling: expected 'batch' or 'default'",
+            plan.scheduling,
+        ),
         (is_time, "timeout_s: expected a positive number of seconds", timeout_s),
     ):
         if not is_met:
             raise ValueError(f"{expectation}, got {value!r:.80}")
     if backend == "nccl" and torchrun.ranks_here(ranks) > (gpus := torch.cuda.device_count()):
-        raise ValueError(f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}")
+        raise ValueError(
+            f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}"
+        )
     reason = too_many_ranks_reason(ranks)
     if reason and torchrun.is_job_rank():
         raise ValueError(f"world_size: {reason}; {torchrun.describe_job()}")
@@ -158,24 +192,31 @@ def _check(plan: GroupPlan, worker: Any) -> None:
 
 
 def too_many_ranks_reason(ranks: int) -> str | None:
-    """Return why there cannot be so many ranks ("at most 128 ranks, 64 per core"; the job has others), or None."""
+    """Return why there cannot be so many ranks ("at most 128 ranks, 64 per core"; the job has
+    others), or None."""
     if torchrun.is_job_rank():
         size = torchrun.read_variable("WORLD_SIZE")
         return None if ranks == size else f"needs {ranks} ranks, but this job has {size}"
     memory = available_memory_bytes()
     by_cores = RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core"
-    by_memory = memory // RANK_BYTES, f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"
+    by_memory = (
+        memory // RANK_BYTES,
+        f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB",
+    )
     most, reason = min(by_cores, by_memory)
     return None if ranks <= most else f"at most {max(0, most)} ranks, {reason}"
 
 
 def _serialize(content: Any) -> bytes:
-    """Pickle what a rank needs: names of what can be imported, the rest by value. ValueError if that cannot be."""
+    """Pickle what a rank needs: names of what can be imported, the rest by value. ValueError if
+    that cannot be."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(content)
     except Exception as error:
-        raise ValueError(f"worker, points: expected what cloudpickle can send to a rank: {error}") from error
+        raise ValueError(
+            f"worker, points: expected what cloudpickle can send to a rank: {error}"
+        ) from error
     return file.getvalue()
 
 
@@ -185,6 +226,7 @@ def _reduce_code(code: CodeType) -> tuple[type[CodeType], tuple[Any, ...]]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Keeps the name of the file that a function is from, which cloudpickle leaves out since 3.1.3: for tracebacks."""
+    """Keeps the name of the file that a function is from, which cloudpickle leaves out since 3.1.3:
+    for tracebacks."""
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)

@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> list[Any]:
+def gather_json(
+    value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> list[Any]:
     """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective.
 
     Ranks meet on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
     """
     members: Any = dist.GroupMember.WORLD if group is None else group
-    store, rank = members.get_group_store(), members.rank()
+    store = members.get_group_store()
+    rank = members.rank()
     key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
     store.set(f"{key} {rank}", json.dumps(value))
     here = torch.zeros(1, device=device or meeting_device(group))

@@ -1,10 +1,11 @@
 """Parts of communication that overlaps with backward, for data-parallel wrappers and FSDP.
 
-`BackwardPass` calls back at the end of autograd's pass; `GradientHooks`, for wrappers, when a gradient is ready.
+`BackwardPass` calls back at the end of autograd's pass; `GradientHooks`, for wrappers, when a
+gradient is ready.
 
-A `Channel` runs collectives in the background, one after the other, over a transport of its own: on a CPU in
-a thread, while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm) needs another transport. Kernels
-on a GPU run in the background anyway: CUDA tensors need no thread.
+A `Channel` runs collectives in the background, one after the other, over a transport of its own: on
+a CPU in a thread, while the caller goes on. A layer that communicates meanwhile (SyncBatchNorm)
+needs another transport. Kernels on a GPU run in the background anyway: CUDA tensors need no thread.
 """
 
 import queue
@@ -23,13 +24,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.transport import AUTO, Transport, find_transport, make_separate_transport, member_group
+from labkit.parallel.transport import (
+    AUTO,
+    Transport,
+    find_transport,
+    make_separate_transport,
+    member_group,
+)
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
 END_OF_PASS = "the end of backward"
 TORCH = "torch"
 _Task = tuple[Future[None], list[Callable[[], None]]]
-_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class BackwardPass:
@@ -50,7 +59,8 @@ class BackwardPass:
 
     def begin(self, at_end: Callable[[], None]) -> None:
         """Ask autograd, during a pass, to call `at_end` when the pass is over."""
-        callback = partial(at_end)  # a new object, which lives as long as autograd's record of the pass
+        # a new object, which lives as long as autograd's record of the pass
+        callback = partial(at_end)
         Variable._execution_engine.queue_callback(callback)
         self._callback = weakref.ref(callback)
 
@@ -60,7 +70,8 @@ class BackwardPass:
 
 
 def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callable[..., None]:
-    """Return a hook for autograd that calls `method(owner, ...)` under `owner.lock`. It does not keep `owner` alive."""
+    """Return a hook for autograd that calls `method(owner, ...)` under `owner.lock`. It does not
+    keep `owner` alive."""
     reference = weakref.ref(owner)
 
     def call(*more: object) -> None:
@@ -72,10 +83,12 @@ def weak_hook(owner: Any, method: Callable[..., None], *args: object) -> Callabl
 
 
 class GradientHooks:
-    """Calls `method(owner, index, ...)` when autograd has added the gradient to a parameter's `grad`, as `weak_hook`.
+    """Calls `method(owner, index, ...)` when autograd has added the gradient to a parameter's
+    `grad`, as `weak_hook`.
 
-    Hooks are on AccumulateGrad nodes, as in torch's DistributedDataParallel: hooks on the tensor or node that clip a
-    gradient run before, and undefined gradients (None) are noticed. A parameter has one owner, the newest.
+    Hooks are on AccumulateGrad nodes, as in torch's DistributedDataParallel: hooks on the tensor or
+    node that clip a gradient run before, and undefined gradients (None) are noticed. A parameter
+    has one owner, the newest.
     """
 
     def __init__(self, owner: Any, method: Callable[..., None], parameters: Sequence[nn.Parameter]):
@@ -87,7 +100,8 @@ class GradientHooks:
         self.rebind(range(len(parameters)))
 
     def rebind(self, indices: Sequence[int]) -> list[int]:
-        """Hook the parameters whose node is new, as after a change of dtype. Return their indices."""
+        """Hook the parameters whose node is new, as after a change of dtype. Return their
+        indices."""
         new = []
         for index in indices:
             with torch.inference_mode(False):
@@ -105,7 +119,8 @@ class GradientHooks:
         return new
 
     def move_to_end(self) -> None:
-        """Move behind hooks that were registered later. Autograd calls them in the order of insertion."""
+        """Move behind hooks that were registered later. Autograd calls them in the order of
+        insertion."""
         for handle in self._handles:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and len(hooks) > 1 and handle.id in hooks:
@@ -116,7 +131,8 @@ _by_handle: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueD
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in a model's inputs or outputs: in containers and attributes of objects, up to `depth` deep."""
+    """Yield the tensors in a model's inputs or outputs: in containers and attributes of objects, up
+    to `depth` deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, str | bytes | int | float | nn.Module | type | None):
@@ -131,9 +147,12 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 class Channel:
-    """Runs actions in the order in which they are started. All ranks of a group create it together."""
+    """Runs actions in the order in which they are started. All ranks of a group create it
+    together."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, preference: str
+    ) -> None:
         # Now: in the middle of backward, ranks would not create it at the same moment.
         self.transport = make_separate_transport(group, device, preference)
         self._in_thread = device.type == "cpu"
@@ -147,7 +166,9 @@ class Channel:
             return task[0].result
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True).start()
+            threading.Thread(
+                target=_work, args=(self._tasks, torch.get_num_threads()), daemon=True
+            ).start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put(task)
         return task[0].result
@@ -160,7 +181,9 @@ class BackgroundAllReduce:
     auto, shared, point_to_point    labkit's all-reduce over that transport
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, name: str, group: dist.ProcessGroup | None, devices: Iterable[torch.device]
+    ) -> None:
         """Connect the devices. A collective."""
         self.group = group
         devices = () if name == TORCH else dict.fromkeys(devices)
@@ -187,17 +210,25 @@ class BackgroundAllReduce:
 class CheckedChannel(Channel):
     """A channel whose ranks check, before each collective, that all of them start the same one.
 
-    Ranks that start different ones would hang, or mix up tensors. The check moves 16 bytes per rank between CPUs. On a
-    GPU only `exchange` is checked, since the other collectives do not wait for the CPU.
+    Ranks that start different ones would hang, or mix up tensors. The check moves 16 bytes per rank
+    between CPUs. On a GPU only `exchange` is checked, since the other collectives do not wait for
+    the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, preference: str, names: Sequence[str]):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        preference: str,
+        names: Sequence[str],
+    ):
         """`names` of all collectives, the same on every rank."""
         super().__init__(group, device, preference)
         self._names = [END_OF_PASS, *names]
         self._error: RuntimeError | None = None
         if device.type != "cpu":
-            group, preference = _group_on_cpu(member_group(group)), AUTO
+            group = _group_on_cpu(member_group(group))
+            preference = AUTO
         self.between_cpus = find_transport(group, torch.device("cpu"), preference)
         """For integers, between CPUs, in the caller's thread."""
 
@@ -210,18 +241,28 @@ class CheckedChannel(Channel):
 
         return self.start(run_checked if self._in_thread else action)
 
-    def exchange(self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None) -> list[int]:
-        """Return the numbers of all ranks, which must be at the same collective. A collective between CPUs."""
+    def exchange(
+        self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None
+    ) -> list[int]:
+        """Return the numbers of all ranks, which must be at the same collective. A collective
+        between CPUs."""
         transport = transport or self.between_cpus
         rows = torch.zeros(transport.world_size, 2, dtype=torch.int64)
-        rows[transport.rank] = torch.tensor([self._names.index(name) + len(self._names) * n_trained, number])
+        rows[transport.rank] = torch.tensor(
+            [self._names.index(name) + len(self._names) * n_trained, number]
+        )
         if self._error is None:
             all_gather(rows, transport=transport)
             codes, numbers = rows.t().tolist()
             if len(set(codes)) > 1:
                 pairs = [divmod(code, len(self._names)) for code in codes]
-                got = ", ".join(f"rank {r} at {self._names[i]} with {n} trained" for r, (n, i) in enumerate(pairs))
-                self._error = RuntimeError(f"expected all ranks to run the same units in the same order; got {got}")
+                got = ", ".join(
+                    f"rank {r} at {self._names[i]} with {n} trained"
+                    for r, (n, i) in enumerate(pairs)
+                )
+                self._error = RuntimeError(
+                    f"expected all ranks to run the same units in the same order; got {got}"
+                )
         if self._error is not None:
             raise self._error
         return numbers
@@ -253,5 +294,7 @@ def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the same ranks' gloo group, made once. A collective."""
     if members not in _groups_on_cpu:
         ranks = dist.get_process_group_ranks(members)
-        _groups_on_cpu[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _groups_on_cpu[members] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True
+        )
     return _groups_on_cpu[members]

@@ -1,11 +1,13 @@
-"""Pipeline parallelism: each rank has some consecutive layers, and micro-batches pass through the ranks.
+"""Pipeline parallelism: each rank has some consecutive layers, and micro-batches pass through the
+ranks.
 
     pipeline = Pipeline(layers, schedule="1f1b", micro_batches=8)     this rank keeps its stage's layers
     loss = pipeline.step(inputs, targets, loss_function)              forward and backward of the whole batch
     torch.optim.AdamW(pipeline.parameters()).step()
 
-`labkit.parallel.pipeline_schedule` has the schedules, what they idle and hold, and why no message waits forever.
-A step sends every micro-batch's activations to the next stage, and their gradients to the stage before.
+`labkit.parallel.pipeline_schedule` has the schedules, what they idle and hold, and why no message
+waits forever. A step sends every micro-batch's activations to the next stage, and their gradients
+to the stage before.
 """
 
 from __future__ import annotations
@@ -30,9 +32,14 @@ HEADER = 12  # numbers that announce an activation: dtype, dimensions, and sizes
 
 
 def measure_layers(
-    layers: Sequence[nn.Module], inputs: Tensor, group: dist.ProcessGroup | None = None, *, repeats: int = 3
+    layers: Sequence[nn.Module],
+    inputs: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    repeats: int = 3,
 ) -> list[float]:
-    """Return the seconds of each layer's forward pass, best of `repeats`, the mean over ranks. A collective."""
+    """Return the seconds of each layer's forward pass, best of `repeats`, the mean over ranks. A
+    collective."""
     seconds = torch.zeros(len(layers), dtype=torch.float64, device=inputs.device)
     with torch.no_grad():
         for number, layer in enumerate(layers):
@@ -43,7 +50,8 @@ def measure_layers(
                 if inputs.is_cuda:
                     torch.cuda.synchronize(inputs.device)
                 times.append(time.perf_counter() - start)
-            inputs, seconds[number] = outputs, min(times)
+            inputs = outputs
+            seconds[number] = min(times)
     all_reduce(seconds, group)
     return seconds.tolist()
 
@@ -52,21 +60,23 @@ class Pipeline(nn.Module):
     """This rank's stages of a list of layers. `layers` has its layers, by their number in the list.
 
     Args:
-        layers: modules that map one tensor to one float tensor, not in place; the same list on every rank. Rank 0's
-            values are broadcast. The gradient of a parameter that several ranks share (a tied embedding) is summed.
-        schedule: "gpipe", "1f1b" or "interleaved".
-        micro_batches: equal parts of a batch, along its first dimension.
-        group: the process group, whose rank r has stage r; None: all ranks.
-        chunks: stages per rank; None: 2 if interleaved, else 1.
-        costs: cost of each layer, in any unit (`measure_layers`), to balance stages by; None: its parameters.
-        recompute: keep only the inputs of stages, and repeat their forward pass before backward.
-        transport: as for `labkit.parallel.collectives.all_reduce`.
+        layers: modules that map one tensor to one float tensor, not in place; the same list on
+        every rank. Rank 0's
+            values are broadcast. The gradient of a parameter that several ranks share (a tied
+            embedding) is summed.
+        schedule: "gpipe", "1f1b" or "interleaved". micro_batches: equal parts of a batch, along its
+        first dimension. group: the process group, whose rank r has stage r; None: all ranks.
+        chunks: stages per rank; None: 2 if interleaved, else 1. costs: cost of each layer, in any
+        unit (`measure_layers`), to balance stages by; None: its parameters. recompute: keep only
+        the inputs of stages, and repeat their forward pass before backward. transport: as for
+        `labkit.parallel.collectives.all_reduce`.
 
-    After a step, `times` has when each task ran, and `peak_held` the most micro-batches held. Average
-    over data-parallel ranks after it: `wrapper = BucketedDDP(pipeline, group=...)`, then `wrapper.average(absent=())`.
+    After a step, `times` has when each task ran, and `peak_held` the most micro-batches held.
+    Average over data-parallel ranks after it: `wrapper = BucketedDDP(pipeline, group=...)`, then
+    `wrapper.average(absent=())`.
 
-    Raises ValueError, on all ranks, for fewer layers than stages, for arguments that cannot work, and if layers or
-    arguments differ between ranks.
+    Raises ValueError, on all ranks, for fewer layers than stages, for arguments that cannot work,
+    and if layers or arguments differ between ranks.
     """
 
     def __init__(
@@ -83,28 +93,53 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.group = members = member_group(group)
-        self.rank, self.ranks = members.rank(), members.size()
-        self.micro_batches, self.recompute = micro_batches, recompute
+        self.rank = members.rank()
+        self.ranks = members.size()
+        self.micro_batches = micro_batches
+        self.recompute = recompute
         self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
-        costs = [sum(p.numel() for p in layer.parameters()) for layer in layers] if costs is None else list(costs)
+        costs = (
+            [sum(p.numel() for p in layer.parameters()) for layer in layers]
+            if costs is None
+            else list(costs)
+        )
         refusal = None
         try:
             self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=chunks)
             if len(layers) < chunks * self.ranks or len(costs) != len(layers):
-                raise ValueError(f"expected {chunks * self.ranks} layers or more with a cost each, got {len(layers)}")
+                raise ValueError(
+                    f"expected {chunks * self.ranks} layers or more with a cost each, got"
+                    f" {len(layers)}"
+                )
         except ValueError as error:
             refusal = error
-        settings = {"schedule": schedule, "micro_batches": micro_batches, "chunks": chunks, "costs": costs}
+        settings = {
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+            "chunks": chunks,
+            "costs": costs,
+        }
         settings |= {"recompute": recompute, "transport": transport}
-        named = [(f"{i}.{name}", p) for i, layer in enumerate(layers) for name, p in layer.named_parameters()]
+        named = [
+            (f"{i}.{name}", p)
+            for i, layer in enumerate(layers)
+            for name, p in layer.named_parameters()
+        ]
         self.device = next((p.device for _, p in named), torch.device("cpu"))
         tensors = [describe(name, p) for name, p in named]
         check_same_on_all_ranks("pipeline", settings, tensors, group, refusal)
-        broadcast(dict.fromkeys(each for layer in layers for each in (*layer.parameters(), *layer.buffers())), members)
+        broadcast(
+            dict.fromkeys(
+                each for layer in layers for each in (*layer.parameters(), *layer.buffers())
+            ),
+            members,
+        )
         self._transport = find_transport(members, self.device, transport)
         self.stages = balance(costs, chunks * self.ranks)
         own = self.stages[self.rank :: self.ranks]
-        self.layers = nn.ModuleDict({str(number): layers[number] for stage in own for number in stage})
+        self.layers = nn.ModuleDict(
+            {str(number): layers[number] for stage in own for number in stage}
+        )
         self._tied = self._find_tied(layers)
         self._plan = plan_rank(self.schedule, self.rank)
         self._shapes: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
@@ -113,12 +148,18 @@ class Pipeline(nn.Module):
 
     @property
     def times(self) -> list[TaskTime]:
-        """When each task of the last step ran. On a GPU, from the first task's start; reading waits for the GPU."""
+        """When each task of the last step ran. On a GPU, from the first task's start; reading waits
+        for the GPU."""
         if self.device.type != "cuda":
             return [TaskTime(*marks) for marks in self._marks]
         torch.cuda.synchronize(self.device)
-        seconds = [[self._marks[0][1].elapsed_time(event) / 1000 for event in events] for _, *events in self._marks]
-        return [TaskTime(task, *ends) for (task, *_), ends in zip(self._marks, seconds, strict=True)]
+        seconds = [
+            [self._marks[0][1].elapsed_time(event) / 1000 for event in events]
+            for _, *events in self._marks
+        ]
+        return [
+            TaskTime(task, *ends) for (task, *_), ends in zip(self._marks, seconds, strict=True)
+        ]
 
     def _find_tied(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the parameters that this rank and others have, with the ranks that do."""
@@ -126,23 +167,48 @@ class Pipeline(nn.Module):
         for stage, numbers in enumerate(self.stages):
             for parameter in (p for number in numbers for p in layers[number].parameters()):
                 owners.setdefault(parameter, set()).add(stage % self.ranks)
-        return [(p, sorted(ranks)) for p, ranks in owners.items() if self.rank in ranks and len(ranks) > 1]
+        return [
+            (p, sorted(ranks))
+            for p, ranks in owners.items()
+            if self.rank in ranks and len(ranks) > 1
+        ]
 
-    def step(self, inputs: Tensor, targets: Tensor, loss_function: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """Add the gradients of a batch to those of this rank's parameters; return its loss, float64, on every rank.
+    def step(
+        self, inputs: Tensor, targets: Tensor, loss_function: Callable[[Any, Tensor], Tensor]
+    ) -> Tensor:
+        """Add the gradients of a batch to those of this rank's parameters; return its loss,
+        float64, on every rank.
 
-        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches; the loss is the mean of
-        `loss_function(outputs, targets)` over micro-batches. If inputs require a gradient, rank 0 gets it.
+        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches; the loss
+        is the mean of `loss_function(outputs, targets)` over micro-batches. If inputs require a
+        gradient, rank 0 gets it.
 
         Raises ValueError, on all ranks, for another batch, and if shapes differ between ranks.
         """
         signature = f"{describe_tensor(inputs)}, {describe_tensor(targets)}"
-        batches = f"{tuple(inputs.shape)} {inputs.dtype} {torch.is_autocast_enabled(self.device.type)}"
-        agree("inputs and targets", signature, self.group, device=self.device, transport=self._transport)
-        if inputs.dim() < 1 or len(inputs) % self.micro_batches or len(inputs) != len(targets) or not len(inputs):
+        batches = (
+            f"{tuple(inputs.shape)} {inputs.dtype} {torch.is_autocast_enabled(self.device.type)}"
+        )
+        agree(
+            "inputs and targets",
+            signature,
+            self.group,
+            device=self.device,
+            transport=self._transport,
+        )
+        if (
+            inputs.dim() < 1
+            or len(inputs) % self.micro_batches
+            or len(inputs) != len(targets)
+            or not len(inputs)
+        ):
             got = f"{tuple(inputs.shape)} inputs and {tuple(targets.shape)} targets"
-            raise ValueError(f"expected a batch that {self.micro_batches} micro-batches divide, got {got}")
-        parts = list(zip(inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True))
+            raise ValueError(
+                f"expected a batch that {self.micro_batches} micro-batches divide, got {got}"
+            )
+        parts = list(
+            zip(inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        )
         before = [parameter.grad for parameter, _ in self._tied]
         for parameter, _ in self._tied:
             parameter.grad = None
@@ -152,7 +218,8 @@ class Pipeline(nn.Module):
                 run.pass_on(task)
             else:
                 run.compute(task)
-        self._marks, self.peak_held = run.marks, run.peak_held
+        self._marks = run.marks
+        self.peak_held = run.peak_held
         for (parameter, owners), earlier in zip(self._tied, before, strict=True):
             self._sum_tied(parameter, owners, earlier)
         all_reduce(run.loss, self.group, "sum", transport=self._transport)
@@ -165,13 +232,23 @@ class Pipeline(nn.Module):
         return x
 
     def _sum_tied(self, parameter: nn.Parameter, owners: list[int], earlier: Tensor | None) -> None:
-        """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the earlier one."""
+        """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the
+        earlier one."""
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        place, number = owners.index(self.rank), len(owners)
+        place = owners.index(self.rank)
+        number = len(owners)
         parts = [own if i == place else torch.empty_like(own) for i in range(number)]
         for distance in range(1, number):
-            to, source = (place + distance) % number, (place - distance) % number
-            exchange(own, owners[to], parts[source], owners[source], self.group, transport=self._transport)
+            to = (place + distance) % number
+            source = (place - distance) % number
+            exchange(
+                own,
+                owners[to],
+                parts[source],
+                owners[source],
+                self.group,
+                transport=self._transport,
+            )
         total = torch.stack(parts).sum(0)
         parameter.grad = total if earlier is None else earlier + total
 
@@ -180,9 +257,16 @@ class _Run:
     """One step: messages that arrived, messages to send, and activations held for backward."""
 
     def __init__(
-        self, pipeline: Pipeline, parts: list[tuple[Tensor, Tensor]], loss_function: Any, batches: str
+        self,
+        pipeline: Pipeline,
+        parts: list[tuple[Tensor, Tensor]],
+        loss_function: Any,
+        batches: str,
     ) -> None:
-        self._pipeline, self._parts, self._loss_function, self._batches = pipeline, parts, loss_function, batches
+        self._pipeline = pipeline
+        self._parts = parts
+        self._loss_function = loss_function
+        self._batches = batches
         self._last = len(pipeline.stages) - 1
         self._arrived: dict[Task, Tensor] = {}
         self._outgoing: dict[Task, Tensor] = {}
@@ -206,7 +290,8 @@ class _Run:
         return event
 
     def _forward(self, task: Task) -> None:
-        pipeline, (inputs, targets) = self._pipeline, self._parts[task.micro_batch]
+        pipeline = self._pipeline
+        inputs, targets = self._parts[task.micro_batch]
         x = self._arrived.pop(task).requires_grad_() if task.stage else inputs
         if pipeline.recompute:
             y = checkpoint(pipeline.run_stage, task.stage, x, use_reentrant=False)
@@ -218,7 +303,10 @@ class _Run:
         elif isinstance(y, Tensor) and y.dtype in FLOAT_TYPES:
             self._outgoing[task] = y.detach()
         else:
-            raise ValueError(f"expected stage {task.stage} to give a float tensor, got {getattr(y, 'dtype', type(y))}")
+            raise ValueError(
+                f"expected stage {task.stage} to give a float tensor, got"
+                f" {getattr(y, 'dtype', type(y))}"
+            )
         self._held[task.stage, task.micro_batch] = x, y
 
     def _backward(self, task: Task) -> None:
@@ -243,18 +331,25 @@ class _Run:
             pipeline._shapes[boundary] = self._announce(sent, source, target)
         shape, dtype = pipeline._shapes[boundary]
         if sent is None:
-            received = self._arrived[there] = torch.empty(shape, dtype=dtype, device=pipeline.device)
+            received = self._arrived[there] = torch.empty(
+                shape, dtype=dtype, device=pipeline.device
+            )
         elif (sent.shape, sent.dtype) != (shape, dtype):
             shapes = f"{tuple(shape)}, got {tuple(sent.shape)}"
             raise ValueError(f"expected stages to give every micro-batch one shape, {shapes}")
         self._transfer(received if sent is None else sent, source, target)
 
-    def _announce(self, sent: Tensor | None, source: int, target: int) -> tuple[torch.Size, torch.dtype]:
-        """Send shape and dtype of a boundary's activations ahead of the first one, or receive them."""
+    def _announce(
+        self, sent: Tensor | None, source: int, target: int
+    ) -> tuple[torch.Size, torch.dtype]:
+        """Send shape and dtype of a boundary's activations ahead of the first one, or receive
+        them."""
         pipeline = self._pipeline
         header = torch.zeros(HEADER, dtype=torch.int64, device=pipeline.device)
         if sent is not None:
-            header[: 2 + sent.dim()] = torch.tensor([FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape])
+            header[: 2 + sent.dim()] = torch.tensor(
+                [FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape]
+            )
         self._transfer(header, source, target)
         kind, dims, *sizes = header.tolist()
         return torch.Size(sizes[:dims]), FLOAT_TYPES[kind]

@@ -1,19 +1,21 @@
-"""Schedules of a pipeline as data: which rank runs which task after which, and when if messages take no time.
+"""Schedules of a pipeline as data: which rank runs which task after which, and when if messages
+take no time.
 
-A schedule lists each rank's tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m micro-batches and stages
-of equal time:
+A schedule lists each rank's tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m
+micro-batches and stages of equal time:
 
     schedule       order on rank r                                               idle share           holds at most
     gpipe          all forward, then all backward                                (p-1) / (m+p-1)      m
     1f1b           p-1-r forward, then one forward and one backward in turn      (p-1) / (m+p-1)      p-r
     interleaved    the same with v stages, r, r+p, ..., in groups of p           (p-1) / (v m+p-1)    `peak_activations`
 
-Messages block until the other side takes part, so their order matters. `simulate` gives every task a time. A message
-is sent when its task ends, on both ranks before any task that starts then or later. All ranks follow that one order
-in time, so the earliest unfinished message or task can always go on: nothing waits forever.
+Messages block until the other side takes part, so their order matters. `simulate` gives every task
+a time. A message is sent when its task ends, on both ranks before any task that starts then or
+later. All ranks follow that one order in time, so the earliest unfinished message or task can
+always go on: nothing waits forever.
 
-Sources: Huang et al. 2018, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473), section 2.2, for 1F1B
-and interleaving.
+Sources: Huang et al. 2018, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021 (arXiv:2104.04473),
+section 2.2, for 1F1B and interleaving.
 """
 
 from collections.abc import Sequence
@@ -57,7 +59,10 @@ def make_schedule(name: str, ranks: int, micro_batches: int, *, chunks: int = 1)
         raise ValueError(f"expected a schedule among {', '.join(SCHEDULES)}, got {name!r}")
     if min(ranks, micro_batches, chunks) < 1 or (chunks > 1) != (name == "interleaved"):
         got = f"{name} with {ranks} ranks, {micro_batches} micro-batches, {chunks} stages per rank"
-        raise ValueError(f"expected 1 or more of each, and several stages per rank if interleaved only, got {got}")
+        raise ValueError(
+            "expected 1 or more of each, and several stages per rank if interleaved only, got"
+            f" {got}"
+        )
     return [_order_tasks(name, rank, ranks, micro_batches, chunks) for rank in range(ranks)]
 
 
@@ -67,8 +72,15 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
     groups = [range(start, end) for start, end in pairwise(starts)]
     stages = range(rank, chunks * ranks, ranks)
     forward = [Task(stage, "F", number) for group in groups for stage in stages for number in group]
-    backward = [Task(stage, "B", number) for group in groups for stage in reversed(stages) for number in group]
-    ahead = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
+    backward = [
+        Task(stage, "B", number)
+        for group in groups
+        for stage in reversed(stages)
+        for number in group
+    ]
+    ahead = (
+        ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[-1])
+    )
     ahead = len(forward) if name == "gpipe" else min(ahead, len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
     alternating = [task for pair in pairs for task in pair]
@@ -76,20 +88,28 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
 
 
 def simulate(schedule: Schedule) -> list[list[TaskTime]]:
-    """Return every rank's tasks, 1 s forward and 2 s backward, with instant messages; ValueError for a deadlock."""
+    """Return every rank's tasks, 1 s forward and 2 s backward, with instant messages; ValueError
+    for a deadlock."""
     last = max(task.stage for order in schedule for task in order)
     ends: dict[Task, float] = {}
     times: list[list[TaskTime]] = [[] for _ in schedule]
-    while waiting := [order[len(done)] for order, done in zip(schedule, times, strict=True) if len(done) < len(order)]:
+    while waiting := [
+        order[len(done)]
+        for order, done in zip(schedule, times, strict=True)
+        if len(done) < len(order)
+    ]:
         before = len(ends)
         for task in waiting:
-            done, needed = times[task.stage % len(schedule)], _needed(task, last)
+            done = times[task.stage % len(schedule)]
+            needed = _needed(task, last)
             if ends.keys() >= {*needed}:
                 start = max([ends[each] for each in needed] + [done[-1].end_s if done else 0.0])
                 ends[task] = start + (1.0 if task.kind == "F" else 2.0)
                 done.append(TaskTime(task, start, ends[task]))
         if len(ends) == before:
-            raise ValueError(f"expected a schedule in which no task waits forever; {waiting[0]} does")
+            raise ValueError(
+                f"expected a schedule in which no task waits forever; {waiting[0]} does"
+            )
     return times
 
 
@@ -97,31 +117,41 @@ def _needed(task: Task, last: int) -> list[Task]:
     """Return the tasks that must end first: the neighbor's, and this stage's forward pass."""
     if task.kind == "F":
         return [task._replace(stage=task.stage - 1)] if task.stage else []
-    return [task._replace(kind="F"), *([task._replace(stage=task.stage + 1)] if task.stage < last else [])]
+    return [
+        task._replace(kind="F"),
+        *([task._replace(stage=task.stage + 1)] if task.stage < last else []),
+    ]
 
 
 def peak_activations(order: Sequence[Task]) -> int:
-    """Return how many micro-batches of one stage a rank holds at most: forward done, backward not."""
+    """Return how many micro-batches of one stage a rank holds at most: forward done, backward
+    not."""
     return max(accumulate(1 if task.kind == "F" else -1 for task in order), default=0)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers with these costs into consecutive stages that minimize the largest stage's cost."""
+    """Cut layers with these costs into consecutive stages that minimize the largest stage's
+    cost."""
 
     @cache
     def cut(first: int, number: int) -> tuple[float, tuple[int, ...]]:
         if number == 1:
             return sum(costs[first:]), (first,)
         rests = {end: cut(end, number - 1) for end in range(first + 1, len(costs) - number + 2)}
-        return min((max(sum(costs[first:end]), rest), (first, *starts)) for end, (rest, starts) in rests.items())
+        return min(
+            (max(sum(costs[first:end]), rest), (first, *starts))
+            for end, (rest, starts) in rests.items()
+        )
 
     starts = cut(0, stages)[1]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
 def plan_rank(schedule: Schedule, rank: int) -> list[tuple[bool, Task]]:
-    """Return a rank's tasks and messages in the order of all ranks: (is a message, task that runs or sends)."""
-    last, events = max(task.stage for order in schedule for task in order), []
+    """Return a rank's tasks and messages in the order of all ranks: (is a message, task that runs
+    or sends)."""
+    last = max(task.stage for order in schedule for task in order)
+    events = []
     for task, start, end in (each for times in simulate(schedule) for each in times):
         ranks = [task.stage % len(schedule)]
         events.append((start, 1, task, ranks))

@@ -1,4 +1,5 @@
-"""A collective around its algorithm: check the tensor, flatten it, run, copy the result back, count the call.
+"""A collective around its algorithm: check the tensor, flatten it, run, copy the result back, count
+the call.
 
 `disable_compile` hides what communicates from torch, which must neither trace nor replay it.
 """
@@ -37,11 +38,12 @@ def run_collective(
     transport: str | Transport,
     check: Callable[[Transport], None] | None = None,
 ) -> None:
-    """Run an algorithm on a tensor, in place. `names` of collective and algorithm; `op` None: nothing is added.
+    """Run an algorithm on a tensor, in place. `names` of collective and algorithm; `op` None:
+    nothing is added.
 
-    float16 is divided before it is added, so that a mean cannot overflow. The tensor's version counter is raised: using
-    it in an older graph raises. The end of a call is counted, even of one that is refused here or by `check`: ranks
-    that still wait for its messages raise.
+    float16 is divided before it is added, so that a mean cannot overflow. The tensor's version
+    counter is raised: using it in an older graph raises. The end of a call is counted, even of one
+    that is refused here or by `check`: ranks that still wait for its messages raise.
     """
     transport = find_transport(group, tensor.device, transport)
     try:
@@ -66,24 +68,35 @@ def run_collective(
         transport.end_call()
 
 
-def as_vector(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tensor as a contiguous vector on a device, (n,), and the tensor to copy it back to if it is a copy."""
+def as_vector(
+    tensor: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the tensor as a contiguous vector on a device, (n,), and the tensor to copy it back to
+    if it is a copy."""
     if type(tensor) is not torch.Tensor:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
     if tensor.layout is not torch.strided:
         raise ValueError(f"tensor must be dense, got {tensor.layout}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError("expected a tensor made outside of torch.inference_mode, or a call inside of it")
+        raise ValueError(
+            "expected a tensor made outside of torch.inference_mode, or a call inside of it"
+        )
     # Views that are negated or conjugated when they are read have other numbers in memory.
     is_contiguous = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-    if not is_contiguous and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError("several elements of tensor share memory, as after expand(); clone() it first")
+    if not is_contiguous and any(
+        n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            "several elements of tensor share memory, as after expand(); clone() it first"
+        )
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not is_contiguous or tensor.device != device:
         return tensor.to(device).resolve_neg().resolve_conj().contiguous().view(-1), tensor
     # One element may have any stride.
-    return tensor if tensor.dim() == 1 < tensor.numel() else tensor.as_strided((tensor.numel(),), (1,)), None
+    return (
+        tensor if tensor.dim() == 1 < tensor.numel() else tensor.as_strided((tensor.numel(),), (1,))
+    ), None
 
 
 def check_into(into: torch.Tensor | None, tensor: torch.Tensor, transport: Transport) -> None:
@@ -94,30 +107,39 @@ def check_into(into: torch.Tensor | None, tensor: torch.Tensor, transport: Trans
     expected = ((size,), tensor.dtype, tensor.device, True)
     if (tuple(into.shape), into.dtype, into.device, into.is_contiguous()) != expected:
         raise ValueError(
-            f"into must be a contiguous vector of {size} elements, {tensor.dtype} on {tensor.device}, got "
-            f"{tuple(into.shape)}, {into.dtype} on {into.device}"
+            f"into must be a contiguous vector of {size} elements, {tensor.dtype} on"
+            f" {tensor.device}, got {tuple(into.shape)}, {into.dtype} on {into.device}"
         )
     if into.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and size:
-        raise ValueError("into must not share memory with the tensor, which travels while into is written")
+        raise ValueError(
+            "into must not share memory with the tensor, which travels while into is written"
+        )
 
 
 def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None) -> list[int]:
-    """Return the elements of each rank's shard: `sizes` if they fit, else p equal ones as if the vector were padded.
+    """Return the elements of each rank's shard: `sizes` if they fit, else p equal ones as if the
+    vector were padded.
 
-    Without padding the last shards are shorter, or empty. Raises ValueError for `sizes` that do not fit.
+    Without padding the last shards are shorter, or empty. Raises ValueError for `sizes` that do not
+    fit.
     """
     if sizes is None:
         size = -(-numel // world_size)
         return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
     if len(sizes) != world_size or min(sizes) < 0 or sum(sizes) != numel:
-        raise ValueError(f"sizes must be {world_size} lengths of 0 or more, {numel} together; got {list(sizes)}")
+        raise ValueError(
+            f"sizes must be {world_size} lengths of 0 or more, {numel} together; got {list(sizes)}"
+        )
     return list(sizes)
 
 
-def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> list[list[torch.Tensor]]:
+def cut(
+    shards: Sequence[torch.Tensor], transport: Transport, depth: int
+) -> list[list[torch.Tensor]]:
     """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
     n_bytes = transport.piece_bytes(depth)
-    if n_bytes == sys.maxsize or (longest := max([shard.nbytes for shard in shards])) <= n_bytes:  # usually, and quick
+    # usually, and quick
+    if n_bytes == sys.maxsize or (longest := max([shard.nbytes for shard in shards])) <= n_bytes:
         return [[shard] for shard in shards]
     length = n_bytes // shards[0].itemsize
     number = -(-longest // (length * shards[0].itemsize))
@@ -125,18 +147,23 @@ def cut(shards: Sequence[torch.Tensor], transport: Transport, depth: int) -> lis
 
 
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Hide the function from selective checkpoints and, if the program has imported it, from the compiler."""
+    """Hide the function from selective checkpoints and, if the program has imported it, from the
+    compiler."""
     disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _len_torch_dispatch_stack() and type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint":
+        if (
+            _len_torch_dispatch_stack()
+            and type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+        ):
             with _pop_mode_temporarily():
                 return call(*args, **kwargs)
         if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes seconds
             return function(*args, **kwargs)
         if not disabled:
-            torch._dynamo.decorators.skip(call)  # else it is compiled for each function and number of arguments
+            # else it is compiled for each function and number of arguments
+            torch._dynamo.decorators.skip(call)
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 

@@ -1,30 +1,33 @@
-"""Tensor parallelism: every matrix of the Transformer is cut over the ranks, which exchange activations.
+"""Tensor parallelism: every matrix of the Transformer is cut over the ranks, which exchange
+activations.
 
     model = tensor_parallel(Transformer(shape, context_length=1024))
     loss = model(tokens, targets)        mean cross-entropy; logits stay in parts
     loss.backward()                      gradients of this rank's parts of the parameters
     logits = model(tokens)               whole, on every rank
 
-Every rank gets the same tokens. Queries, keys, values, gate and up are cut by rows (each rank has whole heads), the
-two matrices behind them by columns, embedding and output by the vocabulary. So a block begins with activations that
-all ranks have, and ends with a sum over ranks:
+Every rank gets the same tokens. Queries, keys, values, gate and up are cut by rows (each rank has
+whole heads), the two matrices behind them by columns, embedding and output by the vocabulary. So a
+block begins with activations that all ranks have, and ends with a sum over ranks:
 
     enters a block     forward: nothing                    backward: all-reduce
     leaves a block     forward: all-reduce                 backward: nothing
 
-With sequence parallelism, norms and residuals are cut over the tokens, and each all-reduce becomes two halves:
+With sequence parallelism, norms and residuals are cut over the tokens, and each all-reduce becomes
+two halves:
 
     enters a block     forward: all-gather of tokens       backward: reduce-scatter
     leaves a block     forward: reduce-scatter             backward: all-gather of gradients
 
-It sends the same bytes, and each rank keeps 1/p of the activations between blocks. A norm then sees this rank's tokens
-only, and the gradient of its gain is summed over ranks.
+It sends the same bytes, and each rank keeps 1/p of the activations between blocks. A norm then sees
+this rank's tokens only, and the gradient of its gain is summed over ranks.
 
-The loss exchanges two numbers per token and rank: logsumexp of its logits, and the target's logit if it has that.
-`labkit.costs.communication.tensor_parallel_calls` lists every collective of a step. Letters as in
-`labkit.nn.transformer`; p ranks, r this rank.
+The loss exchanges two numbers per token and rank: logsumexp of its logits, and the target's logit
+if it has that. `labkit.costs.communication.tensor_parallel_calls` lists every collective of a step.
+Letters as in `labkit.nn.transformer`; p ranks, r this rank.
 
-Sources: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.
+Sources: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022
+(arXiv:2205.05198), section 4.2.
 """
 
 from __future__ import annotations
@@ -48,32 +51,45 @@ from labkit.parallel.transport import AUTO, CHOICES, member_group
 Group = dist.ProcessGroup | None
 Tensors = Callable[[Tensor], Tensor]
 TORCH = "torch"
-TRANSPORTS = (*CHOICES, TORCH)  # labkit's collectives over a transport, or those of torch.distributed
+# labkit's collectives over a transport, or those of torch.distributed
+TRANSPORTS = (*CHOICES, TORCH)
 IGNORED = -100  # the target of a position without a loss, as in `torch.nn.functional.cross_entropy`
 
 
 def tensor_parallel(
-    model: Transformer, group: Group = None, *, sequence_parallel: bool = False, transport: str = AUTO
+    model: Transformer,
+    group: Group = None,
+    *,
+    sequence_parallel: bool = False,
+    transport: str = AUTO,
 ) -> TensorParallel:
-    """Cut the model's parameters over the ranks of `group` (None: all), in place, and wrap it. A collective.
+    """Cut the model's parameters over the ranks of `group` (None: all), in place, and wrap it. A
+    collective.
 
-    The model is whole on every rank before, and takes the values of the group's rank 0. `transport`: "auto", "shared"
-    or "point_to_point" for labkit's collectives; "torch" for those of torch.distributed.
+    The model is whole on every rank before, and takes the values of the group's rank 0.
+    `transport`: "auto", "shared" or "point_to_point" for labkit's collectives; "torch" for those of
+    torch.distributed.
 
-    Raises ValueError, on all ranks, for a model other than an uncut `Transformer`, for heads that p does not divide,
-    for fewer rows than ranks, for another transport, and if models or arguments differ between ranks.
+    Raises ValueError, on all ranks, for a model other than an uncut `Transformer`, for heads that p
+    does not divide, for fewer rows than ranks, for another transport, and if models or arguments
+    differ between ranks.
     """
     return TensorParallel(model, group, sequence_parallel=sequence_parallel, transport=transport)
 
 
 class TensorParallel(nn.Module):
-    """A Transformer cut over ranks. `module` has this rank's parts; call it through this wrapper only."""
+    """A Transformer cut over ranks. `module` has this rank's parts; call it through this wrapper
+    only."""
 
-    def __init__(self, model: Transformer, group: Group, *, sequence_parallel: bool, transport: str) -> None:
+    def __init__(
+        self, model: Transformer, group: Group, *, sequence_parallel: bool, transport: str
+    ) -> None:
         super().__init__()
         members = member_group(group)
         refusal = _find_refusal(model, members.size(), transport)
-        tensors = [] if refusal else [describe(name, tensor) for name, tensor in model.named_parameters()]
+        tensors = (
+            [] if refusal else [describe(name, tensor) for name, tensor in model.named_parameters()]
+        )
         options = {"sequence_parallel": sequence_parallel, "transport": transport}
         check_same_on_all_ranks("model", options, tensors, group, refusal)
         broadcast([*model.parameters(), *model.buffers()], members)
@@ -85,13 +101,16 @@ class TensorParallel(nn.Module):
 
     def _add_communication(self) -> None:
         """Add a collective where activations enter and leave each block."""
-        model, ranks = self.module, self._ranks
+        model = self.module
+        ranks = self._ranks
         halves: tuple[Tensors, Tensors] = (ranks.gather_tokens, ranks.scatter_tokens)
         enter = halves if self.sequence_parallel else (_view, ranks.copy_sum)
         leave = halves[::-1] if self.sequence_parallel else (ranks.sum, _view)
         first_row = sum(self._cuts["embedding.weight"][1][: ranks.group.rank()])
         model.embedding = _VocabularyEmbedding(model.embedding.weight, first_row)
-        blocks = [block for layer in model.layers for block in (layer.attention, layer.feed_forward)]
+        blocks = [
+            block for layer in model.layers for block in (layer.attention, layer.feed_forward)
+        ]
         for block in (*blocks, model.output):
             block.register_forward_pre_hook(lambda _, inputs: _Conjugate.apply(*inputs, *enter))
         for block in (*blocks, model.embedding):
@@ -103,45 +122,69 @@ class TensorParallel(nn.Module):
                         setattr(parent, name, _TokenParallelNorm(child, ranks))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Tokens (B, S), int64, alike on all ranks, to logits (B, S, V); with targets (B, S), to their mean loss.
+        """Tokens (B, S), int64, alike on all ranks, to logits (B, S, V); with targets (B, S), to
+        their mean loss.
 
-        Raises ValueError, on all ranks, for tokens and targets that differ between ranks, for other shapes, and with
-        sequence parallelism for a sequence that p does not divide.
+        Raises ValueError, on all ranks, for tokens and targets that differ between ranks, for other
+        shapes, and with sequence parallelism for a sequence that p does not divide.
         """
         self._check(tokens, targets)
         parts = self.module(tokens)  # (B, S, V / p)
         if targets is None:
-            lengths, rank = self._cuts["output.weight"][1], self._ranks.group.rank()
+            lengths = self._cuts["output.weight"][1]
+            rank = self._ranks.group.rank()
             join = partial(_join_parts, dim=2, lengths=lengths, ranks=self._ranks)
-            logits: Tensor = _Conjugate.apply(parts, join, lambda grad: grad.split(lengths, 2)[rank])
+            logits: Tensor = _Conjugate.apply(
+                parts, join, lambda grad: grad.split(lengths, 2)[rank]
+            )
             return logits
-        loss: Tensor = _VocabularyLoss.apply(parts, targets, self.module.embedding.first, self._ranks)
+        loss: Tensor = _VocabularyLoss.apply(
+            parts, targets, self.module.embedding.first, self._ranks
+        )
         return loss
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         tensors = [tokens] if targets is None else [tokens, targets]
-        description, p = ", ".join(map(describe_tensor, tensors)), self._ranks.group.size()
+        description = ", ".join(map(describe_tensor, tensors))
+        p = self._ranks.group.size()
         transport = AUTO if self._ranks.transport == TORCH else self._ranks.transport
-        agree("tokens and targets", description, self._ranks.group, device=tokens.device, transport=transport)
+        agree(
+            "tokens and targets",
+            description,
+            self._ranks.group,
+            device=tokens.device,
+            transport=transport,
+        )
         if self.sequence_parallel and tokens.dim() == 2 and tokens.shape[1] % p:
-            raise ValueError(f"expected a sequence that {p} ranks divide, got {tokens.shape[1]} tokens")
+            raise ValueError(
+                f"expected a sequence that {p} ranks divide, got {tokens.shape[1]} tokens"
+            )
         if targets is not None and (targets.shape != tokens.shape or targets.dtype != torch.int64):
-            raise ValueError(f"expected int64 targets in the shape of the tokens, got {description}")
+            raise ValueError(
+                f"expected int64 targets in the shape of the tokens, got {description}"
+            )
         last = self.module.shape.vocabulary - 1
         for indices in (tokens, tokens[:0] if targets is None else targets[targets != IGNORED]):
             if indices.numel() and (indices.min() < 0 or indices.max() > last):
-                raise ValueError(f"expected tokens from 0 to {last}, got {indices.min()} to {indices.max()}")
+                raise ValueError(
+                    f"expected tokens from 0 to {last}, got {indices.min()} to {indices.max()}"
+                )
 
     @torch.no_grad()
     def gather_state_dict(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the whole model's `state_dict`, on every rank. A collective.
 
-        `state`: this rank's parts, by name, if something else holds them (FSDP's `consolidated_state_dict(to=None)`).
+        `state`: this rank's parts, by name, if something else holds them (FSDP's
+        `consolidated_state_dict(to=None)`).
         """
         parts = self.state_dict() if state is None else state
         named = {name.removeprefix("module."): part for name, part in parts.items()}
         return {
-            name: _join_parts(part, *self._cuts[name], self._ranks) if name in self._cuts else part.clone()
+            name: (
+                _join_parts(part, *self._cuts[name], self._ranks)
+                if name in self._cuts
+                else part.clone()
+            )
             for name, part in named.items()
         }
 
@@ -150,20 +193,33 @@ def _find_refusal(model: Any, p: int, transport: str) -> ValueError | None:
     expected = ""
     if transport not in TRANSPORTS:
         expected = f"a transport among {', '.join(TRANSPORTS)}, got {transport!r}"
-    elif isinstance(getattr(model, "embedding", None), _VocabularyEmbedding) or not isinstance(model, Transformer):
-        expected = f"a labkit.nn.transformer.Transformer that is not cut, got {type(model).__name__}"
+    elif isinstance(getattr(model, "embedding", None), _VocabularyEmbedding) or not isinstance(
+        model, Transformer
+    ):
+        expected = (
+            f"a labkit.nn.transformer.Transformer that is not cut, got {type(model).__name__}"
+        )
     elif model.shape.n_heads % p:
         expected = f"heads that {p} ranks divide, got {model.shape.n_heads}"
     elif min(model.shape.vocabulary, model.shape.d_ff) < p:
-        expected = f"a vocabulary and d_ff of {p} rows or more, got {model.shape.vocabulary} and {model.shape.d_ff}"
+        expected = (
+            f"a vocabulary and d_ff of {p} rows or more, got {model.shape.vocabulary} and"
+            f" {model.shape.d_ff}"
+        )
     return ValueError(f"expected {expected}") if expected else None
 
 
 def _cut_parameters(model: Any, ranks: _Ranks) -> dict[str, tuple[int, list[int]]]:
-    """Replace every matrix by this rank's part; return the dimension of each cut and all ranks' lengths, by name."""
-    rows, columns = ("queries", "keys", "values", "gate", "up"), ("attention.output", "feed_forward.down")
+    """Replace every matrix by this rank's part; return the dimension of each cut and all ranks'
+    lengths, by name."""
+    rows = ("queries", "keys", "values", "gate", "up")
+    columns = ("attention.output", "feed_forward.down")
     names = [name for name, part in model.layers.named_modules() if isinstance(part, Matrix)]
-    dims = {f"layers.{name}.weight": 0 if name.endswith(rows) else 1 for name in names if name.endswith(rows + columns)}
+    dims = {
+        f"layers.{name}.weight": 0 if name.endswith(rows) else 1
+        for name in names
+        if name.endswith(rows + columns)
+    }
     for layer in model.layers:
         layer.attention.n_heads //= ranks.group.size()
     parts: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two matrices share stays one
@@ -173,7 +229,10 @@ def _cut_parameters(model: Any, ranks: _Ranks) -> dict[str, tuple[int, list[int]
         whole = matrix.weight
         splits = whole.detach().tensor_split(ranks.group.size(), dim)
         cuts[name] = dim, [split.shape[dim] for split in splits]
-        parts.setdefault(whole, nn.Parameter(splits[ranks.group.rank()].clone(), requires_grad=whole.requires_grad))
+        parts.setdefault(
+            whole,
+            nn.Parameter(splits[ranks.group.rank()].clone(), requires_grad=whole.requires_grad),
+        )
         matrix.weight = parts[whole]
     return cuts
 
@@ -198,13 +257,16 @@ class _Ranks:
         return self.sum(tensor.clone(memory_format=torch.contiguous_format))
 
     def gather(self, part: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return all ranks' parts in a row, a vector; `sizes`: elements of each rank's part if they differ."""
+        """Return all ranks' parts in a row, a vector; `sizes`: elements of each rank's part if they
+        differ."""
         sizes = sizes or [part.numel()] * self.group.size()
         if self.transport == TORCH:  # gloo gathers equal parts only
             padded = torch.cat([part.reshape(-1), part.new_empty(max(sizes) - part.numel())])
             landings = [torch.empty_like(padded) for _ in sizes]
             dist.all_gather(landings, padded, group=self.group)
-            return torch.cat([landing[:size] for landing, size in zip(landings, sizes, strict=True)])
+            return torch.cat(
+                [landing[:size] for landing, size in zip(landings, sizes, strict=True)]
+            )
         whole = part.new_empty(sum(sizes))
         whole.split(list(sizes))[self.group.rank()].copy_(part.reshape(-1))
         all_gather(whole, self.group, sizes=sizes, transport=self.transport)
@@ -213,7 +275,8 @@ class _Ranks:
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return all ranks' tokens, (B, S / p, d) to (B, S, d).
 
-        Rank r has the r-th of p equal pieces of all B S tokens, in their order in memory: nothing moves for B > 1.
+        Rank r has the r-th of p equal pieces of all B S tokens, in their order in memory: nothing
+        moves for B > 1.
         """
         return self.gather(x).view(x.shape[0], -1, x.shape[2])
 
@@ -221,9 +284,13 @@ class _Ranks:
         """Return this rank's tokens of the sum over ranks, (B, S, d) to (B, S / p, d)."""
         part = x.new_empty(x.shape[0], x.shape[1] // self.group.size(), x.shape[2])
         if self.transport == TORCH:
-            dist.reduce_scatter(part.view(-1), list(x.reshape(-1).split(part.numel())), group=self.group)
+            dist.reduce_scatter(
+                part.view(-1), list(x.reshape(-1).split(part.numel())), group=self.group
+            )
         else:
-            reduce_scatter(x.contiguous(), self.group, "sum", into=part.view(-1), transport=self.transport)
+            reduce_scatter(
+                x.contiguous(), self.group, "sum", into=part.view(-1), transport=self.transport
+            )
         return part
 
 
@@ -236,7 +303,8 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensors, back: Tensors) -> Tensor:
-        ctx.back, result = back, there(x)
+        ctx.back = back
+        result = there(x)
         if result is x:
             ctx.mark_dirty(x)
         return result
@@ -260,7 +328,8 @@ class _VocabularyEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         super().__init__()
-        self.weight, self.first = weight, first
+        self.weight = weight
+        self.first = first
 
     def forward(self, tokens: Tensor) -> Tensor:
         local, is_here = _local_indices(tokens, self.first, len(self.weight))
@@ -272,7 +341,8 @@ class _TokenParallelNorm(RMSNorm):
 
     def __init__(self, norm: RMSNorm, ranks: _Ranks) -> None:
         super().__init__(len(norm.gain), eps=norm.eps)
-        self.gain, self._ranks = norm.gain, ranks
+        self.gain = norm.gain
+        self._ranks = ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x, _Conjugate.apply(self.gain, _view, self._ranks.copy_sum))
@@ -283,7 +353,8 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, ranks: _Ranks) -> Tensor:
-        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))  # (B S, V / p)
+        # (B S, V / p)
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         counts = targets.flatten() != IGNORED
         local, is_here = _local_indices(targets.flatten(), first, logits.shape[-1])
         own = wide.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0)

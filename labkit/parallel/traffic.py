@@ -4,8 +4,9 @@
         loss.backward()
     sum(each.sent_bytes for each in traffic if each.collective == "all_gather")
 
-All groups, transports and threads of the process count. Bytes are those that an algorithm hands to its transport; what
-a transport adds to a message, and collectives of `torch.distributed`, are not counted.
+All groups, transports and threads of the process count. Bytes are those that an algorithm hands to
+its transport; what a transport adds to a message, and collectives of `torch.distributed`, are not
+counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,11 +49,15 @@ def recorded_traffic() -> Iterator[list[Collective]]:
         _records.remove(record)
 
 
-def count_traffic(transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]) -> Any:
-    """Return the transport for one collective of tensors of one dtype; it counts bytes inside `recorded_traffic`."""
+def count_traffic(
+    transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]
+) -> Any:
+    """Return the transport for one collective of tensors of one dtype; it counts bytes inside
+    `recorded_traffic`."""
     if not _records:
         return transport
-    dtype, n_bytes = str(tensors[0].dtype).removeprefix("torch."), sum(tensor.nbytes for tensor in tensors)
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
     call = Collective(collective, algorithm, dtype, n_bytes)
     for record in _records:
         record.append(call)
@@ -63,13 +68,16 @@ class _Counting:
     """A transport that counts the bytes it sends."""
 
     def __init__(self, transport: Transport, call: Collective) -> None:
-        self._transport, self._call = transport, call
+        self._transport = transport
+        self._call = call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def run(self, steps: list[Step], depth: int = 1) -> None:
-        self._call.sent_bytes += sum(step.outgoing.nbytes for step in steps if step.outgoing is not None)
+        self._call.sent_bytes += sum(
+            step.outgoing.nbytes for step in steps if step.outgoing is not None
+        )
         self._transport.run(steps, depth)
 
     def start(self, step: Step) -> Callable[[], None]:

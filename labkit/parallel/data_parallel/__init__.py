@@ -16,10 +16,19 @@ from labkit.parallel.data_parallel.base import DataParallel, UnusedParameterErro
 from labkit.parallel.data_parallel.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from labkit.parallel.transport import SHARED
 
-__all__ = ["BucketedDDP", "DataParallel", "FlatDDP", "NaiveDDP", "OverlappedDDP", "UnusedParameterError", "wrap"]
+__all__ = [
+    "BucketedDDP",
+    "DataParallel",
+    "FlatDDP",
+    "NaiveDDP",
+    "OverlappedDDP",
+    "UnusedParameterError",
+    "wrap",
+]
 
 TORCH = "torch"
-LOCAL = "local"  # a model without a wrapper, the baseline of comparisons; no implementation has this name
+# a model without a wrapper, the baseline of comparisons; no implementation has this name
+LOCAL = "local"
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     TORCH: (DistributedDataParallel, {"gradient_as_bucket_view": True}),
     "naive": (NaiveDDP, {}),
@@ -32,15 +41,19 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 }
 """Wrappers and their options by name. `register` adds a user's."""
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name != TORCH)
-OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")  # wrappers for CPU tensors of ranks on one host only
+# wrappers for CPU tensors of ranks on one host only
+OVER_SHARED_MEMORY = ("bucketed_shared", "naive_shared")
 BUCKETED = (TORCH, "bucketed", "bucketed_shared", "bucketed_sync")
-"""Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in torch's."""
+"""Wrappers with a bucket size. Default: 25 MiB, and 1 MiB for the first bucket, in labkit's as in
+torch's."""
 
 
 def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
-    """Add a user's wrapper: called with the model, it returns a module whose gradients are means after `backward()`.
+    """Add a user's wrapper: called with the model, it returns a module whose gradients are means
+    after `backward()`.
 
-    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a name that labkit has.
+    If it has a method `finish_gradient_synchronization`, that is called first. ValueError for a
+    name that labkit has.
     """
     if name in (taken := (LOCAL, TORCH, *OWN_NAMES)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")
@@ -48,10 +61,13 @@ def register(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> dict[str, 
     return IMPLEMENTATIONS
 
 
-def wrap(name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True) -> nn.Module:
+def wrap(
+    name: str, module: nn.Module, *, bucket_mb: float | None = None, finish_in_backward: bool = True
+) -> nn.Module:
     """Wrap the module. torch's wrapper always finishes in backward.
 
-    `bucket_mb`: MiB of every bucket, the first included; None for the default. ValueError for an unknown name.
+    `bucket_mb`: MiB of every bucket, the first included; None for the default. ValueError for an
+    unknown name.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"expected one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")

@@ -1,4 +1,5 @@
-"""Buckets: which gradients are averaged together (`assign_buckets`), and their memory (`Bucket`)."""
+"""Buckets: which gradients are averaged together (`assign_buckets`), and their memory
+(`Bucket`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +12,16 @@ from labkit.parallel.data_parallel.consistency import strides_like
 MIB = 2**20
 
 
-def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
-    """Assign parameters, in the order of backward, to buckets: return indices by bucket, in the order of averaging.
+def assign_buckets(
+    parameters: Sequence[Tensor], bucket_mb: float, first_bucket_mb: float
+) -> list[list[int]]:
+    """Assign parameters, in the order of backward, to buckets: return indices by bucket, in the
+    order of averaging.
 
-    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first one of each dtype
-    and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so that communication starts early. Buckets
-    that are never full come last. A parameter is never split. As torch's `_compute_bucket_assignment_by_size`.
+    A bucket has one dtype and device, and is full once it holds `bucket_mb` MiB or more. The first
+    one of each dtype and device is full at the smaller of `first_bucket_mb` and `bucket_mb`, so
+    that communication starts early. Buckets that are never full come last. A parameter is never
+    split. As torch's `_compute_bucket_assignment_by_size`.
     """
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -25,17 +30,22 @@ def assign_buckets(parameters: Sequence[Tensor], bucket_mb: float, first_bucket_
         kind = (parameter.dtype, parameter.device)
         bucket = filling.setdefault(kind, [])
         bucket.append(index)
-        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(kind, min(first_bucket_mb, bucket_mb)):
+        if sum(parameters[i].nbytes for i in bucket) >= MIB * limits.get(
+            kind, min(first_bucket_mb, bucket_mb)
+        ):
             full.append(filling.pop(kind))
             limits[kind] = bucket_mb
     return full + sorted(filling.values())  # by their first index
 
 
 class Bucket:
-    """Parameters of one dtype and device, by index, and one vector with a view for each gradient."""
+    """Parameters of one dtype and device, by index, and one vector with a view for each
+    gradient."""
 
     def __init__(self, by_index: dict[int, nn.Parameter], number: int, *, is_last: bool) -> None:
-        self.by_index, self._number, self._is_last = by_index, number, is_last
+        self.by_index = by_index
+        self._number = number
+        self._is_last = is_last
         self.n_missing = len(by_index)  # gradients of this pass that are not ready yet
         self.allocate()
 
@@ -45,19 +55,25 @@ class Bucket:
         numel = sum(parameter.numel() for parameter in self.by_index.values())
         self.memory = self.sent = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.views = dict(zip(self.by_index, self.gradients(), strict=True))
-        self._places = {index: (view.data_ptr(), view.stride()) for index, view in self.views.items()}
+        self._places = {
+            index: (view.data_ptr(), view.stride()) for index, view in self.views.items()
+        }
         self._references = count_references(self.memory)
 
     def holds(self, index: int, gradient: Tensor) -> bool:
-        """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it elsewhere."""
+        """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it
+        elsewhere."""
         return (gradient.data_ptr(), gradient.stride()) == self._places[index]
 
     def has_outside_references(self) -> bool:
-        """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad` any more."""
+        """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad`
+        any more."""
         if (extra := count_references(self.memory) - self._references) == 0:
             return False
         gradients = ((index, parameter.grad) for index, parameter in self.by_index.items())
-        return extra > sum(gradient is not None and self.holds(index, gradient) for index, gradient in gradients)
+        return extra > sum(
+            gradient is not None and self.holds(index, gradient) for index, gradient in gradients
+        )
 
     # The interface of torch's communication hooks (`torch.distributed.GradBucket`)
 
@@ -73,7 +89,9 @@ class Bucket:
         """Return the gradients, views of the buffer."""
         parts = self.sent.split([parameter.numel() for parameter in self.by_index.values()])
         pairs = zip(parts, self.by_index.values(), strict=True)
-        return [part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs]
+        return [
+            part.as_strided(parameter.shape, strides_like(parameter)) for part, parameter in pairs
+        ]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are averaged."""
@@ -94,5 +112,6 @@ class Bucket:
 
 
 def count_references(tensor: Tensor) -> int:
-    """Count references to the tensor's storage: tensors, autograd's included, and Python's object for it."""
+    """Count references to the tensor's storage: tensors, autograd's included, and Python's object
+    for it."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

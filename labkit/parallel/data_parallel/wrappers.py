@@ -17,7 +17,8 @@ ONE_BYTE_MB = 1 / MIB
 
 
 class NaiveDDP(DataParallel):
-    """One collective per parameter, one after the other, after backward: as many latencies as parameters."""
+    """One collective per parameter, one after the other, after backward: as many latencies as
+    parameters."""
 
     def _finish(self, pending: list[int]) -> None:
         for parameter in self._backward_order:
@@ -25,26 +26,32 @@ class NaiveDDP(DataParallel):
 
 
 class FlatDDP(DataParallel):
-    """All gradients of a dtype copied into one vector, one collective, copied back: twice the memory."""
+    """All gradients of a dtype copied into one vector, one collective, copied back: twice the
+    memory."""
 
     def _finish(self, pending: list[int]) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._backward_order:
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(_flat_gradient(parameter))
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(
+                _flat_gradient(parameter)
+            )
         for gradients in by_kind.values():
             flat = torch.cat(gradients)
             self._all_reduce.average(flat)
-            torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
+            torch._foreach_copy_(
+                gradients, flat.split([gradient.numel() for gradient in gradients])
+            )
 
 
 class BucketedDDP(DataParallel):
-    """One collective per bucket, started as soon as its last gradient is ready. Gradients become views of buckets.
+    """One collective per bucket, started as soon as its last gradient is ready. Gradients become
+    views of buckets.
 
     Args:
-        bucket_mb: MiB of gradients that fill a bucket. `bucket_cap_mb`, torch's name, also sets the first bucket.
-        first_bucket_mb: the same for the first bucket.
-        overlap: if False, or with `find_unused`, collectives start after backward.
-        gradient_as_bucket_view: if False, averaged gradients are copied out of the buckets.
+        bucket_mb: MiB of gradients that fill a bucket. `bucket_cap_mb`, torch's name, also sets the
+        first bucket. first_bucket_mb: the same for the first bucket. overlap: if False, or with
+        `find_unused`, collectives start after backward. gradient_as_bucket_view: if False, averaged
+        gradients are copied out of the buckets.
 
     Other arguments as `DataParallel`. ValueError, on all ranks, for sizes that are not positive.
     """
@@ -61,21 +68,33 @@ class BucketedDDP(DataParallel):
         bucket_cap_mb: float | None = None,
         **options: Any,
     ):
-        self._sizes_mb = (bucket_mb, first_bucket_mb) if bucket_cap_mb is None else (bucket_cap_mb, bucket_cap_mb)
+        self._sizes_mb = (
+            (bucket_mb, first_bucket_mb)
+            if bucket_cap_mb is None
+            else (bucket_cap_mb, bucket_cap_mb)
+        )
         self.gradient_as_bucket_view = gradient_as_bucket_view
         super().__init__(module, device_ids, **options)
         self._overlaps = overlap and not self.find_unused
         parameters = self._backward_order
         buckets = assign_buckets(parameters, *self._sizes_mb)
         self._buckets = [
-            Bucket({index: parameters[index] for index in indices}, number, is_last=number == len(buckets) - 1)
+            Bucket(
+                {index: parameters[index] for index in indices},
+                number,
+                is_last=number == len(buckets) - 1,
+            )
             for number, indices in enumerate(buckets)
         ]
-        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.by_index}
+        self._bucket_by_index = {
+            index: bucket for bucket in self._buckets for index in bucket.by_index
+        }
         self._waits: list[Wait] = []
         self._comm_hook: Callable[[Bucket], torch.futures.Future[Any]] | None = None
         # torch's collectives sum: gradients are divided one by one, while they are in the cache
-        self._op, self._divisor = ("mean", 1) if self._all_reduce.channels else ("sum", self.world_size)
+        self._op, self._divisor = (
+            ("mean", 1) if self._all_reduce.channels else ("sum", self.world_size)
+        )
 
     def _check(self, *arguments: Any) -> dict[str, object]:
         if not min(self._sizes_mb) > 0:
@@ -84,7 +103,8 @@ class BucketedDDP(DataParallel):
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let `hook(state, bucket)`, written for torch's wrapper, average buckets."""
-        self._comm_hook, self._divisor = partial(hook, state), 1
+        self._comm_hook = partial(hook, state)
+        self._divisor = 1
 
     def _begin_pass(self) -> None:
         super()._begin_pass()
@@ -108,9 +128,12 @@ class BucketedDDP(DataParallel):
                     _writable_gradient(parameter).copy_(bucket.views[index])
 
     def _fill(self, index: int) -> None:
-        """Copy the divided gradient, or zeros, into its bucket. `p.grad` becomes a view of the bucket."""
-        bucket, parameter = self._bucket_by_index[index], self._backward_order[index]
-        view, gradient = bucket.views[index], parameter.grad
+        """Copy the divided gradient, or zeros, into its bucket. `p.grad` becomes a view of the
+        bucket."""
+        bucket = self._bucket_by_index[index]
+        parameter = self._backward_order[index]
+        view = bucket.views[index]
+        gradient = parameter.grad
         bucket.n_missing -= 1
         if gradient is not None and bucket.holds(index, gradient):
             if self._divisor > 1:
@@ -119,15 +142,21 @@ class BucketedDDP(DataParallel):
         if gradient is None:
             view.zero_()
         elif gradient.dtype != view.dtype or gradient.shape != view.shape:
-            raise RuntimeError(f"{self._names[index]} has changed since the model was wrapped: wrap it again")
+            raise RuntimeError(
+                f"{self._names[index]} has changed since the model was wrapped: wrap it again"
+            )
         else:
             torch.div(gradient, self._divisor, out=view)
         if self.gradient_as_bucket_view:
-            parameter.grad = view.detach()  # a new tensor each time: a user's `.data = ` changes only that one
+            # a new tensor each time: a user's `.data = ` changes only that one
+            parameter.grad = view.detach()
 
     def _start_complete_buckets(self) -> None:
-        """Start the collectives of buckets that have all gradients, in the same order on every rank."""
-        while (number := len(self._waits)) < len(self._buckets) and not self._buckets[number].n_missing:
+        """Start the collectives of buckets that have all gradients, in the same order on every
+        rank."""
+        while (number := len(self._waits)) < len(self._buckets) and not self._buckets[
+            number
+        ].n_missing:
             bucket = self._buckets[number]
             if self._comm_hook is None:
                 self._waits.append(self._all_reduce.start(bucket.memory, self._op))
@@ -142,17 +171,27 @@ class BucketedDDP(DataParallel):
         super()._reset_pass()
         self._waits = []
         for bucket in self._buckets:
-            bucket.n_missing, bucket.sent = len(bucket.by_index), bucket.memory
+            bucket.n_missing = len(bucket.by_index)
+            bucket.sent = bucket.memory
 
 
 class OverlappedDDP(BucketedDDP):
-    """One collective per parameter, started as soon as its gradient is ready: buckets of one parameter each.
+    """One collective per parameter, started as soon as its gradient is ready: buckets of one
+    parameter each.
 
-    All ranks start the collectives in one order. One whose gradient is ready early waits for those before it.
+    All ranks start the collectives in one order. One whose gradient is ready early waits for those
+    before it.
     """
 
-    def __init__(self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None, **options: Any):
-        super().__init__(module, device_ids, bucket_mb=ONE_BYTE_MB, first_bucket_mb=ONE_BYTE_MB, **options)
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        **options: Any,
+    ):
+        super().__init__(
+            module, device_ids, bucket_mb=ONE_BYTE_MB, first_bucket_mb=ONE_BYTE_MB, **options
+        )
 
 
 def _flat_gradient(parameter: Tensor) -> Tensor:
@@ -162,10 +201,12 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
 
 
 def _writable_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient, zeros if there is none, with the parameter's strides, in memory of its own.
+    """Return the gradient, zeros if there is none, with the parameter's strides, in memory of its
+    own.
 
-    Collectives send elements in the order of memory, which must be the same on all ranks. Autograd may give several
-    leaves the same memory as gradient. A part of a larger vector stays: a user wants it there.
+    Collectives send elements in the order of memory, which must be the same on all ranks. Autograd
+    may give several leaves the same memory as gradient. A part of a larger vector stays: a user
+    wants it there.
     """
     gradient = parameter.grad
     if gradient is None:

@@ -1,1 +1,2 @@
-"""Processes that measure: forked by a server, all by one caller or, under torchrun, one by each process of a job."""
+"""Processes that measure: forked by a server, all by one caller or, under torchrun, one by each
+process of a job."""

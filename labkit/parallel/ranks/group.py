@@ -1,10 +1,12 @@
 """The caller's view of a group of ranks: start it, run points, close it.
 
-The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe to each rank. The
-group's private directory has the rendezvous file, and each rank's output, stacks, turn and temporary files.
+The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe
+to each rank. The group's private directory has the rendezvous file, and each rank's output, stacks,
+turn and temporary files.
 
-Under torchrun each process of the job has a group of one rank, and all call the same methods in step. They agree on
-failures. Rank 0's process yields all rows at the end of a point, once every rank has ended or reached its deadline.
+Under torchrun each process of the job has a group of one rank, and all call the same methods in
+step. They agree on failures. Rank 0's process yields all rows at the end of a point, once every
+rank has ended or reached its deadline.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from labkit.parallel.ranks.results import PointEnd, RankFailure, Row
 from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
 from labkit.parallel.transport import shared_memory
 
-# Time after a failure to wait for an earlier one that caused it; longer while all look like consequences.
-GRACE_S, GRACE_FOR_CAUSE_S = 0.1, 1.0
+# Time after a failure to wait for an earlier one that caused it; longer while all look like
+# consequences.
+GRACE_S = 0.1
+GRACE_FOR_CAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
 LATENESS = {"ready": "not ready after {:g} s", "done": "still running after {:g} s (timeout_s)"}
-OUTPUT_LINES, OUTPUT_BYTES = 40, 16 * 1024  # of a rank, per point
+OUTPUT_LINES = 40
+OUTPUT_BYTES = 16 * 1024  # of a rank, per point
 
 
 @dataclass
@@ -56,26 +61,41 @@ class _Rank:
     def read(self, kind: str) -> str:
         """Return what one of its files has so far, "stacks" or "turn"."""
         with contextlib.suppress(FileNotFoundError):  # not yet, or the directory was removed
-            return (self.directory / f"rank-{self.number}.{kind}").read_text(errors="replace").rstrip("\0")
+            return (
+                (self.directory / f"rank-{self.number}.{kind}")
+                .read_text(errors="replace")
+                .rstrip("\0")
+            )
         return ""
 
     def turn(self) -> tuple[int, str]:
-        """Return number and alternative of the current turn; 0 if none has begun, "" between two turns."""
+        """Return number and alternative of the current turn; 0 if none has begun, "" between two
+        turns."""
         number, _, name = self.read("turn").partition(" ")
-        return int(number) if number.isdecimal() else 0, name  # it may be read while the rank writes it
+        # it may be read while the rank writes it
+        return int(number) if number.isdecimal() else 0, name
 
     def output(self, start: int = 0) -> tuple[list[str], int]:
-        """Return the last lines of output after byte `start`, with a note if lines are left out, and the size of all.
+        """Return the last lines of output after byte `start`, with a note if lines are left out,
+        and the size of all.
 
         Of a progress bar that rewrites its line, the last state is the line.
         """
-        with contextlib.suppress(FileNotFoundError), (self.directory / f"rank-{self.number}.log").open("rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            (self.directory / f"rank-{self.number}.log").open("rb") as file,
+        ):
             size = file.seek(0, os.SEEK_END)
             begin = file.seek(max(start, size - OUTPUT_BYTES))
             text = file.read(size - begin).decode(errors="replace").removesuffix("\n")
-            lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
+            lines = (
+                [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
+            )
             if begin > start or len(lines) > OUTPUT_LINES:
-                lines = [f"... the last of {(size - start) / 1e6:.1f} MB of output", *lines[1:][-OUTPUT_LINES:]]
+                lines = [
+                    f"... the last of {(size - start) / 1e6:.1f} MB of output",
+                    *lines[1:][-OUTPUT_LINES:],
+                ]
             return lines, size
         return [], start  # not yet, or the directory was removed
 
@@ -90,7 +110,9 @@ class RankGroup:
         """`payload`: pickled, the plan, the worker and its points."""
         is_in_job = torchrun.is_job_rank()
         self.facts: dict[str, Any] = {}
-        self._plan, self._payload, self._on_output = plan, payload, on_output
+        self._plan = plan
+        self._payload = payload
+        self._on_output = on_output
         self._numbers = [torchrun.job_rank()] if is_in_job else range(plan.world_size)
         self._connection: socket.socket | None = None
         self._directory: Any = None  # a path once it is started
@@ -101,21 +123,34 @@ class RankGroup:
         self._failure: RankFailure | None = None
 
     def start(self) -> RankFailure | None:
-        """Start the ranks unless all of them run; return the failure if their process group is not made.
+        """Start the ranks unless all of them run; return the failure if their process group is not
+        made.
 
         After a first failure they are started once more: the machine may have been busy.
         """
         torchrun.begin_step()
-        if any(torchrun.gather_from_ranks(bool(self._connection and connection.wait([self._connection], 0.0)))):
+        if any(
+            torchrun.gather_from_ranks(
+                bool(self._connection and connection.wait([self._connection], 0.0))
+            )
+        ):
             self.close()  # a rank has died since the last point
-        if self._connection is not None or self._start_once() is None or (failure := self._start_once()) is None:
+        if (
+            self._connection is not None
+            or self._start_once() is None
+            or (failure := self._start_once()) is None
+        ):
             return None
         return replace(failure, message=f"the ranks did not start, twice: {failure.message}")
 
     def _start_once(self) -> RankFailure | None:
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
         method = "torchrun" if torchrun.is_job_rank() else "forkserver"
-        self.facts = {"world_size": self._plan.world_size, "backend": self._plan.backend, "start_method": method}
+        self.facts = {
+            "world_size": self._plan.world_size,
+            "backend": self._plan.backend,
+            "start_method": method,
+        }
         is_on_one_host = torchrun.ranks_here(self._plan.world_size) == self._plan.world_size
         environment = os.environ | {torchrun.GROUP_NUMBER: str(torchrun.begin_step())}
         environment |= LOOPBACK if is_on_one_host else {}
@@ -123,34 +158,46 @@ class RankGroup:
             reason = shared_memory.unavailable_reason()
             self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
             environment |= {shared_memory.FAILURE: reason} if reason else {}
-        self._kills_before, begun = oom_kills() or 0, time.monotonic()
+        self._kills_before = oom_kills() or 0
+        begun = time.monotonic()
         try:
-            self._connection = fork_server.open_group(self._directory, self._numbers, environment, self._payload)
+            self._connection = fork_server.open_group(
+                self._directory, self._numbers, environment, self._payload
+            )
             list(self._listen("ready", START_TIMEOUT_S, -1))
             for message in self._messages:
                 self.facts |= message["facts"] | {"start_s": time.monotonic() - begun}
         except OSError as error:
-            self._failure = RankFailure(None, "failed", f"the ranks were not started: {type(error).__name__}: {error}")
+            self._failure = RankFailure(
+                None, "failed", f"the ranks were not started: {type(error).__name__}: {error}"
+            )
         return self._agree()
 
     def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
-        """Run one point on every rank without the `excluded` alternatives; yield rows as they come, return the end."""
+        """Run one point on every rank without the `excluded` alternatives; yield rows as they come,
+        return the end."""
         torchrun.begin_step()
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):  # it has died, which the leader reports
                 rank.pipe.send_bytes(json.dumps([index, excluded]).encode())
-        rows, job_rows = self._listen("done", self._plan.timeout_s, index), []
+        rows = self._listen("done", self._plan.timeout_s, index)
+        job_rows = []
         if torchrun.is_job_rank():
             job_rows = [asdict(row) for row in rows]
         else:
             yield from rows
-        ended = time.monotonic() if self._failure else max(message["at"] for message in self._messages)
+        ended = (
+            time.monotonic() if self._failure else max(message["at"] for message in self._messages)
+        )
         self._forward_output()
         failure = self._agree()
-        end = PointEnd(index, failure, max(torchrun.gather_from_ranks(ended - begun)), dict(self.facts))
-        for of_rank in torchrun.gather_from_ranks(job_rows, only_first=True):  # before a yield: it may be the last
+        end = PointEnd(
+            index, failure, max(torchrun.gather_from_ranks(ended - begun)), dict(self.facts)
+        )
+        # before a yield: it may be the last
+        for of_rank in torchrun.gather_from_ranks(job_rows, only_first=True):
             yield from (Row(**row) for row in of_rank)
         return end
 
@@ -164,14 +211,18 @@ class RankGroup:
                 while self._connection.recv(4096):  # until the leader has removed the group
                     pass
             self._connection.close()
-        if self._directory and self._directory.exists():  # the leader was killed, and perhaps the server
+        # the leader was killed, and perhaps the server
+        if self._directory and self._directory.exists():
             fork_server.end_session(self._leader, self._directory)
         for rank in self._ranks.values():
             rank.pipe.close()
-        self._connection, self._ranks, self._leader = None, {}, -1
+        self._connection = None
+        self._ranks = {}
+        self._leader = -1
 
     def _agree(self) -> RankFailure | None:
-        """Close the group after a failure; return the one to show, the same in every process of a job."""
+        """Close the group after a failure; return the one to show, the same in every process of a
+        job."""
         if self._failure:
             self.close()  # first: ranks of other processes may wait for this one
         ends = torchrun.gather_from_ranks(self._failure and asdict(self._failure))
@@ -181,8 +232,10 @@ class RankGroup:
         return results.first_failure(failures) if failures else None
 
     def _listen(self, kind: str, timeout_s: float, index: int) -> Iterator[Row]:
-        """Wait for a message of this kind from every rank; yield rows. Sets the messages and the failure, if any."""
-        missing, deadline = set(self._numbers), time.monotonic() + timeout_s
+        """Wait for a message of this kind from every rank; yield rows. Sets the messages and the
+        failure, if any."""
+        missing = set(self._numbers)
+        deadline = time.monotonic() + timeout_s
         failures: list[RankFailure] = []
         self._messages = []
         while missing:
@@ -191,14 +244,17 @@ class RankGroup:
                 if message["kind"] == "row":
                     handed_over = time.monotonic()
                     yield Row(index, number, message["values"])
-                    deadline += time.monotonic() - handed_over  # the caller's time is not the point's
+                    # the caller's time is not the point's
+                    deadline += time.monotonic() - handed_over
                     continue
                 missing.discard(number)
                 if message["kind"] == kind:
                     self._messages.append(message)
                     continue
                 failures.append(self._describe_failure(number, message))
-                grace_s = GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
+                grace_s = (
+                    GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
+                )
                 deadline = min(deadline, time.monotonic() + grace_s)
             if is_late and time.monotonic() >= deadline:
                 break
@@ -207,9 +263,12 @@ class RankGroup:
         self._failure = results.first_failure(failures) if failures else None
 
     def _receive(self, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Wait until ranks start, send something or end; yield (rank, message), in each rank's order."""
+        """Wait until ranks start, send something or end; yield (rank, message), in each rank's
+        order."""
         assert self._connection is not None, "the group was started"
-        watched: dict[Any, _Rank] = {rank.pipe: rank for rank in self._ranks.values() if not rank.pipe.closed}
+        watched: dict[Any, _Rank] = {
+            rank.pipe: rank for rank in self._ranks.values() if not rank.pipe.closed
+        }
         ready = connection.wait([self._connection, *watched], timeout_s)
         for pipe, rank in watched.items():
             if pipe in ready and (message := rank.receive()):
@@ -234,7 +293,9 @@ class RankGroup:
         if message["kind"] == "failed":
             return replace(RankFailure(**message["failure"]), output_tail=tail)
         is_memory_full = (oom_kills() or 0) > self._kills_before
-        failure = results.death_failure(number, message["code"], message["at"], tail, rank.turn()[1], is_memory_full)
+        failure = results.death_failure(
+            number, message["code"], message["at"], tail, rank.turn()[1], is_memory_full
+        )
         return replace(failure, traceback=rank.read("stacks"))
 
     def _describe_lateness(self, kind: str, timeout_s: float, missing: list[int]) -> RankFailure:
@@ -244,18 +305,25 @@ class RankGroup:
             message += f", in {slowest}"
         tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
         rank = missing[0] if len(missing) == 1 else None
-        return RankFailure(rank, "timeout", message, self._dump_stacks(), tails, at=time.monotonic())
+        return RankFailure(
+            rank, "timeout", message, self._dump_stacks(), tails, at=time.monotonic()
+        )
 
     def _dump_stacks(self) -> str:
         """Return the stacks of every rank, as of now."""
         assert self._connection is not None, "the group was started"
         with contextlib.suppress(OSError):
             self._connection.send(b"s")
-        deadline, before, now = time.monotonic() + STACKS_TIMEOUT_S, [""], [""]
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        before = [""]
+        now = [""]
         while time.monotonic() < deadline and (now != before or not all(now)):
             time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
-            before, now = now, [rank.read("stacks") for rank in self._ranks.values()]
-        return "\n".join(f"rank {n}:\n{dump or '(no answer)'}" for n, dump in zip(self._ranks, now, strict=False))
+            before = now
+            now = [rank.read("stacks") for rank in self._ranks.values()]
+        return "\n".join(
+            f"rank {n}:\n{dump or '(no answer)'}" for n, dump in zip(self._ranks, now, strict=False)
+        )
 
     def _forward_output(self) -> None:
         for rank in self._ranks.values():

@@ -1,4 +1,5 @@
-"""The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree on.
+"""The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree
+on.
 
 The store is there before any process group exists. Without a job, a process agrees with itself.
 """
@@ -19,8 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GROUP_NUMBER = "LABKIT_GROUP"  # variable: forked ranks have other keys in the store than the processes of the job
-# Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends the job.
+# variable: forked ranks have other keys in the store than the processes of the job
+GROUP_NUMBER = "LABKIT_GROUP"
+# Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends
+# the job.
 PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)
 
@@ -32,22 +35,28 @@ class LaunchStopped(Exception):
 
 
 def is_job_rank() -> bool:
-    """Return whether torchrun has started this process; ValueError for the variables of any other job."""
+    """Return whether torchrun has started this process; ValueError for the variables of any other
+    job."""
     if not all(name in os.environ for name in VARIABLES):
         return False
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_agents or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        raise ValueError(f"expected a job of torchrun, which sets LOCAL_RANK and shares its store; {describe_job()}")
+        raise ValueError(
+            "expected a job of torchrun, which sets LOCAL_RANK and shares its store;"
+            f" {describe_job()}"
+        )
     return True
 
 
 def job_rank() -> int:
-    """Return this process's rank in the job; 0 without a job, so that "rank 0 writes" holds there, too."""
+    """Return this process's rank in the job; 0 without a job, so that "rank 0 writes" holds there,
+    too."""
     return read_variable("RANK") if is_job_rank() else 0
 
 
 def ranks_here(world_size: int) -> int:
-    """Return how many of `world_size` ranks run on this host: all, unless a job of that size spans several."""
+    """Return how many of `world_size` ranks run on this host: all, unless a job of that size spans
+    several."""
     is_of_job = is_job_rank() and read_variable("WORLD_SIZE") == world_size
     return read_variable("LOCAL_WORLD_SIZE") if is_of_job else world_size
 
@@ -60,7 +69,8 @@ def describe_job() -> str:
 
 @cache
 def job_store() -> Any:
-    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this process ends.
+    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this
+    process ends.
 
     ValueError if nobody answers, as when the variables are left over from another job.
     """
@@ -68,7 +78,8 @@ def job_store() -> Any:
         store, *_ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise ValueError(f"expected a job whose store answers; {describe_job()}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may have the same store
+    # a restarted job may have the same store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     group = os.environ.get(GROUP_NUMBER, "")
     return dist.PrefixStore(f"labkit/attempt {attempt}/{group}", store)  # type: ignore[attr-defined]
 
@@ -76,8 +87,8 @@ def job_store() -> Any:
 def broadcast_from_first_rank(value: Any) -> Any:
     """Return rank 0's JSON-able `value` on every rank of the job.
 
-    For decisions that all must take alike, and that depend on what one of them sees. All ranks call this, and wait for
-    rank 0 as long as it takes.
+    For decisions that all must take alike, and that depend on what one of them sees. All ranks call
+    this, and wait for rank 0 as long as it takes.
     """
     if not is_job_rank():
         return value
@@ -88,14 +99,16 @@ def broadcast_from_first_rank(value: Any) -> Any:
 
 
 def begin_step() -> int:
-    """Wait until rank 0's caller requests more; LaunchStopped if it does not. Returns a number, alike on all ranks."""
+    """Wait until rank 0's caller requests more; LaunchStopped if it does not. Returns a number,
+    alike on all ranks."""
     if not broadcast_from_first_rank(True):  # rank 0 broadcasts False at the end of a launch
         raise LaunchStopped
     return next(_steps)
 
 
 def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank, on every rank of the job, or `only_first` on rank 0, else []."""
+    """Return every rank's JSON-able `value`, by rank, on every rank of the job, or `only_first` on
+    rank 0, else []."""
     if not is_job_rank():
         return [value]
     key = f"step {next(_steps)} of rank"
@@ -110,27 +123,33 @@ def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
 def ranks_by_host() -> dict[str, list[int]] | None:
     """Return the job's ranks by name of their host, on every rank of the job; None without a job.
 
-    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All ranks call this.
+    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All
+    ranks call this.
     """
     if not is_job_rank():
         return None
-    return label_hosts([tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])])
+    return label_hosts(
+        [tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])]
+    )
 
 
 @cache
 def host_identity() -> str:
     """Return 16 hex digits that all processes of a host share, and no others.
 
-    They run under one boot of one kernel, and see the same processes and network: containers are separate hosts.
+    They run under one boot of one kernel, and see the same processes and network: containers are
+    separate hosts.
     """
-    boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), map(Path, ("/proc/self/ns/pid", "/proc/self/ns/net"))
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespaces = map(Path, ("/proc/self/ns/pid", "/proc/self/ns/net"))
     parts = [platform.node(), boot.read_text() if boot.exists() else ""]
     parts += [str(path.stat().st_ino) for path in namespaces if path.exists()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by rank.
+    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by
+    rank.
 
     Hosts of one name get a few hex digits to tell them apart.
     """
@@ -161,5 +180,8 @@ def _wait_and_read(key: str) -> Any:
 def read_variable(name: str) -> int:
     """Return a number that torchrun sets, as WORLD_SIZE; ValueError if it is none."""
     if not os.environ.get(name, "").isdecimal():
-        raise ValueError(f"{name}: expected a whole number in the environment, as torchrun sets it; {describe_job()}")
+        raise ValueError(
+            f"{name}: expected a whole number in the environment, as torchrun sets it;"
+            f" {describe_job()}"
+        )
     return int(os.environ[name])

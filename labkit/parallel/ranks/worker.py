@@ -1,8 +1,10 @@
-"""A rank's side of a launch: set up the process, join the group, run points; devices and scheduling for workers.
+"""A rank's side of a launch: set up the process, join the group, run points; devices and scheduling
+for workers.
 
-A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts), ``row``, ``done`` or
-``failed``. After ``failed`` it keeps its connections open until it is killed: if it left, its peers would report the
-lost connection, and the caller would have to guess which came first.
+A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts),
+``row``, ``done`` or ``failed``. After ``failed`` it keeps its connections open until it is killed:
+if it left, its peers would report the lost connection, and the caller would have to guess which
+came first.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 
-OOM_SCORE = 100  # a tenth of all memory: the caller may hold that much more than a rank before it is killed instead
+# a tenth of all memory: the caller may hold that much more than a rank before it is killed instead
+OOM_SCORE = 100
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what it has compiled
 # Ranks of one host need no other interface, whatever a cluster has set.
-LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+LOOPBACK = dict.fromkeys(
+    ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
+)
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0  # from the caller's deadline to that of the process group
 
@@ -49,8 +54,11 @@ class GroupPlan:
     timeout_s: float
 
 
-def run_rank(payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path) -> None:
-    """Join the group, then run each point that the caller requests; returns when the caller has ended."""
+def run_rank(
+    payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path
+) -> None:
+    """Join the group, then run each point that the caller requests; returns when the caller has
+    ended."""
     _set_up_process(rank, directory)
 
     def send(kind: str, **body: Any) -> None:
@@ -79,7 +87,9 @@ def run_rank(payload: bytes, caller: connection.Connection[Any, Any], rank: int,
             caller.recv_bytes()  # until killed
 
 
-def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: None) -> list[dict[str, Any]]:
+def call_once(
+    function: Callable[..., Any], arguments: tuple[Any, ...], _point: None
+) -> list[dict[str, Any]]:
     """The worker behind `run_ranks`: one call, one row."""
     return [{"result": function(*arguments)}]
 
@@ -87,8 +97,9 @@ def call_once(function: Callable[..., Any], arguments: tuple[Any, ...], _point: 
 def use_device(kind: str, rank: int | None = None) -> str:
     """Make the device of this rank the current one; return its name, "cpu" or "cuda:1".
 
-    Ranks of one machine take its GPUs in turn, by LOCAL_RANK under torchrun, otherwise by their rank, 0 without a
-    process group. Several share a GPU if there are fewer. `rank` is for a rank that has no process group yet.
+    Ranks of one machine take its GPUs in turn, by LOCAL_RANK under torchrun, otherwise by their
+    rank, 0 without a process group. Several share a GPU if there are fewer. `rank` is for a rank
+    that has no process group yet.
     """
     if kind == "cpu":
         return kind
@@ -101,10 +112,11 @@ def use_device(kind: str, rank: int | None = None) -> str:
 
 
 def use_scheduling(scheduling: str) -> str:
-    """Set the policy of this thread and those that it will start, "batch" or "default"; return the one in force.
+    """Set the policy of this thread and those that it will start, "batch" or "default"; return the
+    one in force.
 
-    SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for, and then spins until the next scheduler
-    tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
+    SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for, and then spins until the
+    next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return "default"
@@ -116,9 +128,11 @@ def use_scheduling(scheduling: str) -> str:
 
 def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
-    scheduling = use_scheduling(plan.scheduling)  # first: the threads of the process group inherit it
+    # first: the threads of the process group inherit it
+    scheduling = use_scheduling(plan.scheduling)
     torch.set_num_threads(max(1, available_cores() // torchrun.ranks_here(plan.world_size)))
-    # until a block as large as this one was freed, glibc gives freed memory back, and new pages cost more than the work
+    # until a block as large as this one was freed, glibc gives freed memory back, and new pages
+    # cost more than the work
     torch.empty(31 << 20, dtype=torch.uint8)
     if plan.backend is not None:
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
@@ -137,7 +151,8 @@ def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
 def _release_device_memory() -> None:
     """Return the memory of a point's tensors to the GPU, which other ranks may use.
 
-    torch's allocator keeps freed memory, and only the garbage collector frees a model that its hooks lead back to.
+    torch's allocator keeps freed memory, and only the garbage collector frees a model that its
+    hooks lead back to.
     """
     if torch.cuda.is_initialized():
         gc.collect()  # a model that its hooks lead back to
@@ -146,18 +161,21 @@ def _release_device_memory() -> None:
 
 
 def _set_up_process(rank: int, directory: Path) -> None:
-    """Direct output, stacks, the current alternative and temporary files to the group's directory."""
+    """Direct output, stacks, the current alternative and temporary files to the group's
+    directory."""
     for stream in (sys.stdout, sys.stderr):  # their descriptors are the log's
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     current_alternative.share(directory / f"rank-{rank}.turn")
-    score = Path("/proc/self/oom_score_adj")  # a rank that is killed costs a point, the caller would cost the rest
+    # a rank that is killed costs a point, the caller would cost the rest
+    score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # Linux has it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
     tempfile.tempdir = None  # the fork server's
-    compiled = Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}"  # stays: it takes 15 s
+    # stays: it takes 15 s
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}"
     os.environ[COMPILED_CODE] = os.environ.get(COMPILED_CODE) or str(compiled)
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
     Path(tempfile.tempdir).mkdir(exist_ok=True)

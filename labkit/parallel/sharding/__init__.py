@@ -1,4 +1,5 @@
-"""Sharding: each data-parallel rank holds 1/p of the training state instead of a copy (ZeRO, arXiv:1910.02054).
+"""Sharding: each data-parallel rank holds 1/p of the training state instead of a copy (ZeRO,
+arXiv:1910.02054).
 
 ``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
 ``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay whole
@@ -32,12 +33,17 @@ def __getattr__(name: str) -> Any:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return whole parameters of a wrapped model, by the bare model's names, on every rank. A collective."""
+    """Return whole parameters of a wrapped model, by the bare model's names, on every rank. A
+    collective."""
     if callable(gather := getattr(model, "gather_full_parameters", None)):
         return dict(gather())
     parameters = getattr(model, "module", model).named_parameters()
-    detached = {name: value.detach() for name, value in parameters}  # torch 2.11 gathers no other without autograd
-    return {name: value.full_tensor() if is_distributed(value) else value for name, value in detached.items()}
+    # torch 2.11 gathers no other without autograd
+    detached = {name: value.detach() for name, value in parameters}
+    return {
+        name: value.full_tensor() if is_distributed(value) else value
+        for name, value in detached.items()
+    }
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[Any]:

@@ -1,7 +1,9 @@
-"""The gather of ZeRO-1 and ZeRO-3, and its reverse: every rank gathers all rows of tensors, or averages its own.
+"""The gather of ZeRO-1 and ZeRO-3, and its reverse: every rank gathers all rows of tensors, or
+averages its own.
 
-Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank has all. Rows travel
-from place to place. Copied are those of small tensors, into one message for all, and tensors laid out otherwise.
+Rank r of p has rows r c to (r+1) c of a tensor of n rows, c = ceil(n / p). Of a scalar, every rank
+has all. Rows travel from place to place. Copied are those of small tensors, into one message for
+all, and tensors laid out otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +33,8 @@ def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
 
 
 def row_strides(like: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor of this shape whose rows follow each other in memory, each laid out as here."""
+    """Return the strides of a tensor of this shape whose rows follow each other in memory, each
+    laid out as here."""
     return (like[:1].numel(), *strides_like(like[:1])[1:]) if like.dim() else ()
 
 
@@ -39,24 +42,35 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Return the tensor, or a copy of it with these strides."""
     if tensor.stride() == strides:
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
     """Return a function that completes tensors in place, each time it is called: a collective.
 
-    The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first, and receives theirs in
-    place (`copy_steps`): n (p-1)/p bytes sent per rank, on average, for n bytes of tensors.
+    The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first,
+    and receives theirs in place (`copy_steps`): n (p-1)/p bytes sent per rank, on average, for n
+    bytes of tensors.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
-    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
+    p = transport.world_size
+    depth = max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
     dense = [with_strides(tensor, row_strides(tensor)).to(transport.device) for tensor in tensors]
-    copies = [(tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each]
-    blocks, packed = _pack([[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense])
+    copies = [
+        (tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each
+    ]
+    blocks, packed = _pack(
+        [[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense]
+    )
     pieces = [cut(block, transport, depth) for block in blocks]
     steps = [step for each in pieces for step in copy_steps(each, transport)]
 
-    storages = [each.untyped_storage() for each in chain((x for _, x in copies), (vector for vector, _ in packed))]
+    storages = [
+        each.untyped_storage()
+        for each in chain((x for _, x in copies), (vector for vector, _ in packed))
+    ]
     sizes = [storage.nbytes() for storage in storages]
     call = checksum("all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
@@ -79,17 +93,26 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     return gather
 
 
-def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport) -> None:
+def average_rows(
+    gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport
+) -> None:
     """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
 
-    Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that the others send it
-    to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
+    Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that
+    the others send it to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
-    p, depth = transport.world_size, max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
-    is_divided_first = gradients[0].dtype == torch.float16 or p == 1  # so that a mean cannot overflow on the way
-    whole = [(gradient / p if is_divided_first else gradient).to(transport.device) for gradient in gradients]
+    p = transport.world_size
+    depth = max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
+    # so that a mean cannot overflow on the way
+    is_divided_first = gradients[0].dtype == torch.float16 or p == 1
+    whole = [
+        (gradient / p if is_divided_first else gradient).to(transport.device)
+        for gradient in gradients
+    ]
     results = [mean.to(transport.device) for mean in means]
-    blocks, packed = _pack([[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)])
+    blocks, packed = _pack(
+        [[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)]
+    )
     _fill(packed[:-1])
     steps: list[Step] = []
     for block in blocks:
@@ -97,7 +120,9 @@ def average_rows(gradients: Sequence[Tensor], means: Sequence[Tensor], transport
         steps += add_steps(pieces, totals, transport, 1 if is_divided_first else p)
         if p == 1:
             block[-1].copy_(block[0])
-    transport.call_checksum = checksum("reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients))
+    transport.call_checksum = checksum(
+        "reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients)
+    )
     count_traffic(transport, "reduce_scatter", "butterfly", gradients).run(steps, depth)
     _unpack(packed[-1:])
     for mean, result in zip(means, results, strict=True):
@@ -113,13 +138,19 @@ def _flatten(dense: Tensor) -> Tensor:
 def _by_rank(whole: Tensor, p: int) -> list[Tensor]:
     """Return each rank's rows of a tensor with `row_strides`: p vectors, views."""
     width = whole[:1].numel()
-    return list(_flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)]))
+    return list(
+        _flatten(whole).split_with_sizes([width * size for size in shard_sizes(len(whole), p)])
+    )
 
 
 def _pack(blocks: Blocks) -> tuple[Blocks, list[tuple[Tensor, list[Tensor]]]]:
-    """Return large blocks as they are and one for all small ones, whose vectors are returned with their parts, too."""
+    """Return large blocks as they are and one for all small ones, whose vectors are returned with
+    their parts, too."""
     small = [block for block in blocks if block[0].nbytes <= SMALL_BYTES]
-    packed = [(parts[0].new_empty(sum(map(len, parts))), list(parts)) for parts in zip(*small, strict=True)]
+    packed = [
+        (parts[0].new_empty(sum(map(len, parts))), list(parts))
+        for parts in zip(*small, strict=True)
+    ]
     vectors = [[vector for vector, _ in packed]] if small else []
     return [block for block in blocks if block[0].nbytes > SMALL_BYTES] + vectors, packed
 

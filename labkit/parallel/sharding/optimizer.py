@@ -5,14 +5,15 @@
     ...
     optimizer.step()                                    each rank updates its rows, then all gather all rows
 
-Every rank has all parameters and all gradients, which must be the same everywhere when `step` is called. A rank keeps
-1/p of the optimizer's state, two values per parameter for AdamW. On top of averaging gradients, a step moves (p-1)/p of
-the parameters' bytes per rank, and saves (p-1)/p of the update. The optimizer sees rows as DTensors, so that norms and
-products are those of whole parameters.
+Every rank has all parameters and all gradients, which must be the same everywhere when `step` is
+called. A rank keeps 1/p of the optimizer's state, two values per parameter for AdamW. On top of
+averaging gradients, a step moves (p-1)/p of the parameters' bytes per rank, and saves (p-1)/p of
+the update. The optimizer sees rows as DTensors, so that norms and products are those of whole
+parameters.
 
-Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054, section 5.1 (P_os) and, for the bytes sent, 7.2. The paper reduce-scatters gradients; here a wrapper
-has averaged them.
+Source: Rajbhandari, Rasley, Ruwase & He 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", arXiv:1910.02054, section 5.1 (P_os) and, for the bytes sent, 7.2. The paper
+reduce-scatters gradients; here a wrapper has averaged them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,20 +50,22 @@ REFUSED: Mapping[type[Optimizer], str] = {
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls(params, **settings)` with 1/p of the state on each rank: a `torch.optim.Optimizer`.
+    """`optimizer_cls(params, **settings)` with 1/p of the state on each rank: a
+    `torch.optim.Optimizer`.
 
     Args:
-        params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one device, dense.
-        optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
-        group: the process group; None: all ranks.
-        transport: as for `labkit.parallel.collectives.all_gather`.
-        settings: of `optimizer_cls`.
+        params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one
+        device, dense. optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
+        group: the process group; None: all ranks. transport: as for
+        `labkit.parallel.collectives.all_gather`. settings: of `optimizer_cls`.
 
-    `param_groups` have whole parameters and may be changed at any time, by schedulers for example. Parameters that are
-    frozen send nothing. State dicts are torch's, with DTensors of this rank's rows.
+    `param_groups` have whole parameters and may be changed at any time, by schedulers for example.
+    Parameters that are frozen send nothing. State dicts are torch's, with DTensors of this rank's
+    rows.
 
-    Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for unsuitable parameters,
-    and for arguments that differ between ranks; on a rank outside the group; in `step` for sparse gradients.
+    Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for
+    unsuitable parameters, and for arguments that differ between ranks; on a rank outside the group;
+    in `step` for sparse gradients.
     """
 
     def __init__(
@@ -75,12 +78,15 @@ class ShardedOptimizer(Optimizer):
         **settings: Any,
     ):
         members = member_group(group)
-        self._group, self._transport, self._place = group, transport, (members.rank(), members.size())
+        self._group = group
+        self._transport = transport
+        self._place = (members.rank(), members.size())
         self._shard = f"rank {members.rank()} of {members.size()}"
         self._inner: Any = None
         """The optimizer of shards, whose groups and state are this one's."""
         self._shards: dict[Tensor, Any] = {}
-        """This rank's rows of each parameter, views of its memory: the inner optimizer's parameters."""
+        """This rank's rows of each parameter, views of its memory: the inner optimizer's
+        parameters."""
         self._gathered_places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         """Addresses, shapes and strides for which `_gather_rows` is planned."""
 
@@ -94,15 +100,20 @@ class ShardedOptimizer(Optimizer):
             self._make_shards()
             with self._groups_of_shards():
                 self._inner = optimizer_cls(self.param_groups, **settings)
-                self.defaults, self.state = self._inner.defaults, self._inner.state
+                self.defaults = self._inner.defaults
+                self.state = self._inner.state
                 self.param_groups = self._inner.param_groups
 
-        self._run_on_all_ranks(build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport})
+        self._run_on_all_ranks(
+            build, {"class": getattr(optimizer_cls, "__name__", ""), "transport": transport}
+        )
         if members.size() > 1:
-            find_transport(group, self._parameters[0].device, transport)  # ValueError now, not at the first step
+            # ValueError now, not at the first step
+            find_transport(group, self._parameters[0].device, transport)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. A collective. ValueError, on all ranks, as at construction; nothing is changed."""
+        """Add a group of parameters. A collective. ValueError, on all ranks, as at construction;
+        nothing is changed."""
         if self._inner is None:  # the base class adds the first groups
             super().add_param_group(param_group)
             return
@@ -124,7 +135,8 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters. A collective. A closure is called once, on every rank, and its loss returned."""
+        """Update all parameters. A collective. A closure is called once, on every rank, and its
+        loss returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,8 +144,13 @@ class ShardedOptimizer(Optimizer):
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in self._parameters):
             raise ValueError("expected dense gradients, got a sparse one")
         for p, shard in self._shards.items():
-            shard._local_tensor = own_rows(p.detach(), *self._place)  # a user may have replaced the parameter's data
-            shard.grad = None if p.grad is None else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
+            # a user may have replaced the parameter's data
+            shard._local_tensor = own_rows(p.detach(), *self._place)
+            shard.grad = (
+                None
+                if p.grad is None
+                else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
+            )
         open_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
             for group in open_groups:  # one call per operator of DTensors
@@ -144,8 +161,10 @@ class ShardedOptimizer(Optimizer):
             for group in open_groups:
                 group["foreach"] = None
             for p, shard in self._shards.items():
-                shard.grad, own = None, own_rows(p.detach(), *self._place)
-                if shard._local_tensor.data_ptr() != own.data_ptr():  # the optimizer has replaced the shard's data
+                shard.grad = None
+                own = own_rows(p.detach(), *self._place)
+                # the optimizer has replaced the shard's data
+                if shard._local_tensor.data_ptr() != own.data_ptr():
                     own.copy_(shard._local_tensor)
         self.gather_parameters()
         return loss
@@ -161,26 +180,32 @@ class ShardedOptimizer(Optimizer):
         if places != self._gathered_places:
             with torch.inference_mode(False):  # its vectors stay
                 transport = find_transport(self._group, changed[0].device, self._transport)
-                self._gather_rows, self._gathered_places = plan_gather([p.detach() for p in changed], transport), places
+                self._gather_rows = plan_gather([p.detach() for p in changed], transport)
+                self._gathered_places = places
         self._gather_rows()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its own."""
+        """Return torch's layout with this rank's rows as DTensors: as many ranks load it, each its
+        own."""
         with self._groups_of_shards():
-            return {**super().state_dict(), SHARD: {self._shard: True}}  # a key, of which checkpoints keep each rank's
+            # a key, of which checkpoints keep each rank's
+            return {**super().state_dict(), SHARD: {self._shard: True}}
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
-        """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all (None).
+        """Return the `state_dict` of an unsharded `optimizer_cls`, on group rank `to` or on all
+        (None).
 
-        A collective; None on the other ranks. Tensors are on the CPU. It loads into an unsharded optimizer, and into a
-        sharded one on any number of ranks, as an unsharded optimizer's `state_dict` does.
+        A collective; None on the other ranks. Tensors are on the CPU. It loads into an unsharded
+        optimizer, and into a sharded one on any number of ranks, as an unsharded optimizer's
+        `state_dict` does.
         """
         state = {name: value for name, value in self.state_dict().items() if name != SHARD}
         return consolidate(state, to in (None, self._place[0]))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()` of this rank, or an unsharded state, of which this rank takes its rows.
+        """Load a `state_dict()` of this rank, or an unsharded state, of which this rank takes its
+        rows.
 
         ValueError for the shard of another rank or number of ranks, and for other parameter groups.
         """
@@ -188,7 +213,8 @@ class ShardedOptimizer(Optimizer):
             check_shard(label, self._shard)
         with self._groups_of_shards():
             super().load_state_dict(state_dict)
-            self._inner.param_groups, self._inner.state = self.param_groups, self.state
+            self._inner.param_groups = self.param_groups
+            self._inner.state = self.state
         for shard, state in self.state.items():
             for name, value in state.items() if shard.dim() else ():
                 if getattr(value, "shape", None) == shard.shape:
@@ -203,12 +229,19 @@ class ShardedOptimizer(Optimizer):
 
     def _check_parameters(self) -> None:
         parameters = self._parameters
-        if not parameters or len({p.device for p in parameters}) != 1 or len(set(parameters)) != len(parameters):
+        if (
+            not parameters
+            or len({p.device for p in parameters}) != 1
+            or len(set(parameters)) != len(parameters)
+        ):
             raise ValueError("expected one parameter or more, on one device, each once")
-        check_shardable(((f"parameter {number}", p) for number, p in enumerate(parameters)), are_averaged=False)
+        check_shardable(
+            ((f"parameter {number}", p) for number, p in enumerate(parameters)), are_averaged=False
+        )
 
     def _run_on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
-        """Run the action, and compare the parameter groups between ranks. If one rank raises, all raise."""
+        """Run the action, and compare the parameter groups between ranks. If one rank raises, all
+        raise."""
         refusal: Exception | None = None
         try:
             action()
@@ -217,7 +250,9 @@ class ShardedOptimizer(Optimizer):
         groups = [] if refusal else self.param_groups
         plain = (bool, int, float, str, tuple)
         described = [describe("a parameter", p) for group in groups for p in group["params"]]
-        described += [f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)]
+        described += [
+            f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)
+        ]
         device = self._parameters[0].device if groups else None
         check_same_on_all_ranks("optimizer", settings, described, self._group, refusal, device)
 
@@ -228,7 +263,8 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _groups_of_shards(self) -> Iterator[None]:
-        """Put shards into the groups in place of parameters: the groups are the inner optimizer's, too."""
+        """Put shards into the groups in place of parameters: the groups are the inner optimizer's,
+        too."""
         for group in self.param_groups:
             group["params"] = [self._shards[p] for p in group["params"]]
         try:
@@ -240,7 +276,12 @@ class ShardedOptimizer(Optimizer):
 
 
 def may_use_foreach(group: Mapping[str, Any]) -> bool:
-    """Return whether a parameter group may call each operator once for all of its parameters, and leaves it open."""
-    is_open = group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
+    """Return whether a parameter group may call each operator once for all of its parameters, and
+    leaves it open."""
+    is_open = (
+        group.get("foreach", False) is None
+        and not group.get("fused")
+        and not group.get("differentiable")
+    )
     has_tensors = any(isinstance(value, Tensor) for value in group.values())  # lr as a tensor
     return is_open and not has_tensors and len(group["params"]) <= MAX_FOREACH

@@ -9,31 +9,43 @@ Units = Iterable[type[nn.Module] | nn.Module]
 
 
 def find_units(module: nn.Module, units: Units | None) -> list[nn.Module]:
-    """Return the units in the order of the model. The last is the model itself, with the parameters of no other.
+    """Return the units in the order of the model. The last is the model itself, with the parameters
+    of no other.
 
-    None: the items of the outermost lists and sequences, usually layers, and outside of them every module with
-    parameters and a forward. ValueError for a unit that is not in the model, or that has no forward.
+    None: the items of the outermost lists and sequences, usually layers, and outside of them every
+    module with parameters and a forward. ValueError for a unit that is not in the model, or that
+    has no forward.
     """
     if units is None:
         return [*dict.fromkeys(_layers(module, isinstance(module, nn.Sequential))), module]
     chosen = set[nn.Module]()
     for unit in units:
         kind = unit if isinstance(unit, type) else type(unit)
-        matching = [each for each in module.modules() if each is unit or (kind is unit and isinstance(each, kind))]
+        matching = [
+            each
+            for each in module.modules()
+            if each is unit or (kind is unit and isinstance(each, kind))
+        ]
         if not matching or not all(map(_has_forward, matching)):
-            raise ValueError(f"expected units with a forward in the model, or their classes; got {kind.__name__}")
+            raise ValueError(
+                f"expected units with a forward in the model, or their classes; got {kind.__name__}"
+            )
         chosen.update(matching)
     return [*(each for each in module.modules() if each in chosen and each is not module), module]
 
 
 def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
-    if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):  # it reads its children's parameters
+    # it reads its children's parameters
+    if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
         return
     for child in module.children():
         if next(child.parameters(), None) is None:
             continue
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        holds_layers = any(isinstance(each, nn.ModuleList | nn.ModuleDict | nn.Sequential) for each in child.modules())
+        holds_layers = any(
+            isinstance(each, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            for each in child.modules()
+        )
         if is_list or (holds_layers and not in_list):
             yield from _layers(child, is_list or isinstance(child, nn.Sequential))
         elif _has_forward(child):
@@ -41,12 +53,15 @@ def _layers(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, nn.ModuleList | nn.ModuleDict
+    )
 
 
 @dataclass
 class Slot:
-    """A parameter, its name in the model, and the modules that have it, each with its name there."""
+    """A parameter, its name in the model, and the modules that have it, each with its name
+    there."""
 
     parameter: nn.Parameter
     name: str
@@ -61,18 +76,25 @@ class Part:
     name: str
     module: nn.Module
     ends_with_pass: bool
-    """Its gradients are complete only at the end of a backward pass: it contains units, or is the model."""
+    """Its gradients are complete only at the end of a backward pass: it contains units, or is the
+    model."""
     modules: list[nn.Module] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
 
 
 def partition(units: Sequence[nn.Module]) -> list[Part]:
-    """Return the parts of the model, `units[-1]`, by unit. Parameters of several units belong to the last."""
-    model, last = units[-1], len(units) - 1
+    """Return the parts of the model, `units[-1]`, by unit. Parameters of several units belong to
+    the last."""
+    model = units[-1]
+    last = len(units) - 1
     numbers = {unit: number for number, unit in enumerate(units)}
     names = {module: name or "the model" for name, module in model.named_modules()}
     parts = [
-        Part(names[unit], unit, unit is model or any(m in numbers and m is not unit for m in unit.modules()))
+        Part(
+            names[unit],
+            unit,
+            unit is model or any(m in numbers and m is not unit for m in unit.modules()),
+        )
         for unit in units
     ]
     slots: dict[nn.Parameter, Slot] = {}

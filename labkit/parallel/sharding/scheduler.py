@@ -1,4 +1,5 @@
-"""When FSDP gathers a unit's parameters (by `gather.plan_gather`), releases them, and averages gradients.
+"""When FSDP gathers a unit's parameters (by `gather.plan_gather`), releases them, and averages
+gradients.
 
     a call     before: gather the unit, so that its hooks see whole parameters, and prefetch those that followed it in
                the last forward pass; after: release it
@@ -6,10 +7,11 @@
                one again, prefetch, and average the released ones
     the end    ranks exchange which parameters have gradients, and average the rest
 
-Collectives have one order on all ranks, which NCCL needs: a unit's average starts when backward reaches another unit
-and every rank has said that it is complete. A call during a backward pass (checkpointing) belongs to the pass: its unit
-stays whole until it has gradients. Second derivatives (`create_graph`) and backward passes during a forward pass would
-keep all units whole, and are refused.
+Collectives have one order on all ranks, which NCCL needs: a unit's average starts when backward
+reaches another unit and every rank has said that it is complete. A call during a backward pass
+(checkpointing) belongs to the pass: its unit stays whole until it has gradients. Second derivatives
+(`create_graph`) and backward passes during a forward pass would keep all units whole, and are
+refused.
 """
 
 import threading
@@ -25,7 +27,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.utils import _apply_to_tensors
 
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.overlap import END_OF_PASS, BackwardPass, CheckedChannel, Wait, tensors_in, weak_hook
+from labkit.parallel.overlap import (
+    END_OF_PASS,
+    BackwardPass,
+    CheckedChannel,
+    Wait,
+    tensors_in,
+    weak_hook,
+)
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.unit import Options, Token, Unit
 
@@ -34,10 +43,13 @@ OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 
 
 class UnitScheduler:
-    """Gathers, releases and averages the units of a model, the last of which is the model itself."""
+    """Gathers, releases and averages the units of a model, the last of which is the model
+    itself."""
 
     def __init__(self, units: Sequence[Unit], options: Options, channel: CheckedChannel) -> None:
-        self._units, self._options, self._channel = list(units), options, channel
+        self._units = list(units)
+        self._options = options
+        self._channel = channel
         self.lock = threading.RLock()  # autograd calls hooks in one thread per device
         self._pass = BackwardPass()
         self._calls_in_progress = 0
@@ -51,8 +63,11 @@ class UnitScheduler:
         """Units that this pass, forward or backward, has not reached yet, in the expected order."""
         self._waits: list[Wait] = []
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
-        self._by_whole = {parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters}
-        hook = weak_hook(self, UnitScheduler._note_gradient)  # refers to no unit: torch hides it from the collector
+        self._by_whole = {
+            parameter.whole: (unit, parameter) for unit in units for parameter in unit.parameters
+        }
+        # refers to no unit: torch hides it from the collector
+        hook = weak_hook(self, UnitScheduler._note_gradient)
         for unit in units:
             run_around(unit.module, partial(self._run_unit, unit))  # each later call of the module
         for whole in self._by_whole:
@@ -103,7 +118,8 @@ class UnitScheduler:
 
     def _begin_forward(self) -> None:
         self._abandon_unfinished()
-        self._ahead, self._order = self._order, []
+        self._ahead = self._order
+        self._order = []
         for unit in self._units:
             unit.release()
 
@@ -121,7 +137,9 @@ class UnitScheduler:
         """Return the nodes that autograd reaches when the unit's inputs have gradients."""
         if not torch.is_grad_enabled():
             return set()
-        nodes = {get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad}
+        nodes = {
+            get_gradient_edge(each).node for each in _tensors(inputs, unit) if each.requires_grad
+        }
         for node in nodes if unit.has_frozen and not self._is_recomputing else ():
             unit.inputs.add(token := Token())
             node.register_prehook(weak_hook(self, UnitScheduler._input_reached, token))
@@ -130,7 +148,9 @@ class UnitScheduler:
     @disable_compile
     def _watch_outputs(self, unit: Unit, outputs: Any, inputs: set[Any]) -> None:
         if torch.is_grad_enabled():
-            hook = weak_hook(self, UnitScheduler._output_reached, unit, Token(), unit.gathered_versions)
+            hook = weak_hook(
+                self, UnitScheduler._output_reached, unit, Token(), unit.gathered_versions
+            )
             for node in {*_nodes(_tensors(outputs, unit))} - inputs:
                 node.register_prehook(hook)
 
@@ -144,7 +164,9 @@ class UnitScheduler:
         """Note a sign of a backward pass; the first one begins it."""
         is_running = self._pass.is_running
         if torch.is_grad_enabled() or (self._calls_in_progress and not is_running):
-            raise RuntimeError("FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties")
+            raise RuntimeError(
+                "FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties"
+            )
         if not is_running:
             self._abandon_unfinished()
             self._ahead = list(dict.fromkeys(reversed(self._order)))
@@ -152,7 +174,10 @@ class UnitScheduler:
 
     def _output_reached(self, unit: Unit, call: Token, versions: object, gradients: Any) -> None:
         if versions != unit.current_versions():
-            raise RuntimeError(f"parameters of {unit.name} changed between forward and backward: step after backward")
+            raise RuntimeError(
+                f"parameters of {unit.name} changed between forward and backward: step after"
+                " backward"
+            )
         self._begin_backward()
         if call not in self._reached:
             self._reached.add(call)
@@ -162,8 +187,11 @@ class UnitScheduler:
         self._reached.add(token)
 
     def _enter_backward(self, unit: Unit) -> None:
-        """Average and release the units that all ranks have completed, and make this one whole. A collective."""
-        waiting = [each for each in self._active if not (each.ends_with_pass or each.is_averaged)][:MAX_WAITING]
+        """Average and release the units that all ranks have completed, and make this one whole. A
+        collective."""
+        waiting = [each for each in self._active if not (each.ends_with_pass or each.is_averaged)][
+            :MAX_WAITING
+        ]
         over = self._find_over(unit, waiting) if waiting else []
         for each in over:
             self._active.remove(each)
@@ -177,14 +205,18 @@ class UnitScheduler:
             self._start_average(each)
 
     def _find_over(self, unit: Unit, waiting: list[Unit]) -> list[Unit]:
-        """Return the units that every rank has completed. A collective: all ranks are entering `unit`."""
-        bits = sum(1 << number for number, each in enumerate(waiting) if each.is_over(self._reached))
+        """Return the units that every rank has completed. A collective: all ranks are entering
+        `unit`."""
+        bits = sum(
+            1 << number for number, each in enumerate(waiting) if each.is_over(self._reached)
+        )
         on_all = reduce(and_, self._channel.exchange(unit.name, bits))
         return [each for number, each in enumerate(waiting) if on_all >> number & 1]
 
     def _start_average(self, unit: Unit) -> None:
         if unit.trained:
-            for wait in self._waits[-1:]:  # one at a time, else whole gradients of many units would be alive at once
+            # one at a time, else whole gradients of many units would be alive at once
+            for wait in self._waits[-1:]:
                 wait()
             with torch.no_grad():
                 self._waits.append(unit.start_average())
@@ -216,7 +248,9 @@ class UnitScheduler:
 
     def _exchange_flags(self) -> list[Unit]:
         """Note which parameters were used on any rank; return the units to be averaged."""
-        flags = [parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters]
+        flags = [
+            parameter.is_used or parameter.whole.grad is not None for parameter in self._parameters
+        ]
         flags += [unit.has_gradients for unit in self._units]
         self._channel.exchange(END_OF_PASS, 0)
         transport = self._channel.between_cpus
@@ -229,7 +263,8 @@ class UnitScheduler:
         return [unit for unit in self._units if next(on_any)]
 
     def _wait(self) -> None:
-        waits, self._waits = self._waits, []
+        waits = self._waits
+        self._waits = []
         for wait in waits:
             wait()
 
@@ -253,7 +288,8 @@ class UnitScheduler:
 
 
 def run_around(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Let `run(call, *args, **kwargs)` run each call of the module, hooks included, compiled or not."""
+    """Let `run(call, *args, **kwargs)` run each call of the module, hooks included, compiled or
+    not."""
     for name in ("_call_impl", "_compiled_call_impl"):
         if (call := getattr(module, name)) is not None:
             setattr(module, name, partial(run, call))
@@ -263,7 +299,9 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Cast the floating-point tensors in a value, in containers, too; None: leave them."""
     if dtype is None:
         return value
-    return _apply_to_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, value)
+    return _apply_to_tensors(
+        lambda each: each.to(dtype) if each.is_floating_point() else each, value
+    )
 
 
 def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:
@@ -278,9 +316,12 @@ def _nodes(tensors: Iterator[Tensor]) -> Iterator[Any]:
 
 
 def _tensors(value: Any, unit: Unit) -> Iterator[Tensor]:
-    """Yield the tensors in a unit's inputs or outputs, and those that its modules have as attributes."""
+    """Yield the tensors in a unit's inputs or outputs, and those that its modules have as
+    attributes."""
     yield from tensors_in(value)
     for attributes in map(vars, unit.modules):
         for name in attributes.keys() - OF_EVERY_MODULE:
-            if isinstance(attributes[name], Tensor | list | tuple | dict) and not name.startswith("_"):
+            if isinstance(attributes[name], Tensor | list | tuple | dict) and not name.startswith(
+                "_"
+            ):
                 yield from tensors_in(attributes[name])

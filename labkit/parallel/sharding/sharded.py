@@ -1,4 +1,5 @@
-"""Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state dicts."""
+"""Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state
+dicts."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -15,14 +16,15 @@ from labkit.parallel.data_parallel.consistency import check_values, strides_like
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.gather import own_rows
 
-SHARD = "shard"  # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
+# key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
+SHARD = "shard"
 
 
 class Sharded(DTensor):
     """A rank's rows of a parameter or gradient.
 
-    What is read by index may be a copy, from other ranks, too: to change that in place raises. Setting `data` replaces
-    the rows; a plain DTensor would ignore it silently.
+    What is read by index may be a copy, from other ranks, too: to change that in place raises.
+    Setting `data` replaces the rows; a plain DTensor would ignore it silently.
     """
 
     __slots__ = ()
@@ -45,8 +47,12 @@ class Sharded(DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if (value.shape, value.dtype) != (self.shape, self.dtype):
-            raise ValueError(f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)}, {value.dtype}")
-        with torch.inference_mode(False):  # tensors of inference mode have no versions, which tell what has changed
+            raise ValueError(
+                f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)},"
+                f" {value.dtype}"
+            )
+        # tensors of inference mode have no versions, which tell what has changed
+        with torch.inference_mode(False):
             rows = _local_rows(value.detach(), self)
             self._local_tensor = rows.clone() if rows.is_inference() else rows
             torch.autograd.graph.increment_version(self)  # also if this rank has no rows
@@ -60,18 +66,28 @@ class Sharded(DTensor):
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce_ex__(2) if isinstance(self, nn.Parameter) else memo.setdefault(id(self), self.clone())
+        return (
+            self.__reduce_ex__(2)
+            if isinstance(self, nn.Parameter)
+            else memo.setdefault(id(self), self.clone())
+        )
 
 
-def _read_number(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which torch would return."""
+def _read_number(
+    op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]
+) -> Any:
+    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which
+    torch would return."""
     if any(placement.is_partial() for placement in args[0].placements):
-        raise RuntimeError("each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()")
+        raise RuntimeError(
+            "each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()"
+        )
     return op_call(args[0]._local_tensor)
 
 
 def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on each rank."""
+    """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on
+    each rank."""
     if args[0].device_mesh not in _meshes:  # a DTensor of torch or of a user
         del _handlers[op_call]
         try:
@@ -88,7 +104,8 @@ def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 """Meshes of shards, and of what is computed from them."""
-_aten, _handlers = torch.ops.aten, DTensor._op_dispatcher._custom_op_handlers
+_aten = torch.ops.aten
+_handlers = DTensor._op_dispatcher._custom_op_handlers
 _handlers[_aten._local_scalar_dense.default] = _read_number
 for _name in ("normal_", "uniform_", "bernoulli", "rand_like", "randn_like", "randint_like"):
     _handlers[getattr(_aten, _name).default] = _draw
@@ -99,12 +116,17 @@ _handlers[_aten.bernoulli_.float] = _draw
 def _as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
     _meshes.add(mesh)
     placements = [Shard(0) if like.dim() else Replicate()]
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like))
+    return DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like)
+    )
 
 
 def shard_parameter(parameter: Tensor, rows: Tensor, mesh: DeviceMesh) -> Any:
-    """Return a parameter of the whole shape and with the attributes of `parameter`, whose memory is `rows`."""
-    shard: Any = nn.Parameter(_as_distributed(rows, parameter.detach(), mesh), parameter.requires_grad)
+    """Return a parameter of the whole shape and with the attributes of `parameter`, whose memory is
+    `rows`."""
+    shard: Any = nn.Parameter(
+        _as_distributed(rows, parameter.detach(), mesh), parameter.requires_grad
+    )
     shard.__class__ = Sharded  # nn.Parameter(Sharded(...)) would be a plain DTensor
     shard.__dict__.update(parameter.__dict__)
     return shard
@@ -116,17 +138,27 @@ def as_gradient(rows: Tensor, shard: Any) -> Any:
 
 
 def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
-    """Raise ValueError for parameters that are sharded or sparse, share elements, or have no values.
+    """Raise ValueError for parameters that are sharded or sparse, share elements, or have no
+    values.
 
     `are_averaged`: also for trained parameters whose gradients labkit's collectives do not add.
     """
     ranges = []
     for name, p in parameters:
         check_values(name, p)
-        if isinstance(p, DTensor) or p.layout is not torch.strided or torch._debug_has_internal_overlap(p) == 1:
-            raise ValueError(f"expected whole, dense parameters, each element with memory of its own; {name} is none")
+        if (
+            isinstance(p, DTensor)
+            or p.layout is not torch.strided
+            or torch._debug_has_internal_overlap(p) == 1
+        ):
+            raise ValueError(
+                f"expected whole, dense parameters, each element with memory of its own; {name} is"
+                " none"
+            )
         if are_averaged and p.requires_grad and p.dtype not in FLOAT_TYPES:
-            raise ValueError(f"expected trained parameters of real floating-point numbers; {name} is {p.dtype}")
+            raise ValueError(
+                f"expected trained parameters of real floating-point numbers; {name} is {p.dtype}"
+            )
         if p.is_contiguous() and p.numel():
             ranges.append((p.data_ptr(), p.data_ptr() + p.nbytes))
     if any(end > start for (_, end), (start, _) in pairwise(sorted(ranges))):
@@ -143,30 +175,38 @@ def check_shard(saved: str, here: str) -> None:
 
 
 def _local_rows(value: Tensor, shard: Any) -> Tensor:
-    """Return this rank's rows of a tensor, whole or sharded. ValueError for shards on another number of ranks."""
+    """Return this rank's rows of a tensor, whole or sharded. ValueError for shards on another
+    number of ranks."""
     mesh = shard.device_mesh
     if not isinstance(value, DTensor):
         return own_rows(value, mesh.get_local_rank(), mesh.size()).clone()
-    if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(shard.placements):
+    if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(
+        shard.placements
+    ):
         raise ValueError(
-            f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on "
-            f"{value.device_mesh.size()}: save with consolidated_state_dict() or torch.distributed.checkpoint"
+            f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on"
+            f" {value.device_mesh.size()}: save with consolidated_state_dict() or"
+            " torch.distributed.checkpoint"
         )
     return value._local_tensor
 
 
 def as_rows(name: str, value: Any, shard: Any) -> Any:
-    """Return the shard's rows of a tensor, whole or sharded, as a DTensor. ValueError for another shape."""
+    """Return the shard's rows of a tensor, whole or sharded, as a DTensor. ValueError for another
+    shape."""
     if not isinstance(value, Tensor) or value.shape != shard.shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"expected {name} to have the shape {tuple(shard.shape)}, got {got}")
     rows = _local_rows(value.detach().to(shard.device), shard)
-    return _as_distributed(rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh)
+    return _as_distributed(
+        rows, torch.empty_strided(shard.shape, shard.stride(), device="meta"), shard.device_mesh
+    )
 
 
 @torch.no_grad()
 def consolidate(state: Mapping[str, Any], is_wanted: bool) -> dict[str, Any] | None:
-    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on this rank.
+    """Return a state with whole tensors on the CPU in place of rows, or None unless it is wanted on
+    this rank.
 
     A collective, one tensor at a time.
     """

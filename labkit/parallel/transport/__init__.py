@@ -1,7 +1,9 @@
-"""How ranks exchange memory: the transport that serves a tensor, selected once per group, device and preference.
+"""How ranks exchange memory: the transport that serves a tensor, selected once per group, device
+and preference.
 
-Every algorithm of `collectives.py` is a list of steps, which `Transport.run` carries out (`base.py`): point to point by
-torch.distributed, between any machines, or through memory that the ranks of a host share.
+Every algorithm of `collectives.py` is a list of steps, which `Transport.run` carries out
+(`base.py`): point to point by torch.distributed, between any machines, or through memory that the
+ranks of a host share.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.transport.base import POINT_TO_POINT, SHARED, TRANSPORTS, SharedMemoryUnavailable, Step, Transport
+from labkit.parallel.transport.base import (
+    POINT_TO_POINT,
+    SHARED,
+    TRANSPORTS,
+    SharedMemoryUnavailable,
+    Step,
+    Transport,
+)
 from labkit.parallel.transport.point_to_point import TAG, BatchTransport, StreamTransport
 from labkit.parallel.transport.shared_memory import SharedTransport
 
@@ -34,13 +43,15 @@ _separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.We
 def find_transport(
     group: dist.ProcessGroup | None, device: torch.device, preference: str | Transport = AUTO
 ) -> Transport:
-    """Return the transport for tensors on `device` in `group` (None: all ranks). The first call is a collective.
+    """Return the transport for tensors on `device` in `group` (None: all ranks). The first call is
+    a collective.
 
-    `preference` is "auto", "point_to_point" or "shared"; a transport is returned as it is. NCCL serves CUDA tensors in
-    place. Everything else goes through CPU memory: gloo's send and recv know no other.
+    `preference` is "auto", "point_to_point" or "shared"; a transport is returned as it is. NCCL
+    serves CUDA tensors in place. Everything else goes through CPU memory: gloo's send and recv know
+    no other.
 
-    Raises ValueError without a process group, on a rank outside of it, if it has no backend for the device, for a
-    `preference` of another name, and for "shared" if the ranks cannot share memory.
+    Raises ValueError without a process group, on a rank outside of it, if it has no backend for the
+    device, for a `preference` of another name, and for "shared" if the ranks cannot share memory.
     """
     if not isinstance(preference, str):
         return preference
@@ -48,12 +59,17 @@ def find_transport(
     selections = _selections.setdefault(members, {})
     transport = selections.get((device, preference))
     if transport is None:
-        selections[device, preference] = transport = _select(members, device, preference, selections, TAG)
+        selections[device, preference] = transport = _select(
+            members, device, preference, selections, TAG
+        )
     return transport
 
 
-def make_separate_transport(group: dist.ProcessGroup | None, device: torch.device, preference: str) -> Transport:
-    """Make one more transport, for messages that may be in flight together with others of the group.
+def make_separate_transport(
+    group: dist.ProcessGroup | None, device: torch.device, preference: str
+) -> Transport:
+    """Make one more transport, for messages that may be in flight together with others of the
+    group.
 
     Errors as `find_transport`. A collective.
     """
@@ -65,24 +81,36 @@ def make_separate_transport(group: dist.ProcessGroup | None, device: torch.devic
 def transport_in_use(
     group: dist.ProcessGroup | None = None, device: torch.device = _HOST, preference: str = AUTO
 ) -> tuple[str, str]:
-    """Return the name of the transport that serves `group`, and the reason if it is not shared memory."""
+    """Return the name of the transport that serves `group`, and the reason if it is not shared
+    memory."""
     transport = find_transport(group, device, preference)
     return transport.name, transport.reason
 
 
 def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is not in it."""
+    """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is
+    not in it."""
     if group is None and (group := dist.GroupMember.WORLD) is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        raise ValueError(
+            "there is no process group: call torch.distributed.init_process_group first"
+        )
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a process group that this rank belongs to, or None: all ranks; got {group!r}")
+        raise ValueError(
+            "group must be a process group that this rank belongs to, or None: all ranks; got"
+            f" {group!r}"
+        )
     return group
 
 
 def _select(
-    group: dist.ProcessGroup, device: torch.device, preference: str, selections: _Selections, tag: int
+    group: dist.ProcessGroup,
+    device: torch.device,
+    preference: str,
+    selections: _Selections,
+    tag: int,
 ) -> Transport:
-    """Make a transport, or return one of `selections` that shares memory; `tag`: of messages point to point."""
+    """Make a transport, or return one of `selections` that shares memory; `tag`: of messages point
+    to point."""
     if preference not in CHOICES:
         raise ValueError(f"transport must be one of {', '.join(CHOICES)}; got {preference!r}")
     try:
@@ -98,7 +126,9 @@ def _select(
         reason = "one rank alone sends nothing"
     elif preference != POINT_TO_POINT:
         try:
-            return next((each for each in selections.values() if each.name == SHARED), None) or SharedTransport(group)
+            return next(
+                (each for each in selections.values() if each.name == SHARED), None
+            ) or SharedTransport(group)
         except SharedMemoryUnavailable as error:
             if preference == SHARED:
                 raise ValueError(f"the ranks of this group cannot share memory: {error}") from error

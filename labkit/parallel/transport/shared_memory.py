@@ -1,11 +1,14 @@
-"""Messages between the ranks of one host, through memory that all of them map (`shared_memory.cpp`).
+"""Messages between the ranks of one host, through memory that all of them map
+(`shared_memory.cpp`).
 
-Each rank makes an anonymous file (memfd_create) and tells the others its process id and descriptor; they open it
-through /proc and map it. The memory exists as long as a process has it open or mapped, and has no name: when all ranks
-have ended, in whatever way, nothing is left, and a small or full /dev/shm does not matter.
+Each rank makes an anonymous file (memfd_create) and tells the others its process id and descriptor;
+they open it through /proc and map it. The memory exists as long as a process has it open or mapped,
+and has no name: when all ranks have ended, in whatever way, nothing is left, and a small or full
+/dev/shm does not matter.
 
-The library is compiled for this Python and this processor, in about two seconds, and kept in the user's cache folder.
-The launcher compiles it before it starts ranks (`unavailable_reason`), so that no rank waits for it.
+The library is compiled for this Python and this processor, in about two seconds, and kept in the
+user's cache folder. The launcher compiles it before it starts ranks (`unavailable_reason`), so that
+no rank waits for it.
 """
 
 from __future__ import annotations
@@ -35,24 +38,34 @@ import torch.distributed as dist
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.parallel.messages import gather_json
 from labkit.parallel.ranks.torchrun import host_identity
-from labkit.parallel.transport.base import SHARED, SharedMemoryUnavailable, Step, Transport, checksum
+from labkit.parallel.transport.base import (
+    SHARED,
+    SharedMemoryUnavailable,
+    Step,
+    Transport,
+    checksum,
+)
 
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
 COMPILE_TIMEOUT_S = 120.0
 FAILURE = "LABKIT_SHARED_MEMORY_FAILURE"  # variable of ranks: why their launcher has no library
-_ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)  # `COMBINE` in C++
-SLOTS_AHEAD = 6  # sent before any is received: with all SLOTS of the C++ taken, a ring of ranks would deadlock
+# `COMBINE` in C++
+_ADDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
+# sent before any is received: with all SLOTS of the C++ taken, a ring of ranks would deadlock
+SLOTS_AHEAD = 6
 _libraries: list[Any] = []  # of this process
 
 
 class SharedTransport(Transport):
-    """CPU memory of ranks on one host. A rank that waits for one that has ended raises RuntimeError."""
+    """CPU memory of ranks on one host. A rank that waits for one that has ended raises
+    RuntimeError."""
 
     name = SHARED
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        """Connect the ranks of the group; `timeout_s` of a message is the group's if None. A collective.
+        """Connect the ranks of the group; `timeout_s` of a message is the group's if None. A
+        collective.
 
         Raises SharedMemoryUnavailable, with one reason, on all ranks or on none.
         """
@@ -68,32 +81,50 @@ class SharedTransport(Transport):
             _on_all_ranks(group, partial(self._connect, notes, timeout_s))
 
     def _make_mailbox(self, stack: ExitStack) -> dict[str, Any]:
-        """Make this rank's mailbox, whose descriptor `stack` closes; return where the others find it."""
+        """Make this rank's mailbox, whose descriptor `stack` closes; return where the others find
+        it."""
         self._library = load_library()
         self._bytes_ahead = SLOTS_AHEAD * self._library.slot_bytes()
-        n_bytes, p = self._library.mailbox_bytes(self.world_size), self.world_size
-        # All ranks take as much at this moment. Beyond what there is, the kernel would end processes, not refuse.
+        n_bytes = self._library.mailbox_bytes(self.world_size)
+        p = self.world_size
+        # All ranks take as much at this moment. Beyond what there is, the kernel would end
+        # processes, not refuse.
         if n_bytes * p > (available := available_memory_bytes()):
-            raise OSError(f"{p} ranks need {n_bytes * p >> 20} MiB, {available >> 20} MiB are available")
+            raise OSError(
+                f"{p} ranks need {n_bytes * p >> 20} MiB, {available >> 20} MiB are available"
+            )
         descriptor = os.memfd_create("labkit", os.MFD_CLOEXEC)
         stack.callback(os.close, descriptor)
         os.posix_fallocate(descriptor, 0, n_bytes)  # else a copy could end the process with SIGBUS
         self._mailbox = _map(descriptor, n_bytes)
         inode = os.fstat(descriptor).st_ino
-        return {"host": host_identity(), "pid": os.getpid(), "descriptor": descriptor, "inode": inode}
+        return {
+            "host": host_identity(),
+            "pid": os.getpid(),
+            "descriptor": descriptor,
+            "inode": inode,
+        }
 
     def _connect(self, notes: Sequence[Mapping[str, Any]], timeout_s: float) -> None:
         """Map the other ranks' mailboxes, and open their processes, to see when one ends."""
-        own, library, self._processes = self._mailbox, self._library, list[int]()
+        own = self._mailbox
+        library = self._library
+        self._processes = list[int]()
         try:
-            self._mailboxes = [own if r == self.rank else _open_mailbox(each, len(own)) for r, each in enumerate(notes)]
+            self._mailboxes = [
+                own if r == self.rank else _open_mailbox(each, len(own))
+                for r, each in enumerate(notes)
+            ]
             for note in notes:
                 self._processes.append(process := os.pidfd_open(note["pid"]))
                 weakref.finalize(self, os.close, process).atexit = False
         except OSError as error:
             raise OSError(f"another rank's memory or process cannot be opened: {error}") from error
-        addresses = [np.frombuffer(mailbox, dtype=np.uint8).ctypes.data for mailbox in self._mailboxes]
-        has_own_core = dist.get_world_size() <= len(os.sched_getaffinity(0))  # ranks of other groups want cores, too
+        addresses = [
+            np.frombuffer(mailbox, dtype=np.uint8).ctypes.data for mailbox in self._mailboxes
+        ]
+        # ranks of other groups want cores, too
+        has_own_core = dist.get_world_size() <= len(os.sched_getaffinity(0))
         longs = ctypes.c_long * self.world_size
         places = self.world_size, self.rank, longs(*addresses), longs(*self._processes)
         self._link = library.connect_mailboxes(*places, timeout_s, has_own_core, _ADDED_DTYPES)
@@ -111,10 +142,16 @@ class SharedTransport(Transport):
         self._library.end_call(self._link)
 
     def start(self, step: Step) -> Callable[[], None]:
-        """Copy the message into slots; what does not fit follows while pieces of the other message arrive."""
+        """Copy the message into slots; what does not fit follows while pieces of the other message
+        arrive."""
         self._finish()
-        run, outgoing, incoming = partial(self._library.run_steps, self._link), step.outgoing, step.incoming
-        calls = [0 if part is None else checksum("exchange", len(part), part.dtype) for part in (outgoing, incoming)]
+        run = partial(self._library.run_steps, self._link)
+        outgoing = step.outgoing
+        incoming = step.incoming
+        calls = [
+            0 if part is None else checksum("exchange", len(part), part.dtype)
+            for part in (outgoing, incoming)
+        ]
         if outgoing is not None:
             n_ahead = self._bytes_ahead // outgoing.itemsize
             run([Step(outgoing[:n_ahead], step.target, None, 0)], 1, *calls)
@@ -123,7 +160,8 @@ class SharedTransport(Transport):
         return lambda: self._finish() if self._rest is rest else None
 
     def _finish(self) -> None:
-        """Complete the message that was started: messages are taken in the order in which they were sent."""
+        """Complete the message that was started: messages are taken in the order in which they were
+        sent."""
         if (rest := self._rest) is not None:
             self._rest = None
             rest()
@@ -143,10 +181,13 @@ def _open_mailbox(note: Mapping[str, Any], n_bytes: int) -> mmap.mmap:
 
 
 def _map(descriptor: int, n_bytes: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # all page faults now
+    # all page faults now
+    return mmap.mmap(descriptor, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-def _on_all_ranks(group: dist.ProcessGroup, action: Callable[[], dict[str, Any] | None]) -> list[dict[str, Any]]:
+def _on_all_ranks(
+    group: dist.ProcessGroup, action: Callable[[], dict[str, Any] | None]
+) -> list[dict[str, Any]]:
     """Return every rank's result of an action; raise the first rank's failure on all ranks."""
     try:
         note = {"failure": "", **(action() or {})}
@@ -169,7 +210,8 @@ def unavailable_reason() -> str | None:
 
 
 def load_library() -> Any:
-    """Return the library; compile it first if nobody has. SharedMemoryUnavailable says in one line what is missing."""
+    """Return the library; compile it first if nobody has. SharedMemoryUnavailable says in one line
+    what is missing."""
     if not _libraries:
         if reason := os.environ.get(FAILURE):
             raise SharedMemoryUnavailable(reason)
@@ -182,13 +224,15 @@ def load_library() -> Any:
 
 def _declare(library: ctypes.PyDLL) -> Any:
     longs = ctypes.POINTER(ctypes.c_long)
-    library.mailbox_bytes.argtypes, library.mailbox_bytes.restype = [ctypes.c_long], ctypes.c_long
+    library.mailbox_bytes.argtypes = [ctypes.c_long]
+    library.mailbox_bytes.restype = ctypes.c_long
     library.slot_bytes.restype = ctypes.c_long
     library.connect_mailboxes.restype = ctypes.c_void_p
     library.connect_mailboxes.argtypes = [ctypes.c_long, ctypes.c_long, longs, longs]
     library.connect_mailboxes.argtypes += [ctypes.c_double, ctypes.c_bool, ctypes.py_object]
     for function in (library.end_call, library.disconnect_mailboxes):
-        function.argtypes, function.restype = [ctypes.c_void_p], None
+        function.argtypes = [ctypes.c_void_p]
+        function.restype = None
     library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, *[ctypes.c_long] * 3]
     library.run_steps.restype = ctypes.py_object
     return library
@@ -210,9 +254,19 @@ def _find_or_compile() -> Path:
 def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / "library.so"
-        command = [compiler, *FLAGS, *(f"-I{folder}" for folder in _header_folders()), str(SOURCE), "-o", str(output)]
+        command = [
+            compiler,
+            *FLAGS,
+            *(f"-I{folder}" for folder in _header_folders()),
+            str(SOURCE),
+            "-o",
+            str(output),
+        ]
         # The compiler's temporary files go where the library goes: /tmp may be full.
-        options: dict[str, Any] = {"env": os.environ | {"TMPDIR": scratch, "LC_ALL": "C"}, "timeout": COMPILE_TIMEOUT_S}
+        options: dict[str, Any] = {
+            "env": os.environ | {"TMPDIR": scratch, "LC_ALL": "C"},
+            "timeout": COMPILE_TIMEOUT_S,
+        }
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, **options)
         except subprocess.TimeoutExpired as error:
@@ -229,7 +283,9 @@ def _find_compiler() -> str:
         raise SharedMemoryUnavailable(f"it is for Linux, not for {sys.platform}")
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise SharedMemoryUnavailable(f"there is no C++ compiler {compiler!r}: install one (Debian: apt install g++)")
+        raise SharedMemoryUnavailable(
+            f"there is no C++ compiler {compiler!r}: install one (Debian: apt install g++)"
+        )
     if not (_header_folders()[0] / "Python.h").exists():
         raise SharedMemoryUnavailable(
             "there is no Python.h: install Python's headers (Debian: apt install python3-dev)"
@@ -243,12 +299,20 @@ def _header_folders() -> list[Path]:
 
 
 def _build_key() -> str:
-    """Digest of what a build depends on, but for the compiler: source, flags, Python, torch, processor."""
+    """Digest of what a build depends on, but for the compiler: source, flags, Python, torch,
+    processor."""
     processor = ""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = [SOURCE.read_text(), *FLAGS, sys.version, torch.__version__, platform.machine(), processor]
+    parts = [
+        SOURCE.read_text(),
+        *FLAGS,
+        sys.version,
+        torch.__version__,
+        platform.machine(),
+        processor,
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -257,8 +321,11 @@ def _cache_folder() -> Path:
     with suppress(OSError, RuntimeError):  # a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "labkit"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status, flags = folder.stat(), os.statvfs(folder).f_flag
+        status = folder.stat()
+        flags = os.statvfs(folder).f_flag
         is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
         if is_private and not flags & (os.ST_NOEXEC | os.ST_RDONLY):
             return folder
-    raise SharedMemoryUnavailable("expected a private cache folder that may hold code: set XDG_CACHE_HOME to one")
+    raise SharedMemoryUnavailable(
+        "expected a private cache folder that may hold code: set XDG_CACHE_HOME to one"
+    )
