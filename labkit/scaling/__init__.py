@@ -1,4 +1,5 @@
-"""Predicts training steps on 1 to 16,384 GPUs, with intervals. Numbers in, numbers out: no torch here.
+"""Predicts training steps on 1 to 16,384 GPUs, with intervals. Numbers in, numbers out: no torch
+here.
 
 `predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` constants for a site with three runs or more.
@@ -6,7 +7,7 @@
 ``models`` ``hardware`` ``runs`` ``table``                the question
 ``step_time`` ``memory``                                  formulas
 ``constants`` and `data/reference/scaling/`               numbers, with their sources
-``published`` ``intervals``                               measured runs, and how wrong predictions are
+``published`` ``intervals``    measured runs, and how wrong predictions are
 ``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``scores``      answers
 """
 
@@ -30,15 +31,22 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 def read_table(name: str) -> list[dict[str, str]]:
     """Rows of `name`.csv in `data/reference/scaling/`: texts by column, without the empty ones."""
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        return [{column: text for column, text in row.items() if text} for row in csv.DictReader(file)]
+        return [
+            {column: text for column, text in row.items() if text} for row in csv.DictReader(file)
+        ]
 
 
-def validate(kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str] | None = None) -> T:
-    """An instance of a dataclass from values by field; None is the default. Other names are ignored.
+def validate(
+    kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str] | None = None
+) -> T:
+    """An instance of a dataclass from values by field; None is the default. Other names are
+    ignored.
 
-    ValueError for the first wrong field. Numbers may be texts, unless a JSON file's `keys` of the fields are given.
+    ValueError for the first wrong field. Numbers may be texts, unless a JSON file's `keys` of the
+    fields are given.
     """
-    adapter, present = _adapter(kind), {name: value for name, value in values.items() if value is not None}
+    adapter = _adapter(kind)
+    present = {name: value for name, value in values.items() if value is not None}
     try:
         if keys is not None:
             result: T = adapter.validate_json(json.dumps(present), strict=True)
@@ -47,14 +55,18 @@ def validate(kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str
     except ValidationError as error:
         name, problem = first_problem(error)
         name = (keys or {}).get(name, name)
-        raise ValueError(f"expected {name} {problem.replace('should', 'to', 1)}" if name else problem) from None
+        raise ValueError(
+            f"expected {name} {problem.replace('should', 'to', 1)}" if name else problem
+        ) from None
     return result
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The first wrong field, empty for several together, and its problem: "should be a valid integer, got 'x'"."""
+    """The first wrong field, empty for several together, and its problem: "should be a valid
+    integer, got 'x'"."""
     first = error.errors(include_url=False)[0]
-    name, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    name = ".".join(map(str, first["loc"]))
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "missing":
         return name, "should be stated"
     return name, f"{message}, got {str(first['input'])[:40]!r}" if name else message

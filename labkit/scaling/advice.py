@@ -1,4 +1,5 @@
-"""Advice as numbers: whether a training fits, the best layouts, why others lose, and what would change the answer."""
+"""Advice as numbers: whether a training fits, the best layouts, why others lose, and what would
+change the answer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,8 @@ SUMS = {
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of another strategy; `cause` is the sum of `SUMS` that loses most, "memory" or "unstable"."""
+    """The best layout of another strategy; `cause` is the sum of `SUMS` that loses most, "memory"
+    or "unstable"."""
 
     strategy: str
     prediction: Prediction
@@ -71,26 +73,35 @@ class Advice:
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and batches divide.
+    """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and
+    batches divide.
 
     ValueError for fewer tokens than one sequence.
     """
     if tokens < seq_len:
-        raise ValueError(f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}")
+        raise ValueError(
+            f"expected a sequence or more per step: {tokens:.0f} tokens are less than {seq_len}"
+        )
     sequences = tokens / seq_len
     if sequences == int(sequences):
         return int(sequences)
     near = range(ceil(sequences * (1 - ROUNDED)), floor(sequences * (1 + ROUNDED)) + 1)
     return max(
         (*near, round(sequences)),
-        key=lambda count: (gcd(count, gpus), gcd(count, MAX_MICRO_BATCH * gpus), -abs(count - sequences)),
+        key=lambda count: (
+            gcd(count, gpus),
+            gcd(count, MAX_MICRO_BATCH * gpus),
+            -abs(count - sequences),
+        ),
     )
 
 
 def advise(request: Request) -> Advice:
-    """Find the best layouts and changes to consider. ValueError if no layout is possible, with the reason."""
+    """Find the best layouts and changes to consider. ValueError if no layout is possible, with the
+    reason."""
     ranking = rank(request)
-    best, first = ranking.proposed(), ranking.first()
+    best = ranking.proposed()
+    first = ranking.first()
     return Advice(
         request=request,
         best=best,
@@ -102,11 +113,13 @@ def advise(request: Request) -> Advice:
 
 
 def bucket_bytes(run: Run, constants: Constants) -> float | None:
-    """Bytes per bucket with the least exposed time of gradients: a call each, and the last bucket's transfer.
+    """Bytes per bucket with the least exposed time of gradients: a call each, and the last bucket's
+    transfer.
 
     None without data parallelism; a layer if parameters are sharded.
     """
-    layout, runs = run.layout, Runs([run], constants)
+    layout = run.layout
+    runs = Runs([run], constants)
     if layout.dp * layout.cp == 1:
         return None
     if layout.shard in ("zero3", "hsdp"):
@@ -125,16 +138,22 @@ def strategy(layout: Layout) -> str:
     """Name of a layout's strategy."""
     if layout.cp > 1:
         return "context parallel"
-    names = {(True, False): "tensor parallel", (False, True): "pipeline", (True, True): "tensor and pipeline"}
+    names = {
+        (True, False): "tensor parallel",
+        (False, True): "pipeline",
+        (True, True): "tensor and pipeline",
+    }
     return names.get((layout.tp > 1, layout.pp > 1), SHARDS[layout.shard])
 
 
 def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[RunnerUp]:
     """The best layout of each strategy, or the one with the least memory if none fits."""
-    fits, first = set(ranking.order), dict[str, int]()
+    fits = set(ranking.order)
+    first = dict[str, int]()
     for row in (*ranking.order, *np.argsort(ranking.predictions.peak_gib)):
         first.setdefault(strategy(ranking.predictions.runs.origin[row].layout), int(row))
-    proposed, best_s = {one.layout for one in best}, sums_s(best[0])
+    proposed = {one.layout for one in best}
+    best_s = sums_s(best[0])
     for name, row in sorted(first.items()):
         prediction = ranking.predictions.prediction(row)
         if prediction.layout not in proposed:
@@ -145,7 +164,8 @@ def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[Runner
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
-    """The best layout of another request, of those with room to spare if there are any; None if nothing fits."""
+    """The best layout of another request, of those with room to spare if there are any; None if
+    nothing fits."""
     try:
         ranking = rank(request)
     except ValueError:
@@ -166,21 +186,31 @@ def _helpful(request: Request) -> list[Change]:
                 break
         changes.append(change)
     fitting = [change for change in changes if change.prediction]
-    return [change for change in fitting if change.prediction and change.prediction.has_room] or fitting
+    return [
+        change for change in fitting if change.prediction and change.prediction.has_room
+    ] or fitting
 
 
 def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
-    """Kinds of changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences."""
-    fixed, present = request.fixed, request.hardware
+    """Kinds of changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states,
+    shorter sequences."""
+    fixed = request.fixed
+    present = request.hardware
 
     def without(name: str) -> Request:
-        return replace(request, fixed={other: value for other, value in fixed.items() if other != name})
+        return replace(
+            request, fixed={other: value for other, value in fixed.items() if other != name}
+        )
 
-    yield from ([(f"not {name.replace('_', '-')} {value}", without(name))] for name, value in fixed.items())
+    yield from (
+        [(f"not {name.replace('_', '-')} {value}", without(name))] for name, value in fixed.items()
+    )
     more = [factor * request.gpus for factor in GPU_FACTORS]
     yield [(f"{gpus} GPUs", replace(without("dp"), gpus=gpus)) for gpus in more]
     cards = [
-        HARDWARE[name].with_network(network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node)
+        HARDWARE[name].with_network(
+            network_gbps=present.network_gbps, gpus_per_node=present.gpus_per_node
+        )
         for name in LARGER
         if HARDWARE[name].memory_gib > present.memory_gib
     ]
@@ -189,13 +219,17 @@ def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
     low_precision = {**fixed, "options": frozenset({"low_precision_master"})}
     yield [("optimizer states in 16 bits", replace(request, fixed=low_precision))]
     if request.seq_len % 2 == 0:
-        shorter = replace(request, seq_len=request.seq_len // 2, global_batch=2 * request.global_batch)
+        shorter = replace(
+            request, seq_len=request.seq_len // 2, global_batch=2 * request.global_batch
+        )
         yield [(f"sequences of {shorter.seq_len}", shorter)]
 
 
 def _variations(request: Request) -> Iterator[tuple[str, Request]]:
     """The request with another network, number of GPUs, sequence, batch or precision."""
-    hardware, gpus, batch = request.hardware, request.gpus, request.global_batch
+    hardware = request.hardware
+    gpus = request.gpus
+    batch = request.global_batch
     if gpus > hardware.gpus_per_node:
         for name, factor in (("network twice as fast", 2.0), ("network ten times slower", 0.1)):
             changed = hardware.with_network(network_gbps=factor * hardware.network_gbps)
@@ -204,7 +238,10 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
         yield "half the GPUs", replace(request, gpus=gpus // 2)
     yield "twice the GPUs", replace(request, gpus=2 * gpus)
     if batch % 2 == 0:
-        yield "sequences twice as long", replace(request, seq_len=2 * request.seq_len, global_batch=batch // 2)
+        yield (
+            "sequences twice as long",
+            replace(request, seq_len=2 * request.seq_len, global_batch=batch // 2),
+        )
         yield "half the tokens per step", replace(request, global_batch=batch // 2)
     if request.precision != "fp8" and hardware.fp8_ratio > 1:
         yield "fp8 matmuls", replace(request, precision="fp8")

@@ -1,9 +1,10 @@
 """The predictor's constants, read from `constants.csv`, and profiles that change them.
 
-A constant has a quantity and a key: "all", the architecture of the GPU (the quantities in `BY_ARCHITECTURE`), or the
-framework; "default" is for every other name. A constant with a spread was fitted to published runs by
-`benchmarks/fit_scaling.py`: `value` is the result, `prior` the likely value, `spread` the standard deviation of
-ln(value) around it, within `low` and `high`. Other constants are declared, with a source.
+A constant has a quantity and a key: "all", the architecture of the GPU (the quantities in
+`BY_ARCHITECTURE`), or the framework; "default" is for every other name. A constant with a spread
+was fitted to published runs by `benchmarks/fit_scaling.py`: `value` is the result, `prior` the
+likely value, `spread` the standard deviation of ln(value) around it, within `low` and `high`. Other
+constants are declared, with a source.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,14 +14,20 @@ from functools import cache
 from labkit.scaling import read_table, validate
 
 BY_ARCHITECTURE = frozenset(
-    {"gemm_efficiency", "matmul_ceiling", "attention_efficiency", "link_efficiency", "memory_efficiency"}
+    {
+        "gemm_efficiency",
+        "matmul_ceiling",
+        "attention_efficiency",
+        "link_efficiency",
+        "memory_efficiency",
+    }
 )
 
 PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "maxtext": "nemo"}
 """Frameworks that share code: a framework without a constant of a quantity uses its parent's.
 
-megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's cuDNN attention.
-vtrain_node is vTrain's single-node table, put together from profiled kernels.
+megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's
+cuDNN attention. vtrain_node is vTrain's single-node table, put together from profiled kernels.
 """
 
 
@@ -61,8 +68,11 @@ class Constants:
         return values[next(key for key in (name, "default", "all") if key in values)]
 
     def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
-        """Add a user's profile, which runs name as their framework: some quantities differ from those of `base`."""
-        new = {quantity: {**self.table[quantity], name: value} for quantity, value in values.items()}
+        """Add a user's profile, which runs name as their framework: some quantities differ from
+        those of `base`."""
+        new = {
+            quantity: {**self.table[quantity], name: value} for quantity, value in values.items()
+        }
         return Constants({**self.table, **new}, {**self.parents, name: base})
 
 
@@ -76,7 +86,9 @@ def from_values(constants: Iterable[Constant], values: Mapping[str, float]) -> C
     """Constants with other values of some, by `Constant.name`."""
     table: dict[str, dict[str, float]] = {}
     for constant in constants:
-        table.setdefault(constant.quantity, {})[constant.key] = values.get(constant.name, constant.value)
+        table.setdefault(constant.quantity, {})[constant.key] = values.get(
+            constant.name, constant.value
+        )
     return Constants(table, PARENTS)
 
 

@@ -1,7 +1,7 @@
 """GPUs and their links as their makers declare them: peaks, memory, bandwidths.
 
-Rates are dense (no structured sparsity); the rate of a link is that of one direction. The share of a peak that kernels
-reach is a constant, by architecture.
+Rates are dense (no structured sparsity); the rate of a link is that of one direction. The share of
+a peak that kernels reach is a constant, by architecture.
 """
 
 import difflib
@@ -46,33 +46,52 @@ class Hardware:
         if precision == "bf16" and self.architecture in ("volta", "turing"):
             raise ValueError(f"{self.name} has no bf16 matmuls: expected fp16")
 
-    def with_network(self, *, network_gbps: float | None = None, gpus_per_node: int | None = None) -> "Hardware":
+    def with_network(
+        self, *, network_gbps: float | None = None, gpus_per_node: int | None = None
+    ) -> "Hardware":
         """The same GPU in another node or network; None keeps the declared value."""
         return replace(
             self,
             network_gbps=network_gbps or self.network_gbps,
             gpus_per_node=gpus_per_node or self.gpus_per_node,
-            link_gpus=max(gpus_per_node or 0, self.link_gpus if self.link_gpus > self.gpus_per_node else 0),
+            link_gpus=max(
+                gpus_per_node or 0, self.link_gpus if self.link_gpus > self.gpus_per_node else 0
+            ),
         )
 
 
-HARDWARE: Mapping[str, Hardware] = {row["name"]: validate(Hardware, row) for row in read_table("hardware")}
+HARDWARE: Mapping[str, Hardware] = {
+    row["name"]: validate(Hardware, row) for row in read_table("hardware")
+}
 
 
 def find_hardware(name: str) -> Hardware:
-    """A declared GPU by its name, a shorter one, or as `nvidia-smi` prints it; or with another memory, `B200-192GB`.
+    """A declared GPU by its name, a shorter one, or as `nvidia-smi` prints it; or with another
+    memory, `B200-192GB`.
 
-    A shorter name is the first declared GPU that begins with it. ValueError for others, which have no declared peak.
+    A shorter name is the first declared GPU that begins with it. ValueError for others, which have
+    no declared peak.
     """
-    words, by_name = _normalize(name), {declared.lower(): card for declared, card in HARDWARE.items()}
+    words = _normalize(name)
+    by_name = {declared.lower(): card for declared, card in HARDWARE.items()}
     if exact := by_name.get(words) or by_name.get(name.lower()):
         return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
-    family = [card for declared, card in by_name.items() if declared.startswith((f"{stem}-", f"rtx-{stem}-"))]
+    family = [
+        card
+        for declared, card in by_name.items()
+        if declared.startswith((f"{stem}-", f"rtx-{stem}-"))
+    ]
     if not family:
-        near = [by_name[one].name for one in difflib.get_close_matches(words, by_name, n=3, cutoff=0.4)]
-        names = f"the nearest declared are {', '.join(near)}" if near else f"declared are {', '.join(HARDWARE)}"
+        near = [
+            by_name[one].name for one in difflib.get_close_matches(words, by_name, n=3, cutoff=0.4)
+        ]
+        names = (
+            f"the nearest declared are {', '.join(near)}"
+            if near
+            else f"declared are {', '.join(HARDWARE)}"
+        )
         raise ValueError(f"unknown GPU {name[:60]!r}; {names}")
     if memory is None:
         return family[0]
@@ -84,9 +103,14 @@ def find_hardware(name: str) -> Hardware:
 
 
 def _normalize(name: str) -> str:
-    """Lower case with hyphens; `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` as this project writes them."""
+    """Lower case with hyphens; `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` as this project writes
+    them."""
     words = re.sub(r"[\s_]+", "-", name.lower())
-    words = re.sub(r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation", "", words)
+    words = re.sub(
+        r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation",
+        "",
+        words,
+    )
     words = re.sub(r"-(hbm\d\w?|oam|server|ws)(?=-|$)", "", re.sub(r"sxm\d", "sxm", words))
     words = words.replace("gh200-480gb", "gh200")  # the CPU's memory
     words = re.sub(r"-+", "-", words).strip("-")

@@ -1,10 +1,12 @@
-"""Memory of every pipeline stage by part: parameters, gradients, optimizer, activations, logits, buffers.
+"""Memory of every pipeline stage by part: parameters, gradients, optimizer, activations, logits,
+buffers.
 
-Activations follow Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198, section 4), made
-general for grouped queries, gated feed-forward parts and tiled attention. PyTorch's allocator reserves more, by its
-share of fragmentation.
+Activations follow Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198,
+section 4), made general for grouped queries, gated feed-forward parts and tiled attention.
+PyTorch's allocator reserves more, by its share of fragmentation.
 
-Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ranks, V vocabulary; bytes.
+Legend: s sequence, b sequences, h hidden, f ffn, a heads, t tensor-parallel ranks, V vocabulary;
+bytes.
 """
 
 from collections.abc import Mapping
@@ -24,11 +26,13 @@ def peak_gib(stages: Mapping[str, Numbers]) -> Numbers:
 
 
 def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Numbers, Numbers]:
-    """Bytes that a layer keeps of one micro-batch for backward, and bytes it holds while it is recomputed, (n,).
+    """Bytes that a layer keeps of one micro-batch for backward, and bytes it holds while it is
+    recomputed, (n,).
 
-    Table 2 of the paper and its sum, s b h (10 + 24/t + 5as/(ht)): 10 are inputs of norms and of both column-parallel
-    products and two dropout masks, which sequence parallelism divides by t; 24 are query, key, value, attention
-    output (8) and the feed-forward part (16); 5as are scores, absent with tiled attention and selective recomputation.
+    Table 2 of the paper and its sum, s b h (10 + 24/t + 5as/(ht)): 10 are inputs of norms and of
+    both column-parallel products and two dropout masks, which sequence parallelism divides by t; 24
+    are query, key, value, attention output (8) and the feed-forward part (16); 5as are scores,
+    absent with tiled attention and selective recomputation.
     """
     gated = np.where(fused > 0, 2.0, 4.0) * runs.ffn_gated
     inside = 4 * runs.query_width + 4 * runs.kv_width + (4 + gated) * runs.ffn
@@ -44,29 +48,40 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
 
 
 def micro_batches_alive(runs: Runs) -> Numbers:
-    """Micro-batches whose activations stage i holds at once, (n, stages): min(m, pp - i) under 1F1B.
+    """Micro-batches whose activations stage i holds at once, (n, stages): min(m, pp - i) under
+    1F1B.
 
-    Interleaved, the first stage holds 1 + (pp - 1)/(pp vp) times as much (arXiv:2205.05198, section 4.2.3).
+    Interleaved, the first stage holds 1 + (pp - 1)/(pp vp) times as much (arXiv:2205.05198, section
+    4.2.3).
     """
     stages = int(runs.pp.max())
-    index, pp, vp = np.arange(stages)[None, :], runs.pp[:, None], runs.vp[:, None]
+    index = np.arange(stages)[None, :]
+    pp = runs.pp[:, None]
+    vp = runs.vp[:, None]
     alive = np.minimum(pp - index, runs.micro_batches[:, None])
     interleaved = np.where(vp > 1, 1 + (pp - 1) / (pp * vp), 1.0)
     return np.where(index < pp, alive * interleaved, 0.0)
 
 
 def stage_bytes(runs: Runs) -> dict[str, Numbers]:
-    """Reserved bytes of every stage by part, (n, stages), which add up to its peak; 0 beyond a run's pp."""
+    """Reserved bytes of every stage by part, (n, stages), which add up to its peak; 0 beyond a
+    run's pp."""
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
-    is_first, is_last, exists = index == 0, index == runs.pp[:, None] - 1, index < runs.pp[:, None]
+    is_first = index == 0
+    is_last = index == runs.pp[:, None] - 1
+    exists = index < runs.pp[:, None]
     parameters = _parameters(runs, layers, is_first, is_last)
-    sharded, whole = runs.shard_ranks[:, None], ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
+    sharded = runs.shard_ranks[:, None]
+    whole = ~np.isin(runs.shard, ("zero3", "hsdp"))[:, None]
     weights = np.where(whole, 2 * parameters, 0.0)
-    weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])  # two layers gathered
+    # two layers gathered
+    weights = weights + np.where(whole, 0.0, 4 * (runs.layer_parameters / runs.tp)[:, None])
     low = runs.has("low_precision_master")[:, None]
     gradients = np.where(low, 2.0, runs["gradient_bytes"][:, None]) * parameters
-    gradients = gradients / np.where(np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0)
+    gradients = gradients / np.where(
+        np.isin(runs.shard, ("zero2", "zero3", "hsdp"))[:, None], sharded, 1.0
+    )
     optimizer = np.where(low, 4.0, 12.0) * parameters / sharded
     saved, again = layer_activations(runs, runs["unfused_attention"], runs["fused_operators"])
     activations = (saved * runs["activation_scale"])[:, None] * layers * micro_batches_alive(runs)
@@ -90,10 +105,11 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
 
 
 def _held_gathers(runs: Runs) -> Numbers:
-    """Gathered activations that wait for the communication stream where the CPU runs ahead of a slow network.
+    """Gathered activations that wait for the communication stream where the CPU runs ahead of a
+    slow network.
 
-    Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when memory is short, so
-    that they never are more than a share of it.
+    Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when
+    memory is short, so that they never are more than a share of it.
     """
     waits = (runs.pp == 1) & (runs.tp > runs.gpus_per_node)
     held = runs["held_gathers"] * runs.tokens * runs.hidden * runs.layers
@@ -101,7 +117,8 @@ def _held_gathers(runs: Runs) -> Numbers:
 
 
 def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:
-    """Parameters on a rank of each stage; a tied model of several stages has the embedding at both ends."""
+    """Parameters on a rank of each stage; a tied model of several stages has the embedding at both
+    ends."""
     embedding = runs.embedding_parameters[:, None] * (
         is_first + is_last * ((runs.tied == 0) | (runs.pp > 1))[:, None].astype(float)
     )

@@ -1,9 +1,11 @@
-"""The decoder that is trained: its shape, parameters and FLOPs; by name, or from a Hugging Face `config.json`.
+"""The decoder that is trained: its shape, parameters and FLOPs; by name, or from a Hugging Face
+`config.json`.
 
 A matmul of (m, k) by (k, n) is 2mnk FLOPs. `step_flops` takes a model, or the columns of many. Of a
 `config.json` only sizes are read; nothing is fetched or executed.
 
-Legend: L layers, h hidden, q width of all query heads, f ffn, V vocabulary, S sequence, b sequences.
+Legend: L layers, h hidden, q width of all query heads, f ffn, V vocabulary, S sequence, b
+sequences.
 """
 
 import difflib
@@ -27,11 +29,29 @@ _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 """What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
 MAX_BYTES = 2**20
-_HF = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
-_LLAMA = _HF | {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size"}
-_GPT = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "vocab": "vocab_size"}
+_HF = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+}
+_LLAMA = _HF | {
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+}
+_GPT = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "ffn": "n_inner",
+    "vocab": "vocab_size",
+}
 _MPT = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads", "vocab": "vocab_size"}
-_UNTIED = "llama mistral ministral qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3 granite stablelm baichuan"
+_UNTIED = (
+    "llama mistral ministral qwen2 qwen3 phi3 internlm2 internlm3 olmo olmo2 olmo3 granite stablelm"
+    " baichuan"
+)
 _TIED = "gemma gemma2 gemma3_text smollm3 cohere cohere2"
 _ARCHITECTURES = {
     # model_type: names of the sizes, gated, tied unless the file says otherwise
@@ -48,7 +68,8 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU) instead of two.
+    """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU)
+    instead of two.
 
     Defaults: `ffn` is 4 `hidden`, `kv_heads` is `heads`, `head_dim` is `hidden` / `heads`.
     """
@@ -69,9 +90,15 @@ class Model:
             if getattr(self, size) < 1:
                 raise ValueError(f"expected {size} of 1 or more, got {getattr(self, size)}")
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}")
-        if min(self.ffn, self.kv_heads, self.head_dim) < 0 or (self.kv_heads and self.heads % self.kv_heads):
-            raise ValueError(f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+            raise ValueError(
+                f"expected hidden to be a multiple of heads, got {self.hidden} and {self.heads}"
+            )
+        if min(self.ffn, self.kv_heads, self.head_dim) < 0 or (
+            self.kv_heads and self.heads % self.kv_heads
+        ):
+            raise ValueError(
+                f"expected heads to be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
+            )
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
@@ -88,7 +115,8 @@ class Model:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of a layer: query and output h*q, keys and values, two or three of h*f, two norms."""
+        """Parameters of a layer: query and output h*q, keys and values, two or three of h*f, two
+        norms."""
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (2 + self.ffn_gated) * self.hidden * self.ffn + 2 * self.hidden
 
@@ -99,28 +127,41 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         """All parameters; a tied model has one matrix for embedding and output."""
-        return self.layers * self.layer_parameters + (2 - self.tied) * self.embedding_parameters + self.hidden
+        return (
+            self.layers * self.layer_parameters
+            + (2 - self.tied) * self.embedding_parameters
+            + self.hidden
+        )
 
 
 def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False) -> Any:
     """Model FLOPs of a step, forward and backward, without recomputation.
 
-    6 per matrix parameter and token, and 12 L q S^2 per sequence for scores and values (PaLM, arXiv:2204.02311,
-    appendix B); half of the latter with `causal`. Embedding lookups cost none.
+    6 per matrix parameter and token, and 12 L q S^2 per sequence for scores and values (PaLM,
+    arXiv:2204.02311, appendix B); half of the latter with `causal`. Embedding lookups cost none.
     """
-    matrices = model.layers * (model.layer_parameters - 2 * model.hidden) + model.embedding_parameters
+    matrices = (
+        model.layers * (model.layer_parameters - 2 * model.hidden) + model.embedding_parameters
+    )
     attention = 12 * model.layers * model.query_width * seq_len * (0.5 if causal else 1.0)
     return sequences * seq_len * (6 * matrices + attention)
 
 
 def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
-    """Models by name, the published ones and labkit's sizes; and by the letters of names and aliases."""
+    """Models by name, the published ones and labkit's sizes; and by the letters of names and
+    aliases."""
     rows = read_table("models")
     models = {row["name"]: validate(Model, row) for row in rows}
     for name, one in SIZES.items():
-        layers, hidden, heads = one.n_layers, one.d_model, one.n_heads
-        models[name] = Model(layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name)
-    aliases = {alias: models[row["name"]] for row in rows for alias in row.get("aliases", "").split()}
+        layers = one.n_layers
+        hidden = one.d_model
+        heads = one.n_heads
+        models[name] = Model(
+            layers=layers, hidden=hidden, heads=heads, ffn=one.d_ff, vocab=one.vocabulary, name=name
+        )
+    aliases = {
+        alias: models[row["name"]] for row in rows for alias in row.get("aliases", "").split()
+    }
     return models, {_letters(name): model for name, model in (models | aliases).items()}
 
 
@@ -133,9 +174,11 @@ NAMED, _BY_LETTERS = _read_models()
 
 
 def find_model(name: str) -> Model:
-    """A model by its name, as its maker or Hugging Face writes it: `Llama 3 8B`, `meta-llama/Llama-3.1-8B`, `mini`.
+    """A model by its name, as its maker or Hugging Face writes it: `Llama 3 8B`,
+    `meta-llama/Llama-3.1-8B`, `mini`.
 
-    ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of that size.
+    ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of
+    that size.
     """
     words = _letters(name.strip().rpartition("/")[2])
     while words not in _BY_LETTERS and (shorter := _ENDINGS.sub("", words)) not in (words, ""):
@@ -143,17 +186,27 @@ def find_model(name: str) -> Model:
     if words in _BY_LETTERS:
         return _BY_LETTERS[words]
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
-    near = near or difflib.get_close_matches(name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(near)}?" if near else f"; there are {', '.join(NAMED)}, or a config.json"
+    near = near or difflib.get_close_matches(
+        name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5
+    )
+    hint = (
+        f"; did you mean {', '.join(near)}?"
+        if near
+        else f"; there are {', '.join(NAMED)}, or a config.json"
+    )
     raise ValueError(f"unknown model {name[:60]!r}{hint}")
 
 
 def read_model(path: Path) -> Model:
-    """The model that a `config.json`, or its folder, describes. ValueError, in one line, for any other file."""
+    """The model that a `config.json`, or its folder, describes. ValueError, in one line, for any
+    other file."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:  # a device or a pipe may never end
-            raise ValueError("it is larger than 1 MiB" if path.is_file() else "there is no such file")
+        # a device or a pipe may never end
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            raise ValueError(
+                "it is larger than 1 MiB" if path.is_file() else "there is no such file"
+            )
         pairs = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
         config = dict(pairs) if isinstance(pairs, tuple) else {}
         if config and len(config) < len(pairs):
@@ -163,12 +216,15 @@ def read_model(path: Path) -> Model:
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
-        raise ValueError(f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {str(kind)[:40]!r}")
+        raise ValueError(
+            f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {str(kind)[:40]!r}"
+        )
     return _model(config, _folder_name(path.absolute().parent))
 
 
 def _folder_name(folder: Path) -> str:
-    """The folder's name; in Hugging Face's cache the model's: `models--OWNER--NAME/snapshots/HASH`."""
+    """The folder's name; in Hugging Face's cache the model's:
+    `models--OWNER--NAME/snapshots/HASH`."""
     if folder.parent.name == "snapshots" and "--" in folder.parents[1].name:
         folder = folder.parents[1]
     return folder.name.rpartition("--")[2]
@@ -177,10 +233,15 @@ def _folder_name(folder: Path) -> str:
 def _model(config: Mapping[str, Any], name: str) -> Model:
     names, ffn_gated, tied = _ARCHITECTURES[config["model_type"]]
     values: dict[str, Any] = {size: config.get(key) for size, key in names.items()}
-    if names is _MPT and all(type(config.get(key)) is int for key in ("d_model", "expansion_ratio")):
+    if names is _MPT and all(
+        type(config.get(key)) is int for key in ("d_model", "expansion_ratio")
+    ):
         values["ffn"] = config["d_model"] * config["expansion_ratio"]
     tie = config.get("tie_word_embeddings")
     # A terminal or a page would take other characters for a command.
-    title = "".join(letter for letter in name if letter.isalnum() or letter in " .-_")[:40] or "this model"
+    title = (
+        "".join(letter for letter in name if letter.isalnum() or letter in " .-_")[:40]
+        or "this model"
+    )
     values |= {"ffn_gated": ffn_gated, "tied": tied if tie is None else tie, "name": title}
     return validate(Model, values, keys=names)

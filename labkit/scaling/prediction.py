@@ -1,4 +1,5 @@
-"""Predictions of a run, of many, and of a table: step time, breakdown, memory. `calibrate` fits a profile to runs."""
+"""Predictions of a run, of many, and of a table: step time, breakdown, memory. `calibrate` fits a
+profile to runs."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +18,17 @@ from labkit.scaling.step_time import breakdown, predict_step_s
 from labkit.scaling.table import Row
 
 FITS_SHARE = 0.94
-"""Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published: up to 77.4 of 80."""
+"""Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
+up to 77.4 of 80."""
 UNSTABLE_SHARE = 0.88
-"""From here up runs are often 1.5 to 8 times slow: the allocator frees and allocates again inside the step."""
+"""From here up runs are often 1.5 to 8 times slow: the allocator frees and allocates again inside
+the step."""
 OUT_OF_MEMORY_SPREAD = 0.07
 """Standard deviation of ln(measured / predicted) of reserved memory."""
-FITS_RISK, SAFE_RISK = 0.5, 0.05
-"""Probabilities of running out of memory below which a run is expected to fit, and needs no change."""
+FITS_RISK = 0.5
+SAFE_RISK = 0.05
+"""Probabilities of running out of memory below which a run is expected to fit, and needs no
+change."""
 MIN_RUNS = 3
 CALIBRATED = "calibrated"
 SPREADS: Mapping[str, float] = {
@@ -34,12 +39,27 @@ SPREADS: Mapping[str, float] = {
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }
-"""Quantities that differ between frameworks and sites, with the standard deviation of ln(value) between them."""
+"""Quantities that differ between frameworks and sites, with the standard deviation of ln(value)
+between them."""
 NOISE = 0.08
 """Standard deviation of ln(seconds) of one run around a calibrated model."""
 
-COLUMNS = ("step_s", "step_low", "step_high", "mfu_percent", "peak_gib", "fits", "unstable", "nearest", "note")
-MEASURED = {"step_s": "measured_step_s", "mfu_percent": "measured_mfu_percent", "note": "published_note"}
+COLUMNS = (
+    "step_s",
+    "step_low",
+    "step_high",
+    "mfu_percent",
+    "peak_gib",
+    "fits",
+    "unstable",
+    "nearest",
+    "note",
+)
+MEASURED = {
+    "step_s": "measured_step_s",
+    "mfu_percent": "measured_mfu_percent",
+    "note": "published_note",
+}
 """Columns of the input that have a prediction's name, and their names in the output."""
 
 
@@ -55,7 +75,8 @@ class Prediction:
     parts_s: Mapping[str, float]
     """Parts that add up to `step_s`; of collectives, only the exposed time."""
     mfu: float
-    """Model FLOPs of 6 per parameter and token plus 12 L q S^2 per sequence (all scores), over the bf16 or fp8 peak."""
+    """Model FLOPs of 6 per parameter and token plus 12 L q S^2 per sequence (all scores), over the
+    bf16 or fp8 peak."""
     memory_gib: Sequence[Mapping[str, float]]
     """By pipeline stage and part; each stage's parts add up to its reserved memory."""
     peak_gib: float
@@ -71,13 +92,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Columns of n predictions: attributes are the numbers of `Prediction`, and `low_90` and `high_90`, (n,)."""
+    """Columns of n predictions: attributes are the numbers of `Prediction`, and `low_90` and
+    `high_90`, (n,)."""
 
     runs: Runs
     ground: Ground
     columns: Mapping[str, NDArray[Any]]
     distances: Mapping[str, Numbers]
-    """Distances from measured runs, by what lies outside of them; beyond `MAX_DISTANCE` in all the error is unknown."""
+    """Distances from measured runs, by what lies outside of them; beyond `MAX_DISTANCE` in all the
+    error is unknown."""
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
     stages: Mapping[str, Numbers]
@@ -90,20 +113,27 @@ class Predictions:
 
     def prediction(self, row: int) -> Prediction:
         """Return one prediction, even of a run that is too far from measured runs."""
-        layout, parts = self.runs.origin[row].layout, self.stages.items()
+        layout = self.runs.origin[row].layout
+        parts = self.stages.items()
         return Prediction(
             layout=layout,
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
             memory_gib=[
-                {name: values[row, at].item() / memory.GIB for name, values in parts} for at in range(layout.pp)
+                {name: values[row, at].item() / memory.GIB for name, values in parts}
+                for at in range(layout.pp)
             ],
             warnings=tuple(self.warnings(row)),
-            **{one.name: self.columns[one.name][row].item() for one in fields(Prediction) if one.name in self.columns},
+            **{
+                one.name: self.columns[one.name][row].item()
+                for one in fields(Prediction)
+                if one.name in self.columns
+            },
         )
 
     def warnings(self, row: int) -> Iterator[str]:
-        """Yield where the prediction extrapolates, and whether memory runs out or slows steps down."""
+        """Yield where the prediction extrapolates, and whether memory runs out or slows steps
+        down."""
         yield from intervals.extrapolations(self.runs, row, self.ground, self.distances)
         if self.out_of_memory[row] >= FITS_RISK:
             yield "expected to run out of memory"
@@ -111,15 +141,20 @@ class Predictions:
             yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
     def refusal_reason(self, row: int) -> str | None:
-        """Why a run is too far from measured runs to predict, and the measurement that would help; None if near."""
+        """Why a run is too far from measured runs to predict, and the measurement that would help;
+        None if near."""
         if self.distance[row] <= intervals.MAX_DISTANCE:
             return None
         reasons = "; ".join(intervals.extrapolations(self.runs, row, self.ground, self.distances))
-        return f"too far from every published run for a number ({reasons}): measure one run of this kind and calibrate"
+        return (
+            f"too far from every published run for a number ({reasons}): measure one run of this"
+            " kind and calibrate"
+        )
 
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
-    """Predict one step. ValueError if the layout cannot run the model, or the run is too far from measured runs."""
+    """Predict one step. ValueError if the layout cannot run the model, or the run is too far from
+    measured runs."""
     if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
     predictions = predict_runs(Runs([run], constants))
@@ -133,7 +168,8 @@ def predict_runs(runs: Runs) -> Predictions:
     ground = load_ground()
     profiles = {name: ground.find_limits(parent) for name, parent in runs.constants.parents.items()}
     ground = Ground(ground.runs, {**profiles, **ground.limits})
-    parts, stages = breakdown(runs), memory.stage_bytes(runs)
+    parts = breakdown(runs)
+    stages = memory.stage_bytes(runs)
     peak_gib = memory.peak_gib(stages)
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
     distances = intervals.measure_distances(runs, ground)
@@ -159,30 +195,47 @@ def predict_runs(runs: Runs) -> Predictions:
     return Predictions(runs, ground, columns, distances, parts, stages)
 
 
-def calibrate(runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic") -> Constants:
-    """Constants with the most likely profile of these steps and the spread between frameworks (maximum a posteriori).
+def calibrate(
+    runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic"
+) -> Constants:
+    """Constants with the most likely profile of these steps and the spread between frameworks
+    (maximum a posteriori).
 
-    Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile starts from.
-    ValueError for fewer than three runs, or times that are not positive.
+    Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile
+    starts from. ValueError for fewer than three runs, or times that are not positive.
     """
     from scipy.optimize import least_squares  # half a second to import
 
     times = np.asarray(measured_s, dtype=np.float64)
-    if len(runs) < MIN_RUNS or len(times) != len(runs) or not (np.isfinite(times) & (times > 0)).all():
-        raise ValueError(f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs")
-    constants, columns = load_constants(), as_calibrated(runs)
+    if (
+        len(runs) < MIN_RUNS
+        or len(times) != len(runs)
+        or not (np.isfinite(times) & (times > 0)).all()
+    ):
+        raise ValueError(
+            f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs"
+        )
+    constants = load_constants()
+    columns = as_calibrated(runs)
 
     def moved(shift: Numbers, unfused: float) -> Constants:
         values = zip(SPREADS, np.exp(shift), strict=True)
-        changed = {quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values}
+        changed = {
+            quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values
+        }
         return constants.with_profile(CALIBRATED, base, changed | {"unfused_attention": unfused})
 
     def residuals(shift: Numbers, unfused: float) -> Numbers:
         predicted = predict_step_s(columns.with_constants(moved(shift, unfused)))
-        return np.concatenate([soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())])
+        return np.concatenate(
+            [soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())]
+        )
 
     # A table of runs does not say whether attention is tiled: the better fit decides.
-    fits = [(least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused) for unfused in (0.0, 1.0)]
+    fits = [
+        (least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused)
+        for unfused in (0.0, 1.0)
+    ]
     best, unfused = min(fits, key=lambda fit: fit[0].cost)
     return moved(best.x, unfused)
 
@@ -193,15 +246,20 @@ def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Ru
 
 
 def soft_l1(errors: Numbers) -> Numbers:
-    """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the others."""
+    """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the
+    others."""
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The cells of every row with `COLUMNS`; for a refused row these are empty except for the note."""
+    """The cells of every row with `COLUMNS`; for a refused row these are empty except for the
+    note."""
     possible = [row.run for row in rows if row.run is not None]
     predicted = _cells(predict_runs(Runs(possible))) if possible else iter(())
-    return [_merge(row, next(predicted) if row.run else {"note": f"refused: {row.refusal}"}) for row in rows]
+    return [
+        _merge(row, next(predicted) if row.run else {"note": f"refused: {row.refusal}"})
+        for row in rows
+    ]
 
 
 def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
@@ -225,15 +283,22 @@ def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
 def _merge(row: Row, predicted: Mapping[str, str]) -> dict[str, str]:
     """A row's cells, its prediction, and the assumptions about empty cells."""
     cells = {MEASURED.get(name, name): value for name, value in row.cells.items()}
-    notes = [note for note in (predicted["note"], *(f"assumed: {name}" for name in row.assumptions)) if note]
+    notes = [
+        note
+        for note in (predicted["note"], *(f"assumed: {name}" for name in row.assumptions))
+        if note
+    ]
     cells = {name: value for name, value in cells.items() if name not in COLUMNS}
     return cells | dict.fromkeys(COLUMNS, "") | dict(predicted) | {"note": "; ".join(notes)}
 
 
 def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
-    """A CSV with every column that any row has; characters that `out` cannot encode are replaced."""
+    """A CSV with every column that any row has; characters that `out` cannot encode are
+    replaced."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     encoding = getattr(out, "encoding", None) or "utf-8"
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
     for row in [dict(zip(names, names, strict=True)), *rows]:
-        writer.writerow({name: text.encode(encoding, "replace").decode(encoding) for name, text in row.items()})
+        writer.writerow(
+            {name: text.encode(encoding, "replace").decode(encoding) for name, text in row.items()}
+        )

@@ -1,4 +1,5 @@
-"""The published runs: their limits, their predictions by constants fitted without them, the ones nearest to a run."""
+"""The published runs: their limits, their predictions by constants fitted without them, the ones
+nearest to a run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,16 @@ GENERIC = "generic"
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
 DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
-DIFFERENCE = {"architecture": 2.0, "shard": 1.0, "precision": 1.0, "recompute": 0.5, "framework": 1.0}
+DIFFERENCE = {
+    "architecture": 2.0,
+    "shard": 1.0,
+    "precision": 1.0,
+    "recompute": 0.5,
+    "framework": 1.0,
+}
 """Columns -> how far a doubling or a difference is, in doublings of the parameters."""
-WITHOUT_MODEL, WITHOUT_FRAMEWORK = "without the model", "without the framework"
+WITHOUT_MODEL = "without the model"
+WITHOUT_FRAMEWORK = "without the framework"
 """Folds in `cross_validated.csv`."""
 
 
@@ -38,7 +46,8 @@ class PublishedRun(Run):
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A published run, its prediction by constants fitted without it, and its distance from the run asked about."""
+    """A published run, its prediction by constants fitted without it, and its distance from the run
+    asked about."""
 
     run: PublishedRun
     predicted_s: float
@@ -53,7 +62,12 @@ class Neighbor:
 @cache
 def load_published() -> Runs:
     """All published runs; fields of `PublishedRun` are columns, too."""
-    rows = [(file, row, row.run) for file in FILES for row in read_rows(DATA / f"{file}.csv") if row.run is not None]
+    rows = [
+        (file, row, row.run)
+        for file in FILES
+        for row in read_rows(DATA / f"{file}.csv")
+        if row.run is not None
+    ]
     return Runs(
         [
             PublishedRun(
@@ -78,7 +92,8 @@ def is_timed(published: Runs) -> Flags:
 class Ground:
     """Measured runs, and their limits by framework; those of `GENERIC` are of all runs.
 
-    Limits are the largest value of some columns, the "smallest" model, and 1 for each of `layout_kinds` in use.
+    Limits are the largest value of some columns, the "smallest" model, and 1 for each of
+    `layout_kinds` in use.
     """
 
     runs: Runs
@@ -102,7 +117,9 @@ def measure_ground(published: Runs, rows: Flags) -> Ground:
     """The ground of the timed rows in a mask."""
     runs = published.take(rows & is_timed(published))
     names = set(runs.framework.tolist())
-    limits = {name: _limits(runs.take(runs.framework == name)) for name in names} | {GENERIC: _limits(runs)}
+    limits = {name: _limits(runs.take(runs.framework == name)) for name in names} | {
+        GENERIC: _limits(runs)
+    }
     return Ground(runs, limits)
 
 
@@ -113,7 +130,9 @@ def load_ground() -> Ground:
 
 
 def _limits(runs: Runs) -> dict[str, float]:
-    largest = {name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")}
+    largest = {
+        name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")
+    }
     kinds = {name: float(is_used.any()) for name, is_used in layout_kinds(runs).items()}
     return largest | {"smallest": float(runs.parameters.min())} | kinds
 
@@ -121,17 +140,30 @@ def _limits(runs: Runs) -> dict[str, float]:
 def layout_kinds(runs: Runs) -> dict[str, Flags]:
     """Shardings, fp8 or 16 bits, and ways of dividing a model: whether each run has them."""
     is_fp8 = runs.precision == "fp8"
-    degrees = {"tensor parallelism": runs.tp > 1, "pipelines": runs.pp > 1, "context parallelism": runs.cp > 1}
-    return {shard: runs.shard == shard for shard in SHARDS} | {"fp8": is_fp8, "16 bits": ~is_fp8} | degrees
+    degrees = {
+        "tensor parallelism": runs.tp > 1,
+        "pipelines": runs.pp > 1,
+        "context parallelism": runs.cp > 1,
+    }
+    return (
+        {shard: runs.shard == shard for shard in SHARDS}
+        | {"fp8": is_fp8, "16 bits": ~is_fp8}
+        | degrees
+    )
 
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Seconds of every published run as a fold predicts it, (n,); nan if the fold does not judge it.
+    """Seconds of every published run as a fold predicts it, (n,); nan if the fold does not judge
+    it.
 
     `benchmarks/fit_scaling.py --write` writes the predictions.
     """
-    predicted = {row["key"]: float(row["predicted_s"]) for row in read_table("cross_validated") if row["fold"] == fold}
+    predicted = {
+        row["key"]: float(row["predicted_s"])
+        for row in read_table("cross_validated")
+        if row["fold"] == fold
+    }
     return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
 
@@ -151,12 +183,18 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
     Their predictions know the framework only if `run` names a published one.
     """
     published = load_published()
-    predicted = held_out_s(WITHOUT_MODEL if run.framework in load_ground().frameworks else WITHOUT_FRAMEWORK)
+    predicted = held_out_s(
+        WITHOUT_MODEL if run.framework in load_ground().frameworks else WITHOUT_FRAMEWORK
+    )
     away = distances(Runs([run]), 0, published)
     away = np.where(is_timed(published) & np.isfinite(predicted), away, np.inf)
     order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()
-    rows = distinct(order, lambda row: (published.table[row], published.name[row], published.gpus[row]), count)
-    return [Neighbor(published.origin[row], float(predicted[row]), float(away[row])) for row in rows]
+    rows = distinct(
+        order, lambda row: (published.table[row], published.name[row], published.gpus[row]), count
+    )
+    return [
+        Neighbor(published.origin[row], float(predicted[row]), float(away[row])) for row in rows
+    ]
 
 
 def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> list[int]:

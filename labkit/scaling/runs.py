@@ -1,4 +1,5 @@
-"""What is predicted: a model on GPUs under a layout; and many such runs as columns, for one evaluation of a formula."""
+"""What is predicted: a model on GPUs under a layout; and many such runs as columns, for one
+evaluation of a formula."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ MAX_STAGES = 512
 class Layout:
     """Degrees of parallelism, the batch, and what is traded for memory.
 
-    tp tensor, pp pipeline (vp chunks of layers per stage), cp context, dp data parallelism: tp*pp*cp*dp GPUs.
-    Data-parallel ranks divide what `shard` says: nothing, optimizer (zero1), also gradients (zero2), also parameters
-    (zero3); hsdp is zero3 inside a node with copies between nodes. `micro_batch` and `global_batch` are sequences.
+    tp tensor, pp pipeline (vp chunks of layers per stage), cp context, dp data parallelism:
+    tp*pp*cp*dp GPUs. Data-parallel ranks divide what `shard` says: nothing, optimizer (zero1), also
+    gradients (zero2), also parameters (zero3); hsdp is zero3 inside a node with copies between
+    nodes. `micro_batch` and `global_batch` are sequences.
     """
 
     tp: Count = 1
@@ -50,8 +52,8 @@ class Layout:
     precision: str = "bf16"
     compiled: bool = False
     options: frozenset[str] = frozenset()
-    """Variants of one framework: names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`, `layer_recompute`;
-    `empty_stages`, by which some stages only pass on."""
+    """Variants of one framework: names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`,
+    `layer_recompute`; `empty_stages`, by which some stages only pass on."""
 
     @property
     def gpus(self) -> int:
@@ -65,7 +67,11 @@ class Layout:
     @property
     def arrangement(self) -> str:
         """Degrees and sharding, by which layouts differ most: "tp 2, dp 16, ZeRO-1"."""
-        degrees = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "dp") if getattr(self, name) > 1]
+        degrees = [
+            f"{name} {getattr(self, name)}"
+            for name in ("tp", "pp", "cp", "dp")
+            if getattr(self, name) > 1
+        ]
         sharding = [SHARDS[self.shard]] if self.dp * self.cp > 1 else []
         return ", ".join(degrees + sharding) or "one GPU"
 
@@ -80,9 +86,11 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
 
 
 def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
-    """Whether embedding and loss count as a layer each, so that stages are equal: 126 + 2 layers on 8 x 16 chunks.
+    """Whether embedding and loss count as a layer each, so that stages are equal: 126 + 2 layers on
+    8 x 16 chunks.
 
-    Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of Megatron-Core.
+    Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of
+    Megatron-Core.
     """
     return (chunks > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
 
@@ -100,7 +108,10 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     if model.heads % layout.tp:
         yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
     if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):
-        yield f"sequence parallelism cannot divide {seq_len // layout.cp} tokens over tp = {layout.tp}"
+        yield (
+            f"sequence parallelism cannot divide {seq_len // layout.cp} tokens over tp ="
+            f" {layout.tp}"
+        )
     if seq_len % layout.cp:
         yield f"{seq_len} tokens cannot be divided over cp = {layout.cp}"
     chunks = layout.pp * layout.vp
@@ -112,12 +123,16 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     if layout.global_batch % layout.dp:
         yield f"a global batch of {layout.global_batch} cannot be divided over dp = {layout.dp}"
     elif layout.global_batch % (layout.dp * layout.micro_batch):
-        yield f"{layout.global_batch // layout.dp} sequences per replica are no multiple of {layout.micro_batch}"
+        yield (
+            f"{layout.global_batch // layout.dp} sequences per replica are no multiple of"
+            f" {layout.micro_batch}"
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training to be predicted. `framework` names a profile of constants; "generic" for an unknown one."""
+    """One training to be predicted. `framework` names a profile of constants; "generic" for an
+    unknown one."""
 
     model: Model
     hardware: Hardware
@@ -131,8 +146,8 @@ class Run:
 class Runs:
     """Columns of n runs, float64 or texts of shape (n,).
 
-    Attributes are those of the runs, their layouts, models (`name`, too) and hardware; items are constants:
-    `runs["launch_s"]`.
+    Attributes are those of the runs, their layouts, models (`name`, too) and hardware; items are
+    constants: `runs["launch_s"]`.
     """
 
     def __init__(self, runs: Sequence[Run], constants: Constants | None = None) -> None:
@@ -146,10 +161,15 @@ class Runs:
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         """A column, on first use."""
-        first = vars(self).get("origin", [None])[0]  # a copy has no runs yet, when copying asks for its methods
-        parts = (part for part in ("layout", "model", "hardware") if hasattr(getattr(first, part), name))
+        # a copy has no runs yet, when copying asks for its methods
+        first = vars(self).get("origin", [None])[0]
+        parts = (
+            part for part in ("layout", "model", "hardware") if hasattr(getattr(first, part), name)
+        )
         part = next(parts, None)
-        values = np.array([getattr(getattr(run, part) if part else run, name) for run in self.origin])
+        values = np.array(
+            [getattr(getattr(run, part) if part else run, name) for run in self.origin]
+        )
         column = values if values.dtype.kind == "U" else values.astype(np.float64)
         self.__dict__[name] = column
         return column
@@ -157,8 +177,12 @@ class Runs:
     def __getitem__(self, quantity: str) -> Numbers:
         """The constant that holds for each run, on first use."""
         if quantity not in self._constants:
-            names, codes = self.codes["architecture" if quantity in BY_ARCHITECTURE else "framework"]
-            self._constants[quantity] = np.array([self.constants.value(quantity, str(name)) for name in names])[codes]
+            names, codes = self.codes[
+                "architecture" if quantity in BY_ARCHITECTURE else "framework"
+            ]
+            self._constants[quantity] = np.array(
+                [self.constants.value(quantity, str(name)) for name in names]
+            )[codes]
         return self._constants[quantity]
 
     def with_constants(self, constants: Constants) -> "Runs":
@@ -177,12 +201,15 @@ class Runs:
     def has(self, option: str) -> Flags:
         """Return whether each run's layout has this option."""
         if option not in self._flags:
-            self._flags[option] = np.array([option in run.layout.options for run in self.origin], dtype=bool)
+            self._flags[option] = np.array(
+                [option in run.layout.options for run in self.origin], dtype=bool
+            )
         return self._flags[option]
 
     @cached_property
     def codes(self) -> dict[str, tuple[Texts, NDArray[np.intp]]]:
-        """For the two columns that constants depend on: distinct names, and each row's index among them."""
+        """For the two columns that constants depend on: distinct names, and each row's index among
+        them."""
         columns = {"architecture": self.architecture, "framework": self.framework}
         return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
@@ -202,32 +229,40 @@ class Runs:
 
     @property
     def shard_ranks(self) -> Numbers:
-        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole copies."""
+        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole
+        copies."""
         inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
         replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
-        return np.where(self.shard == "none", 1.0, np.minimum(replicas * self.cp, self["largest_shard_group"]))
+        return np.where(
+            self.shard == "none", 1.0, np.minimum(replicas * self.cp, self["largest_shard_group"])
+        )
 
     @cached_property
     def sequence_share(self) -> Numbers:
-        """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1 without."""
+        """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1
+        without."""
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
 
     @cached_property
     def stage_layers(self) -> Numbers:
         """Layers of each pipeline stage, (n, stages); 0 beyond a row's pp.
 
-        nanotron's `build_and_set_rank`: a layer costs 4h^2 + 3hf, the head Vh, the embedding nothing; a stage takes
-        layers until the costs so far reach its share. Published memory peaks confirm it to four digits. Other
-        frameworks split evenly, or count embedding and loss as layers (`counts_ends_as_layers`).
+        nanotron's `build_and_set_rank`: a layer costs 4h^2 + 3hf, the head Vh, the embedding
+        nothing; a stage takes layers until the costs so far reach its share. Published memory peaks
+        confirm it to four digits. Other frameworks split evenly, or count embedding and loss as
+        layers (`counts_ends_as_layers`).
         """
         index = np.arange(int(self.pp.max()))[None, :]
-        pp, layers = self.pp[:, None], self.layers[:, None]
+        pp = self.pp[:, None]
+        layers = self.layers[:, None]
         cost = (4 * self.hidden**2 + 3 * self.hidden * self.ffn)[:, None]
         total = layers * cost + (self.vocab * self.hidden)[:, None]
         filled = total * (index + 1) / pp / cost
-        tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]  # reaching its share filled a stage only later
+        # reaching its share filled a stage only later
+        tie = np.where(self.has("old_pipeline"), 1e-9, -1e-9)[:, None]
         greedy = np.minimum(np.ceil(filled + tie), layers)
-        chunks, ends = pp * self.vp[:, None], 2 * (index + 1) / pp
+        chunks = pp * self.vp[:, None]
+        ends = 2 * (index + 1) / pp
         with_ends = counts_ends_as_layers(layers, chunks)
         even = np.floor(layers * (index + 1) / pp + np.where(with_ends, ends, 0)) - with_ends
         through = np.where((self.framework == "nanotron")[:, None], greedy, even)

@@ -1,4 +1,5 @@
-"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, a training taken apart, and break-even points."""
+"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, a training taken apart, and
+break-even points."""
 
 from collections.abc import Sequence
 
@@ -25,12 +26,14 @@ PARTS = {
 
 
 def held_out() -> pd.DataFrame:
-    """Every timed published run that a fold leaves out, with its prediction by constants fitted to the others."""
+    """Every timed published run that a fold leaves out, with its prediction by constants fitted to
+    the others."""
     return judge(pd.read_csv(DATA / "cross_validated.csv"))
 
 
 def judge(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `cross_validated.csv` with their errors in percent, and whether the 90% interval holds the measured time.
+    """Rows of `cross_validated.csv` with their errors in percent, and whether the 90% interval
+    holds the measured time.
 
     `distance` is from measured runs; `high_over_low` is the interval's width.
     """
@@ -44,7 +47,8 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Count judged rows by these columns, with median error and coverage in percent, and median width and distance."""
+    """Count judged rows by these columns, with median error and coverage in percent, and median
+    width and distance."""
     return rows.groupby(list(by), sort=False).agg(
         rows=("error_percent", "size"),
         median_error=("error_percent", "median"),
@@ -56,48 +60,65 @@ def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def chosen_layouts() -> pd.DataFrame:
-    """Return how far proposed layouts are behind the best measured one: mean percent over families, by table."""
+    """Return how far proposed layouts are behind the best measured one: mean percent over families,
+    by table."""
     return pd.read_csv(DATA / "chosen_layouts.csv")
 
 
 def training(
     model: str, gpu: str, gpus: Sequence[int], *, sequence: int = 8192, tokens_per_step: int = 2**24
 ) -> pd.DataFrame:
-    """GPU-hours per billion tokens by part, on the best layout for each number of GPUs; parts add up to the step."""
+    """GPU-hours per billion tokens by part, on the best layout for each number of GPUs; parts add
+    up to the step."""
     rows = []
     for count in gpus:
         batch = max(tokens_per_step // sequence, 1)
         request = Request(find_model(model), find_hardware(gpu), count, sequence, batch)
         best = rank(request).first()
         hours = count / 3600 * 1e9 / request.tokens
-        rows += [{"gpus": count, "part": part, "gpu_hours": hours * value} for part, value in sums_s(best).items()]
+        rows += [
+            {"gpus": count, "part": part, "gpu_hours": hours * value}
+            for part, value in sums_s(best).items()
+        ]
     return pd.DataFrame(rows)
 
 
 def exposed_by_ratio() -> pd.DataFrame:
-    """The exposed share of a published step in percent against compute over communication, by kind of parallelism."""
+    """The exposed share of a published step in percent against compute over communication, by kind
+    of parallelism."""
     published = load_published()
-    predictions, ratios = predict_runs(published), compute_comm_ratio(published)
+    predictions = predict_runs(published)
+    ratios = compute_comm_ratio(published)
     tables = []
     for kind, part in PARTS.items():
         rows = np.flatnonzero(is_timed(published) & np.isfinite(ratios[kind]))
         exposed = 100 * predictions.parts_s[part][rows] / predictions.step_s[rows]
-        tables.append(pd.DataFrame({"kind": kind, "ratio": ratios[kind][rows], "exposed_percent": exposed}))
+        tables.append(
+            pd.DataFrame({"kind": kind, "ratio": ratios[kind][rows], "exposed_percent": exposed})
+        )
     return pd.concat(tables, ignore_index=True)
 
 
 def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
-    """Compute over communication (pipeline: busy over idle) by kind, (n,); nan in runs that do not use the kind.
+    """Compute over communication (pipeline: busy over idle) by kind, (n,); nan in runs that do not
+    use the kind.
 
-    Seconds of a layer by the formulas of a step, forward and backward without recomputation, before anything overlaps.
-    Below 1 a step is mostly communication. The context ring is compared with attention, behind which it travels.
+    Seconds of a layer by the formulas of a step, forward and backward without recomputation, before
+    anything overlaps. Below 1 a step is mostly communication. The context ring is compared with
+    attention, behind which it travels.
     """
-    once, replicas = np.ones(len(runs)), runs.dp * runs.cp
+    once = np.ones(len(runs))
+    replicas = runs.dp * runs.cp
     matmuls = step_time.matmuls_s(runs, once, once)
-    ranks, n_bytes = step_time.Group(runs, replicas, runs.tp), runs["gradient_bytes"] * runs.layer_parameters / runs.tp
+    ranks = step_time.Group(runs, replicas, runs.tp)
+    n_bytes = runs["gradient_bytes"] * runs.layer_parameters / runs.tp
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
     kinds = {
-        "data": (runs.micro_batches * matmuls, ranks.all_reduce_s(n_bytes), (replicas > 1) & ~gathers),
+        "data": (
+            runs.micro_batches * matmuls,
+            ranks.all_reduce_s(n_bytes),
+            (replicas > 1) & ~gathers,
+        ),
         "sharding": (matmuls, step_time.parameter_gather_s(runs), (runs.shard_ranks > 1) & gathers),
         "tensor": (matmuls, step_time.tensor_parallel_s(runs, once), runs.tp > 1),
         "context": (step_time.attention_s(runs, once), step_time.context_ring_s(runs), runs.cp > 1),

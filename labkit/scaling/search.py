@@ -25,7 +25,8 @@ CHUNKS = (2, 4)
 """Chunks per stage of interleaved schedules to try."""
 PROPOSED = 3
 CAUTION = 0.03
-"""A layout must be faster by this share per unit of distance from measured ground to be preferred."""
+"""A layout must be faster by this share per unit of distance from measured ground to be
+preferred."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,16 @@ class Ranking:
 
     def proposed(self, count: int = PROPOSED) -> list[Prediction]:
         """The best layout of each of the first `count` arrangements of the ranks."""
-        rows = distinct(self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count)
+        rows = distinct(
+            self.order, lambda row: self.predictions.runs.origin[row].layout.arrangement, count
+        )
         return [self.predictions.prediction(row) for row in rows]
 
     def first(self) -> Prediction:
         """The best layout; if none fits, the one that needs the least memory."""
-        return self.predictions.prediction(self.order[0] if self.order else int(np.argmin(self.predictions.peak_gib)))
+        return self.predictions.prediction(
+            self.order[0] if self.order else int(np.argmin(self.predictions.peak_gib))
+        )
 
 
 def rank(request: Request) -> Ranking:
@@ -85,7 +90,9 @@ def rank(request: Request) -> Ranking:
     if min(request.gpus, request.global_batch, request.seq_len) < 1:
         raise ValueError(f"expected 1 or more GPUs, sequences and tokens, got {request.gpus} GPUs")
     layouts = [
-        layout for layout in _layouts(request) if impossible_reason(layout, request.model, request.seq_len) is None
+        layout
+        for layout in _layouts(request)
+        if impossible_reason(layout, request.model, request.seq_len) is None
     ]
     if not layouts:
         raise ValueError(_no_layout_reason(request))
@@ -101,18 +108,22 @@ def rank(request: Request) -> Ranking:
 
 
 def preference_s(predictions: Predictions) -> Numbers:
-    """Seconds to rank by: more with the chance of running out of memory, far more if unstable or too large."""
+    """Seconds to rank by: more with the chance of running out of memory, far more if unstable or
+    too large."""
     risk = 1 / (1 - np.minimum(predictions.out_of_memory, 0.99))
     slow = np.where(predictions.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
     return predictions.step_s * risk * slow * np.where(predictions.fits, 1.0, 1e3)
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
-    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it allows.
+    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it
+    allows.
 
     Tensor parallelism stays inside a node, with equally many key heads on each rank.
     """
-    model, fixed, batch = request.model, request.fixed, request.global_batch
+    model = request.model
+    fixed = request.fixed
+    batch = request.global_batch
 
     def choices(name: str, values: Iterable[Any]) -> Iterable[Any]:
         return (fixed[name],) if name in fixed else values
@@ -123,19 +134,27 @@ def _layouts(request: Request) -> Iterator[Layout]:
     contexts = choices("cp", _powers(request.seq_len // MIN_TOKENS))
     for tp in choices("tp", [degree for degree in inside if model.kv_heads % degree == 0]):
         stages = [pp for pp in range(1, model.layers + 1) if request.gpus // tp % pp == 0]
-        even = [pp for pp in stages if model.layers % pp == 0 or pp & (pp - 1) == 0]  # layers each, or powers of two
+        # layers each, or powers of two
+        even = [pp for pp in stages if model.layers % pp == 0 or pp & (pp - 1) == 0]
         for pp, cp in product(choices("pp", even), contexts):
             dp, rest = divmod(request.gpus, tp * pp * cp)
             if rest or fixed.get("dp", dp) != dp:
                 continue
             same |= {"tp": tp, "sequence_parallel": tp > 1, "pp": pp, "cp": cp, "dp": dp}
-            largest = min(max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1))
-            shards = _shards(request.hardware, tp, pp, cp, dp)  # nothing is sharded over one rank, fixed or not
+            largest = min(
+                max(batch // dp, 1), MAX_MICRO_BATCH, max(MAX_TOKENS * cp // request.seq_len, 1)
+            )
+            # nothing is sharded over one rank, fixed or not
+            shards = _shards(request.hardware, tp, pp, cp, dp)
             allowed = [shard for shard in shards if fixed.get("shard", shard) == shard]
             for micro_batch, shard in product(choices("micro_batch", _powers(largest)), allowed):
-                chunks = choices("vp", _chunks(model.layers, pp, shard, batch // (dp * micro_batch)))
+                chunks = choices(
+                    "vp", _chunks(model.layers, pp, shard, batch // (dp * micro_batch))
+                )
                 for vp, recompute in product(chunks, choices("recompute", RECOMPUTE)):
-                    yield Layout(**same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute)
+                    yield Layout(
+                        **same, micro_batch=micro_batch, shard=shard, vp=vp, recompute=recompute
+                    )
 
 
 def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[str]:
@@ -151,7 +170,8 @@ def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[
 
 
 def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[int]:
-    """Interleaved schedules take equal chunks of layers, and micro-batches in groups of pp (arXiv:2104.04473)."""
+    """Interleaved schedules take equal chunks of layers, and micro-batches in groups of pp
+    (arXiv:2104.04473)."""
     yield 1
     if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
         yield from (vp for vp in CHUNKS if layers % (pp * vp) == 0)
@@ -159,7 +179,9 @@ def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[in
 
 def _no_layout_reason(request: Request) -> str:
     """Return why the fixed values are impossible; else that nothing divides."""
-    fixed, gpus, batch = request.fixed, request.gpus, request.global_batch
+    fixed = request.fixed
+    gpus = request.gpus
+    batch = request.global_batch
     degrees = {name: value for name, value in fixed.items() if name in ("tp", "pp", "cp", "dp")}
     total = int(np.prod(list(degrees.values()) or [1]))
     if gpus % total:
@@ -169,9 +191,14 @@ def _no_layout_reason(request: Request) -> str:
     if reason := impossible_reason(layout, request.model, request.seq_len):
         return reason
     if fixed.get("shard", "none") != "none":
-        return f"{fixed['shard']} divides over data-parallel ranks, and with these values there is one"
+        return (
+            f"{fixed['shard']} divides over data-parallel ranks, and with these values there is one"
+        )
     easier = "try a batch that the number of GPUs divides"
-    return f"no layout divides {request.model.layers} layers and {batch} sequences over {gpus} GPUs: {easier}"
+    return (
+        f"no layout divides {request.model.layers} layers and {batch} sequences over {gpus} GPUs:"
+        f" {easier}"
+    )
 
 
 def _powers(largest: int) -> list[int]:

@@ -1,14 +1,16 @@
 """The time of one optimizer step as a sum of named parts.
 
-    step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication + stragglers
+    step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication
+    + stragglers
          + what nanotron's pipeline lost before a fix
 
-Ranks are numbered tensor first, then context, data, pipeline
-(Megatron-LM's order), so that a group of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of
-fast links, which is a node or a rack of them.
+Ranks are numbered tensor first, then context, data, pipeline (Megatron-LM's order), so that a group
+of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of fast links, which is
+a node or a rack of them.
 
-Letters in formulas: m micro-batches; T tokens and b sequences in one micro-batch on one rank; S tokens in a sequence;
-h hidden width; q width of all query heads; V vocabulary; t tensor-parallel ranks.
+Letters in formulas: m micro-batches; T tokens and b sequences in one micro-batch on one rank; S
+tokens in a sequence; h hidden width; q width of all query heads; V vocabulary; t tensor-parallel
+ranks.
 """
 
 import numpy as np
@@ -20,23 +22,31 @@ BF16 = 2
 
 
 def breakdown(runs: Runs) -> dict[str, Numbers]:
-    """Seconds of each part of the step, which they add up to; of collectives, only the exposed time.
+    """Seconds of each part of the step, which they add up to; of collectives, only the exposed
+    time.
 
-    Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about s sqrt(2 ln n).
+    Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about
+    s sqrt(2 ln n).
     """
     layer = _layer_s(runs)
-    head, transfer = _head_s(runs), _pipeline_transfer_s(runs)
+    head = _head_s(runs)
+    transfer = _pipeline_transfer_s(runs)
     counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
-    is_last, exists = index == runs.pp[:, None] - 1, index < runs.pp[:, None]
+    is_last = index == runs.pp[:, None] - 1
+    exists = index < runs.pp[:, None]
     stage = (
-        counts * np.sum(list(layer.values()), axis=0)[:, None] + is_last * head[:, None] + exists * transfer[:, None]
+        counts * np.sum(list(layer.values()), axis=0)[:, None]
+        + is_last * head[:, None]
+        + exists * transfer[:, None]
     )
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
     busy, bubble = schedule_s(runs, stage)
     spread = runs["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
     updated = rank_parameters(runs) / runs.shard_ranks
-    return {name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()} | {
+    return {
+        name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()
+    } | {
         "head_s": runs.micro_batches * head * is_last[slowest],
         "pipeline_transfer_s": runs.micro_batches * transfer,
         "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
@@ -53,10 +63,11 @@ def predict_step_s(runs: Runs) -> Numbers:
 
 
 def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Seconds of all micro-batches in the slowest stage, and of the bubble; `stage_s` per micro-batch, (n, stages).
+    """Seconds of all micro-batches in the slowest stage, and of the bubble; `stage_s` per
+    micro-batch, (n, stages).
 
-    The step of 1F1B, and of GPipe, is m times the slowest stage plus once through all others; vp chunks per stage
-    divide that by vp (arXiv:2104.04473, section 2.2).
+    The step of 1F1B, and of GPipe, is m times the slowest stage plus once through all others; vp
+    chunks per stage divide that by vp (arXiv:2104.04473, section 2.2).
     """
     slowest = stage_s.max(axis=1)
     return runs.micro_batches * slowest, (stage_s.sum(axis=1) - slowest) / runs.vp
@@ -65,8 +76,9 @@ def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
 def _layer_s(runs: Runs) -> dict[str, Numbers]:
     """One layer and micro-batch, forward and backward, by part.
 
-    The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time that launches it.
-    nanotron's engine adds CPU time per tensor-parallel rank to pipelines with tensor parallelism on several nodes.
+    The CPU launches kernels ahead: a layer takes the longer of its device time and of the CPU time
+    that launches it. nanotron's engine adds CPU time per tensor-parallel rank to pipelines with
+    tensor parallelism on several nodes.
     """
     gemm, last, attention, elementwise = _forward_passes(runs)
     exposed = runs["tp_exposed"] * np.where(runs.has("async_tp"), runs["async_tp_exposed"], 1.0)
@@ -76,35 +88,48 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
         "elementwise_s": _elementwise_s(runs, elementwise),
         "tensor_parallel_s": tensor_parallel_s(runs, gemm) * exposed,
     }
-    both = soft_maximum(device["attention_s"], context_ring_s(runs), softness=runs["overlap_softness"])
+    both = soft_maximum(
+        device["attention_s"], context_ring_s(runs), softness=runs["overlap_softness"]
+    )
     device["context_parallel_s"] = both - device["attention_s"]
     running = np.sum(list(device.values()), axis=0)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
     launching = runs["launch_s"] * (1 + (gemm - 1) / 3) + engine
-    busy = np.where(runs.has("blocking_launch"), running + launching, np.maximum(running, launching))
+    busy = np.where(
+        runs.has("blocking_launch"), running + launching, np.maximum(running, launching)
+    )
     layer = soft_maximum(busy, parameter_gather_s(runs), softness=runs["overlap_softness"])
     return device | {"launch_s": busy - running, "gather_s": layer - busy}
 
 
 def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
-    """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never below it."""
+    """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never
+    below it."""
     largest = np.maximum(np.maximum(a, b), 1e-30)
-    return np.asarray(largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness))
+    return np.asarray(
+        largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness)
+    )
 
 
 def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """How often a step runs the forward of matmuls, a layer's last matmul, attention, other operators: 1 to 2 each.
+    """How often a step runs the forward of matmuls, a layer's last matmul, attention, other
+    operators: 1 to 2 each.
 
-    Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section 5), except in
-    torchtitan, which keeps every second matmul and attention, and in fms, which recomputes a share of the layers.
-    MaxText's save_qkv_proj keeps the query, key and value matmuls. A layer's last matmul runs once if recomputation
-    stops early (PyTorch's non-reentrant checkpoints, dead code in XLA), since backward does not need its result.
+    Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section
+    5), except in torchtitan, which keeps every second matmul and attention, and in fms, which
+    recomputes a share of the layers. MaxText's save_qkv_proj keeps the query, key and value
+    matmuls. A layer's last matmul runs once if recomputation stops early (PyTorch's non-reentrant
+    checkpoints, dead code in XLA), since backward does not need its result.
     """
-    full, selective = runs.recompute == "full", runs.recompute == "selective"
-    by_operator, by_layer = selective & runs.has("op_recompute"), selective & runs.has("layer_recompute")
+    full = runs.recompute == "full"
+    selective = runs.recompute == "selective"
+    by_operator = selective & runs.has("op_recompute")
+    by_layer = selective & runs.has("layer_recompute")
     only_attention = selective & ~by_operator & ~by_layer
-    gemm = np.select([full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0)
+    gemm = np.select(
+        [full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0
+    )
     stops = (runs["early_stop"] > 0) & ~runs.has("low_precision_master") & (full | by_layer)
     attention = np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0)
     elementwise = np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0)
@@ -113,7 +138,9 @@ def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
 
 def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
     """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
-    hidden, query, ffn = runs.hidden, runs.query_width / runs.tp, runs.ffn / runs.tp
+    hidden = runs.hidden
+    query = runs.query_width / runs.tp
+    ffn = runs.ffn / runs.tp
     matmuls = _training_matmul_s(runs, query + 2 * runs.kv_width / runs.tp, hidden, forwards)
     matmuls = matmuls + _training_matmul_s(runs, hidden, query, forwards)
     matmuls = matmuls + _training_matmul_s(runs, (1 + runs.ffn_gated) * ffn, hidden, forwards)
@@ -121,8 +148,11 @@ def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
     return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, forwards), 0.0)
 
 
-def _training_matmul_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True) -> Numbers:
-    """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and of the weight."""
+def _training_matmul_s(
+    runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True
+) -> Numbers:
+    """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and
+    of the weight."""
     tokens = runs.tokens
     forward = _matmul_s(runs, tokens, n, k, fp8=fp8)
     backward = _matmul_s(runs, tokens, k, n, fp8=fp8) + _matmul_s(runs, k, n, tokens, fp8=fp8)
@@ -132,12 +162,14 @@ def _training_matmul_s(runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *,
 def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> Numbers:
     """Seconds of one matmul (m, k) x (k, n): the larger of arithmetic and memory traffic.
 
-    Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more waves of 128 x 128
-    tiles. Both are latency, which fp8 does not shorten.
+    Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more
+    waves of 128 x 128 tiles. Both are latency, which fp8 does not shorten.
     """
     rate = runs.peak_tflops * 1e12 * runs.clock_share * runs["gemm_efficiency"]
     faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * runs["fp8_efficiency"], 1.0)
-    filling = (1 + runs["gemm_k"] / k) * (1 + runs["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n))
+    filling = (1 + runs["gemm_k"] / k) * (
+        1 + runs["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n)
+    )
     arithmetic = 2 * m * n * k / rate * (1 / faster + filling - 1)
     moved = BF16 * (m * k + k * n + m * n)
     return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs))
@@ -148,11 +180,15 @@ def _memory_bytes_per_s(runs: Runs) -> Numbers:
 
 
 def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Casts to fp8, memory-bound: weights each micro-batch; with a scale per row, every input and gradient as well.
+    """Casts to fp8, memory-bound: weights each micro-batch; with a scale per row, every input and
+    gradient as well.
 
     Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
     """
-    hidden, query, ffn, tp = runs.hidden, runs.query_width, runs.ffn, runs.tp
+    hidden = runs.hidden
+    query = runs.query_width
+    ffn = runs.ffn
+    tp = runs.tp
     weights = runs.layer_parameters / tp * runs["fp8_cast_traffic"]
     inputs = 2 * hidden + (query + ffn) / tp
     gradients = 2 * hidden + (query + 2 * runs.kv_width + (1 + runs.ffn_gated) * ffn) / tp
@@ -161,11 +197,13 @@ def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores in memory.
+    """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores
+    in memory.
 
-    Tiled: 4 S^2 q FLOPs per sequence forward, half of that because the mask is causal, 2.5 times that backward
-    (arXiv:2307.08691). Unfused: all S^2 scores, 11 bytes per score forward and 17 backward for masks, softmax and
-    dropout. Head dimensions that are no multiple of 16 bytes ran on float32 units in cuBLAS (arXiv:2401.14489).
+    Tiled: 4 S^2 q FLOPs per sequence forward, half of that because the mask is causal, 2.5 times
+    that backward (arXiv:2307.08691). Unfused: all S^2 scores, 11 bytes per score forward and 17
+    backward for masks, softmax and dropout. Head dimensions that are no multiple of 16 bytes ran on
+    float32 units in cuBLAS (arXiv:2401.14489).
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
@@ -181,9 +219,14 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the bytes of forward."""
+    """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the
+    bytes of forward."""
     wide = BF16 * 12 * runs.hidden * runs.sequence_share
-    narrow = BF16 * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width)) / runs.tp
+    narrow = (
+        BF16
+        * ((4 + 2 * runs.ffn_gated) * runs.ffn + 4 * (runs.query_width + runs.kv_width))
+        / runs.tp
+    )
     moved = runs.tokens * (wide + narrow) * (forwards + 2) * runs["elementwise_traffic"]
     compiled = np.where(runs.compiled > 0, runs["compiled_traffic"], 1.0)
     return moved * compiled / _memory_bytes_per_s(runs)
@@ -198,7 +241,8 @@ def _head_s(runs: Runs) -> Numbers:
 
 
 class Group:
-    """One group of ranks per run, `stride` apart: members, the domains of fast links they span, bytes/s in their ring.
+    """One group of ranks per run, `stride` apart: members, the domains of fast links they span,
+    bytes/s in their ring.
 
     All groups share a node's network; each has its members' links.
     """
@@ -207,14 +251,18 @@ class Group:
         domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
         local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
         inside = runs.link_gb_s * 1e9 * runs["link_efficiency"]
-        across = runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
+        across = (
+            runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
+        )
         self.runs, self.size, self.domains = runs, size, np.ceil(size / local)
         self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)
 
     def half_ring_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-        """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps, (n-1)/n of the bytes.
+        """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps,
+        (n-1)/n of the bytes.
 
-        In a ring over several nodes, every step waits for the slowest link (nccl-tests, PERFORMANCE.md).
+        In a ring over several nodes, every step waits for the slowest link (nccl-tests,
+        PERFORMANCE.md).
         """
         outside = np.where(self.domains > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
         latency = self._call_s() / 2 + outside
@@ -228,7 +276,9 @@ class Group:
 
     def _call_s(self) -> Numbers:
         """Latency of an all-reduce over the ranks inside a domain; half of it for half a ring."""
-        return self.runs["nccl_call_s"] * (1 + self.runs["nccl_rank_share"] * np.ceil(self.size / self.domains))
+        return self.runs["nccl_call_s"] * (
+            1 + self.runs["nccl_rank_share"] * np.ceil(self.size / self.domains)
+        )
 
     def _seconds(self, half_rings: int, n_bytes: Numbers, latency: Numbers) -> Numbers:
         """Latency and transfer; nothing for a lone rank."""
@@ -237,10 +287,12 @@ class Group:
 
 
 def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Two all-reduces of T h a layer forward and two backward (arXiv:1909.08053); half rings if sequence-parallel.
+    """Two all-reduces of T h a layer forward and two backward (arXiv:1909.08053); half rings if
+    sequence-parallel.
 
-    With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward gathers the inputs
-    of both matmuls again, since only a share of them is kept (arXiv:2205.05198, section 4.2.2).
+    With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward
+    gathers the inputs of both matmuls again, since only a share of them is kept (arXiv:2205.05198,
+    section 4.2.2).
     """
     ranks = Group(runs, runs.tp, 1)
     n_bytes = BF16 * runs.tokens * runs.hidden
@@ -259,8 +311,11 @@ def context_ring_s(runs: Runs) -> Numbers:
 
 
 def parameter_gather_s(runs: Runs) -> Numbers:
-    """zero3, hsdp: a layer gathers its parameters forward and backward, and scatters gradients, each micro-batch."""
-    once = Group(runs, runs.shard_ranks, runs.tp).half_ring_s(BF16 * runs.layer_parameters / runs.tp)
+    """zero3, hsdp: a layer gathers its parameters forward and backward, and scatters gradients,
+    each micro-batch."""
+    once = Group(runs, runs.shard_ranks, runs.tp).half_ring_s(
+        BF16 * runs.layer_parameters / runs.tp
+    )
     return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
 
 
@@ -273,21 +328,25 @@ def _pipeline_transfer_s(runs: Runs) -> Numbers:
 
 
 def old_pipeline_s(runs: Runs) -> Numbers:
-    """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once through the stages."""
+    """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once
+    through the stages."""
     exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
     return np.where(runs.pp > 1, runs["old_pipeline_s"] * exchanges, 0.0)
 
 
 def rank_parameters(runs: Runs) -> Numbers:
-    """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one stage."""
-    return (runs.stage_layers.max(axis=1) * runs.layer_parameters + runs.embedding_parameters) / runs.tp
+    """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one
+    stage."""
+    return (
+        runs.stage_layers.max(axis=1) * runs.layer_parameters + runs.embedding_parameters
+    ) / runs.tp
 
 
 def _data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     """Exposed seconds of reducing gradients; a share of it may hide behind the last backward pass.
 
-    zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch, behind as many
-    backward passes (arXiv:1910.02054, section 5.2).
+    zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch,
+    behind as many backward passes (arXiv:1910.02054, section 5.2).
     """
     ranks = Group(runs, runs.dp * runs.cp, runs.tp)
     parameters = rank_parameters(runs)
@@ -302,4 +361,5 @@ def _data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
     whole = ranks.all_reduce_s(n_bytes, calls)
     kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
     seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
-    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)  # backward's share of the stage
+    # backward's share of the stage
+    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)

@@ -1,7 +1,8 @@
-"""Reads tables of runs, a CSV with the columns of `data/reference/scaling/training_runs.csv`, and writes predictions.
+"""Reads tables of runs, a CSV with the columns of `data/reference/scaling/training_runs.csv`, and
+writes predictions.
 
-A wrong row is refused with its line and the reason, and the others are read. Separators, encodings and thousands as
-spreadsheets write them are understood.
+A wrong row is refused with its line and the reason, and the others are read. Separators, encodings
+and thousands as spreadsheets write them are understood.
 """
 
 import csv
@@ -26,12 +27,29 @@ ONLY_PREDICTED = frozenset({"step_low", "step_high"})
 ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
-_FRACTIONS = ("step_s", "node_network_gbps")  # where 2.345 may have decimals, whatever separates cells
+# where 2.345 may have decimals, whatever separates cells
+_FRACTIONS = ("step_s", "node_network_gbps")
 
 _FRAMEWORKS = {
-    **{"nanotron": "nanotron", "vtrain_multinode": "vtrain", "vtrain_singlenode": "vtrain_node", "mosaic": "mosaic"},
-    **{"dgxc": "nemo", "megatron": "megatron", "torchtitan": "torchtitan", "fms": "fms", "titan_blog": "torchtitan"},
-    **{"nemo_b200_log": "nemo", "dgxc_example": "nemo", "bigscience": "vtrain", "dlperf_megatron": "vtrain"},
+    **{
+        "nanotron": "nanotron",
+        "vtrain_multinode": "vtrain",
+        "vtrain_singlenode": "vtrain_node",
+        "mosaic": "mosaic",
+    },
+    **{
+        "dgxc": "nemo",
+        "megatron": "megatron",
+        "torchtitan": "torchtitan",
+        "fms": "fms",
+        "titan_blog": "torchtitan",
+    },
+    **{
+        "nemo_b200_log": "nemo",
+        "dgxc_example": "nemo",
+        "bigscience": "vtrain",
+        "dlperf_megatron": "vtrain",
+    },
     "internevo": "internevo",
 }
 """Published table -> framework."""
@@ -45,7 +63,9 @@ NOTES = {
     "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
 }
 """Words of a note -> option of the layout."""
-_CPU_OPTIMIZER = re.compile(r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE)
+_CPU_OPTIMIZER = re.compile(
+    r"optimi[sz]er[^;,]{0,40} (on|to) (the )?cpu|cpu[ -](optimi[sz]er|adam)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +82,8 @@ class _Site:
 
 @dataclass(frozen=True)
 class Row:
-    """A row's cells and the run it describes, or the reason why none; and assumptions about empty cells."""
+    """A row's cells and the run it describes, or the reason why none; and assumptions about empty
+    cells."""
 
     line: int
     cells: Mapping[str, str]
@@ -74,7 +95,8 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of the file; `-` is standard input. ValueError for another kind of file or a missing column."""
+    """Every row of the file; `-` is standard input. ValueError for another kind of file or a
+    missing column."""
     name = "standard input" if str(path) == "-" else str(path)[-80:]
     text = _decode(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes(), name)
     lines = text.splitlines()
@@ -100,20 +122,27 @@ def _decode(content: bytes, name: str) -> str:
         raise ValueError(f"expected a CSV in UTF-8 or UTF-16: {name}") from None
     before, zero, _ = text.partition("\0")
     if zero:
-        raise ValueError(f"expected a CSV, and {name} has a zero byte in line {before.count(chr(10)) + 1}")
+        raise ValueError(
+            f"expected a CSV, and {name} has a zero byte in line {before.count(chr(10)) + 1}"
+        )
     return text
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
-    """Return column names, as `kv_heads` for `KV heads`. ValueError for missing, repeated and predicted ones."""
+    """Return column names, as `kv_heads` for `KV heads`. ValueError for missing, repeated and
+    predicted ones."""
     columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
     if missing := [column for column in REQUIRED if column not in columns]:
         line = ", ".join(columns)[:60] or "nothing"
-        raise ValueError(f"{name} lacks the columns {', '.join(missing)}; its first line has {line}")
+        raise ValueError(
+            f"{name} lacks the columns {', '.join(missing)}; its first line has {line}"
+        )
     if twice := sorted({column for column in columns if column and columns.count(column) > 1}):
         raise ValueError(f"{name} has the column {twice[0]} twice: which one counts?")
     if set(columns) >= ONLY_PREDICTED:
-        raise ValueError(f"{name} is an output of labkit predict: expected measurements, not predictions")
+        raise ValueError(
+            f"{name} is an output of labkit predict: expected measurements, not predictions"
+        )
     return columns
 
 
@@ -131,26 +160,35 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
 
 
 def _plain(name: str, text: str, separator: str) -> str:
-    """A number as a spreadsheet writes it, plainly: 4,000,000 or 4 000 000, 4.0, 4E+06; 1.600,5 in a file with `;`.
+    """A number as a spreadsheet writes it, plainly: 4,000,000 or 4 000 000, 4.0, 4E+06; 1.600,5 in
+    a file with `;`.
 
     A text that may be two numbers gets a remark, with which it is none.
     """
     is_european = separator == ";"
-    if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (is_european and text.count(",") == 1):
+    if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (
+        is_european and text.count(",") == 1
+    ):
         return re.sub(r"\D", "", text)
     if re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text) and is_european == (name in _FRACTIONS):
         return f"{text} (thousands, or decimals?)"
-    is_decimal = re.fullmatch(r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text) and not _AMBIGUOUS.fullmatch(text)
+    is_decimal = re.fullmatch(
+        r"[1-9]\d{0,2}(\.\d{3})+(,\d+)?|\d+,\d+", text
+    ) and not _AMBIGUOUS.fullmatch(text)
     if is_european and is_decimal:
         return text.replace(".", "").replace(",", ".")
     return f"{float(text):.12g}" if re.fullmatch(r"\d+\.0|\d+(\.\d+)?[eE]\+?\d+", text) else text
 
 
 def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
-    """The run of a row's filled cells, and its time; assumptions are added. ValueError if it describes no run."""
-    note, tp = texts.get("note", ""), texts.get("tp", "1")
+    """The run of a row's filled cells, and its time; assumptions are added. ValueError if it
+    describes no run."""
+    note = texts.get("note", "")
+    tp = texts.get("tp", "1")
     if _CPU_OPTIMIZER.search(note):
-        raise ValueError("no run with optimizer states on the CPU was published; the nearest is zero3 without it")
+        raise ValueError(
+            "no run with optimizer states on the CPU was published; the nearest is zero3 without it"
+        )
     if missing := [name for name in REQUIRED if name not in texts and name != "micro_batch"]:
         raise ValueError(f"expected {missing[0]} to be stated")
     recompute, options = _recompute(texts, assumptions)
@@ -160,7 +198,9 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         options.add("empty_stages")
     head_dim = re.search(r"head width (\d{1,4})", note)
     site = validate(_Site, texts)
-    model = validate(Model, {"head_dim": head_dim and head_dim[1], **texts, "name": texts.get("model", "")})
+    model = validate(
+        Model, {"head_dim": head_dim and head_dim[1], **texts, "name": texts.get("model", "")}
+    )
     shard = texts.get("shard", "none").lower()
     meanings = {
         "shard": _SHARDS.get(shard, shard),
@@ -172,17 +212,23 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
     defaults = {"micro_batch": "micro-batch of 1", "ffn": "ffn of 4 x hidden"}
     assumptions += [words for name, words in defaults.items() if name not in texts]
     hardware = find_hardware(site.gpu)
-    hardware = hardware.with_network(network_gbps=site.node_network_gbps, gpus_per_node=site.gpus_per_node)
+    hardware = hardware.with_network(
+        network_gbps=site.node_network_gbps, gpus_per_node=site.gpus_per_node
+    )
     hardware.check_precision(layout.precision)
     if layout.gpus != site.gpus:
         raise ValueError(f"tp x pp x cp x dp is {layout.gpus}, and gpus is {site.gpus}")
     if reason := impossible_reason(layout, model, site.seq_len):
         raise ValueError(reason)
-    return Run(model, hardware, layout, site.seq_len, framework, texts.get("group", "")), site.step_s
+    return (
+        Run(model, hardware, layout, site.seq_len, framework, texts.get("group", "")),
+        site.step_s,
+    )
 
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
-    """The profile of a row: its column `framework`, else its group's framework; "generic" for an unknown one."""
+    """The profile of a row: its column `framework`, else its group's framework; "generic" for an
+    unknown one."""
     frameworks = {*_FRAMEWORKS.values(), "maxtext", "generic"}
     if name := texts.get("framework"):
         assumptions += [] if name in frameworks else [f"no published run of {name[:40]}"]
@@ -196,23 +242,34 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
 
 
 def _precision(words: str) -> str:
-    """The layout's precision. ValueError for the ones without a measured row, with the nearest that has some."""
+    """The layout's precision. ValueError for the ones without a measured row, with the nearest that
+    has some."""
     words = words.lower()
     for name, nearest in (("fp4", "fp8"), ("fp32", "bf16"), ("tf32", "bf16"), ("float32", "bf16")):
         if name in words:
-            raise ValueError(f"no run in {words[:20]} was published; the nearest known precision is {nearest}")
+            raise ValueError(
+                f"no run in {words[:20]} was published; the nearest known precision is {nearest}"
+            )
     return "fp8" if "fp8" in words else words
 
 
 def _recompute(texts: Mapping[str, str], assumptions: list[str]) -> tuple[str, set[str]]:
     """The column's words as one of three kinds, with a framework's variant of it as options."""
-    words, group = texts.get("recompute", "none"), texts.get("group", "")
+    words = texts.get("recompute", "none")
+    group = texts.get("group", "")
     if words == "not printed":
         assumptions.append("no recomputation")
         return "none", set()
-    if "maxtext" in words:  # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
-        return ("none", set()) if "minimal" in words else ("full", set() if "full" in words else {"save_qkv"})
-    if words == "per-op selective" or (words == "selective" and group in ("torchtitan", "titan_blog")):
+    # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
+    if "maxtext" in words:
+        return (
+            ("none", set())
+            if "minimal" in words
+            else ("full", set() if "full" in words else {"save_qkv"})
+        )
+    if words == "per-op selective" or (
+        words == "selective" and group in ("torchtitan", "titan_blog")
+    ):
         return "selective", {"op_recompute"}
     if words == "selective" and group == "fms":
         return "selective", {"layer_recompute"}
