@@ -1,1 +1,2 @@
-"""The all-reduce lab: what it costs to average a tensor over ranks, and which algorithm does it best."""
+"""The all-reduce lab: what it costs to average a tensor over ranks, and which algorithm does it
+best."""

@@ -1,8 +1,10 @@
-"""All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it best.
+"""All-reduce: what averaging a tensor over ranks costs, and which algorithm and transport does it
+best.
 
-Each point is one size and number of ranks: algorithms that pass an exact check take turns with torch's all-reduce.
-Times are the slowest rank's. Ratios compare times of the same round, except between scheduling policies, each of which
-has ranks of its own. Short tensors are measured in two sessions: again later, by new processes.
+Each point is one size and number of ranks: algorithms that pass an exact check take turns with
+torch's all-reduce. Times are the slowest rank's. Ratios compare times of the same round, except
+between scheduling policies, each of which has ranks of its own. Short tensors are measured in two
+sessions: again later, by new processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +26,21 @@ from labkit.lab.point import repeat_in_sessions
 from labkit.machine.description import Machine
 from labkit.parallel.collectives import ALGORITHMS
 from labkit.parallel.transport import POINT_TO_POINT, SHARED
-from labkit.studies.all_reduce.worker import FLOOR, LABKIT, OVER, TORCH, AllReducePoint, measure, register
+from labkit.studies.all_reduce.worker import (
+    FLOOR,
+    LABKIT,
+    OVER,
+    TORCH,
+    AllReducePoint,
+    measure,
+    register,
+)
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 PEAK = "peak of the links"
-SESSIONS_UP_TO_BYTES = MIB  # longer tensors have one session: their times hardly differ between processes
+# longer tensors have one session: their times hardly differ between processes
+SESSIONS_UP_TO_BYTES = MIB
 
 Bytes = Annotated[int, Field(ge=8, lt=2**48, multiple_of=8)]
 """Bytes of the whole tensor, a multiple of every dtype's size."""
@@ -41,7 +53,8 @@ class AllReduceConfig(TimedConfig):
     world_sizes: Some[Ranks] = [2, 4]
     sizes_bytes: Some[Bytes] = [KIB, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 10 * MIB]
     algorithms: list[Algorithm] = [*(name for name in ALGORITHMS if name != "one_shot"), LABKIT]
-    """Compared with torch's, point to point. "one_shot", which sends p/2 times a ring's bytes, must be asked for."""
+    """Compared with torch's, point to point. "one_shot", which sends p/2 times a ring's bytes, must
+    be asked for."""
     transports: list[Literal["point_to_point", "shared"]] = ["point_to_point", "shared"]
     """labkit's `all_reduce` over each is compared with torch's."""
     scheduling_bytes: list[Bytes] = [4 * KIB, 64 * KIB]
@@ -63,12 +76,15 @@ POLICY_KEYS = (*CONFIGURATION, "algorithm")
 
 
 def _common_repeats(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of repeats that both policies have: each is measured by other ranks, whose rounds may end earlier."""
+    """Rows of repeats that both policies have: each is measured by other ranks, whose rounds may
+    end earlier."""
     by_repeat = rows.groupby([*POLICY_KEYS, "session", "repeat"], dropna=False)["scheduling"]
     return rows[by_repeat.transform("nunique") == 2]
 
 
-POLICY_TIME = Metric("seconds", "scheduling", POLICY_KEYS, where={"sweep": "scheduling"}, prepare=_common_repeats)
+POLICY_TIME = Metric(
+    "seconds", "scheduling", POLICY_KEYS, where={"sweep": "scheduling"}, prepare=_common_repeats
+)
 NAMES = {
     TORCH: "torch's all-reduce",
     LABKIT: "labkit's all_reduce",
@@ -82,16 +98,24 @@ NAMES = {
 
 
 def points(config: AllReduceConfig, machine: Machine) -> Sequence[AllReducePoint]:
-    """Plan every size over gloo; with several GPUs over NCCL, and then torch's over gloo. Repeat short ones later."""
+    """Plan every size over gloo; with several GPUs over NCCL, and then torch's over gloo. Repeat
+    short ones later."""
     once = list(_points(config, "gloo"))
     if len(machine.gpus) > 1:
-        once = [*_points(config, "nccl"), *_points(config.model_copy(update={"algorithms": []}), "gloo")]
+        once = [
+            *_points(config, "nccl"),
+            *_points(config.model_copy(update={"algorithms": []}), "gloo"),
+        ]
     short = [point for point in once if point.n_bytes <= SESSIONS_UP_TO_BYTES]
     return [*once, *repeat_in_sessions(short, config.sessions)]
 
 
 def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
-    over_transports = (TORCH, *(f"{LABKIT}{OVER}{transport}" for transport in config.transports), FLOOR)
+    over_transports = (
+        TORCH,
+        *(f"{LABKIT}{OVER}{transport}" for transport in config.transports),
+        FLOOR,
+    )
     algorithms = tuple(dict.fromkeys((TORCH, *config.algorithms)))
     sizes = [n for n in config.sizes_bytes if backend == "nccl" or n <= config.gloo_up_to_bytes]
     worlds = [world_size for world_size in config.world_sizes if world_size > 1]
@@ -99,11 +123,24 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     for world_size, n_bytes in product(worlds, sizes):
         yield point(sweep="sizes", world_size=world_size, n_bytes=n_bytes, algorithms=algorithms)
         if backend == "gloo":
-            yield point(sweep="transports", world_size=world_size, n_bytes=n_bytes, algorithms=over_transports)
-    policies = product(worlds, ("batch", "default"), config.scheduling_bytes if backend == "gloo" else ())
+            yield point(
+                sweep="transports",
+                world_size=world_size,
+                n_bytes=n_bytes,
+                algorithms=over_transports,
+            )
+    policies = product(
+        worlds, ("batch", "default"), config.scheduling_bytes if backend == "gloo" else ()
+    )
     for world_size, policy, n_bytes in policies:
         both = (TORCH, LABKIT)
-        yield point(sweep="scheduling", world_size=world_size, n_bytes=n_bytes, scheduling=policy, algorithms=both)
+        yield point(
+            sweep="scheduling",
+            world_size=world_size,
+            n_bytes=n_bytes,
+            scheduling=policy,
+            algorithms=both,
+        )
 
 
 def times(results: Results) -> pd.DataFrame:
@@ -120,41 +157,51 @@ def times(results: Results) -> pd.DataFrame:
 
 def torch_times(results: Results) -> pd.DataFrame:
     """Return torch's all-reduce by size and ranks; NCCL's rows come before gloo's."""
-    table, keys = times(results), list(CONFIGURATION)
+    table = times(results)
+    keys = list(CONFIGURATION)
     table = table[table["algorithm"] == TORCH].drop(columns="algorithm")
     return table.sort_values(keys, ascending=[key != "backend" for key in keys])
 
 
 def bandwidth(results: Results) -> pd.DataFrame:
-    """Bus bandwidth of torch's all-reduce by size and ranks, over NCCL if there is NCCL, with the peak of the links."""
+    """Bus bandwidth of torch's all-reduce by size and ranks, over NCCL if there is NCCL, with the
+    peak of the links."""
     table = torch_times(results)[[*CONFIGURATION, "seconds", "busbw_gb_per_s"]]
     table = table[table["backend"] == table["backend"].max()]  # "nccl" > "gloo"
     table = table.assign(kind=[f"{ranks} ranks" for ranks in table["world_size"]])
     over_nccl = table[table["backend"] == "nccl"].drop_duplicates("n_bytes")
     ends = pd.concat([over_nccl.head(1), over_nccl.tail(1)])
-    peak = ends.assign(kind=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan"))
+    peak = ends.assign(
+        kind=PEAK, busbw_gb_per_s=results.link_bytes_per_s / 1e9, seconds=float("nan")
+    )
     return pd.concat([peak.dropna(subset="busbw_gb_per_s"), table], ignore_index=True)
 
 
 def predictions(results: Results) -> pd.DataFrame:
-    """Measured times of each algorithm, and those predicted from its messages and bytes by the calibration."""
+    """Measured times of each algorithm, and those predicted from its messages and bytes by the
+    calibration."""
     table = TIME.medians(results.frame)
     table = table[table["algorithm"].isin(ALGORITHMS)]
     return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
-    cost, ranks = ALL_REDUCE_COSTS.get(row["algorithm"]), int(row["world_size"])
+    cost = ALL_REDUCE_COSTS.get(row["algorithm"])
+    ranks = int(row["world_size"])
     if results.calibration is None or cost is None:
         return None
     way = NCCL if row["backend"] == "nccl" else "gloo"
-    return results.calibration.algorithm_s(way, row["algorithm"], cost(ranks, row["n_bytes"]), ranks)
+    return results.calibration.algorithm_s(
+        way, row["algorithm"], cost(ranks, row["n_bytes"]), ranks
+    )
 
 
 LAB = Lab(
     name="all_reduce",
     title="All-reduce",
-    summary="What averaging a tensor over ranks costs, and which algorithm and transport does it best.",
+    summary=(
+        "What averaging a tensor over ranks costs, and which algorithm and transport does it best."
+    ),
     config=AllReduceConfig,
     paper={
         "world_sizes": [2, 4, 6],
@@ -188,12 +235,17 @@ LAB = Lab(
             table=bandwidth,
             pick=lambda table: table["busbw_gb_per_s"].where(table["kind"] != PEAK).idxmax(),
             configuration=CONFIGURATION,
-            says="{world_size} ranks reach a bus bandwidth of {busbw_gb_per_s} GB/s with {n_bytes}.",
+            says=(
+                "{world_size} ranks reach a bus bandwidth of {busbw_gb_per_s} GB/s with {n_bytes}."
+            ),
             figure=Lines(x="n_bytes", y="busbw_gb_per_s", hue="kind", log="x"),
         ),
         Compare(
             id="algorithms",
-            text="Point to point, does one of labkit's algorithms beat torch's all-reduce, and at which sizes?",
+            text=(
+                "Point to point, does one of labkit's algorithms beat torch's all-reduce, and at"
+                " which sizes?"
+            ),
             metric=TIME,
             baseline=TORCH,
             topic="all_reduce",
@@ -207,7 +259,9 @@ LAB = Lab(
             table=predictions,
             measured="seconds",
             predicted="predicted_s",
-            figure=Lines(x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"),
+            figure=Lines(
+                x="n_bytes", y="measured_over_predicted", hue="algorithm", panel="world_size"
+            ),
         ),
         Compare(
             id="transports",
@@ -225,7 +279,10 @@ LAB = Lab(
             metric=POLICY_TIME,
             baseline="default",
             topic="scheduling",
-            advice="Run CPU ranks under SCHED_BATCH{where}. labkit does; start other programs with `chrt -b 0`.",
+            advice=(
+                "Run CPU ranks under SCHED_BATCH{where}. labkit does; start other programs with"
+                " `chrt -b 0`."
+            ),
             figure=Lines(x="n_bytes", hue="algorithm", panel="world_size"),
         ),
     ],

@@ -1,8 +1,8 @@
 """Worker of the all-reduce lab: check each alternative, then time those that pass.
 
-The check has two parts. Every rank holds the same random vector times a power of two, so that each knows the exact mean
-over ranks, in float64. Sums of whole numbers, which no float type rounds, show that no rank's part and no element is
-missing (`bench.checksums`).
+The check has two parts. Every rank holds the same random vector times a power of two, so that each
+knows the exact mean over ranks, in float64. Sums of whole numbers, which no float type rounds, show
+that no rank's part and no element is missing (`bench.checksums`).
 """
 
 import inspect
@@ -23,11 +23,14 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.parallel.transport import POINT_TO_POINT, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time
 
-TORCH, LABKIT, FLOOR = "torch", "auto", "floor"
+TORCH = "torch"
+LABKIT = "auto"
+FLOOR = "floor"
 RESERVED = frozenset((TORCH, LABKIT, FLOOR, *ALGORITHMS))
 OVER = " over "  # "auto over shared" is labkit's all_reduce through shared memory
 N_COPIES = 5  # tensors per rank: base, input, two or three results, scratch
-CALLS_ON_GPU, SHORT_BYTES = 10, 2**24
+CALLS_ON_GPU = 10
+SHORT_BYTES = 2**24
 CHUNK = 2**16  # elements compared at a time: their float64 copies stay in cache
 FLOOR_CHUNK_BYTES = 2**19  # added and copied at a time: they stay in cache
 
@@ -58,7 +61,8 @@ class AllReducePoint(SessionPoint):
 def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Add a user's all-reduce: a function of a tensor that leaves the sum over all ranks in it.
 
-    A function that takes `op` is called with op="sum" and op="mean"; otherwise the mean is the sum divided.
+    A function that takes `op` is called with op="sum" and op="mean"; otherwise the mean is the sum
+    divided.
     """
     if name in RESERVED:
         raise ValueError(f"expected a name other than {', '.join(sorted(RESERVED))}")
@@ -67,7 +71,12 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, Callable[.
 
 
 def _run_user_function(
-    function: Callable[..., Any], tensor: torch.Tensor, group: None = None, op: str = "mean", *, transport: str = ""
+    function: Callable[..., Any],
+    tensor: torch.Tensor,
+    group: None = None,
+    op: str = "mean",
+    *,
+    transport: str = "",
 ) -> None:
     if "op" in inspect.signature(function).parameters:
         function(tensor, op=op)
@@ -78,10 +87,18 @@ def _run_user_function(
 
 
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
-    """Yield one row per alternative: its error, and if it is right the seconds of each repeat on this rank."""
-    device, rows = use_device(point.device), dict[str, dict[str, Any]]()
-    dtype, generator = getattr(torch, point.dtype), torch.Generator().manual_seed(point.seed)
-    base = torch.rand(point.n_bytes // dtype.itemsize, generator=generator).sub_(0.5).to(dtype).to(device)
+    """Yield one row per alternative: its error, and if it is right the seconds of each repeat on
+    this rank."""
+    device = use_device(point.device)
+    rows = dict[str, dict[str, Any]]()
+    dtype = getattr(torch, point.dtype)
+    generator = torch.Generator().manual_seed(point.seed)
+    base = (
+        torch.rand(point.n_bytes // dtype.itemsize, generator=generator)
+        .sub_(0.5)
+        .to(dtype)
+        .to(device)
+    )
     own = base * _multiple(dist.get_rank())
     tensor = torch.empty_like(own)
     for name in point.algorithms:
@@ -97,14 +114,23 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         if algorithm == FLOOR:
             return {}, partial(_add_and_copy, tensor, own, base)
         options = {} if algorithm == TORCH else {"transport": transport or POINT_TO_POINT}
-        collectives: dict[str, Collective] = {TORCH: _torch_all_reduce, LABKIT: all_reduce, **ALGORITHMS}
+        collectives: dict[str, Collective] = {
+            TORCH: _torch_all_reduce,
+            LABKIT: all_reduce,
+            **ALGORITHMS,
+        }
         reduce = partial(collectives[algorithm], **options)
         dist.barrier()
         return _check(reduce, tensor.copy_(own), base), partial(reduce, tensor, op="sum")
 
-    # The host's launch is most of the time of a short one over NCCL: a sample is the mean of several.
+    # The host's launch is most of the time of a short one over NCCL: a sample is the mean of
+    # several.
     n_calls = CALLS_ON_GPU if point.device == "cuda" and point.n_bytes <= SHORT_BYTES else 1
-    clock: dict[str, Any] = {"prepare": lambda _: tensor.copy_(own), "before": dist.barrier, "calls": n_calls}
+    clock: dict[str, Any] = {
+        "prepare": lambda _: tensor.copy_(own),
+        "before": dist.barrier,
+        "calls": n_calls,
+    }
     yield from check_and_time(rows, check, device=device, **clock, **point.rounds)
 
 
@@ -115,7 +141,8 @@ def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
 
 
 def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
-    """Add p-1 parts of n/p elements and copy p-1: the work of an all-reduce without messages and waiting."""
+    """Add p-1 parts of n/p elements and copy p-1: the work of an all-reduce without messages and
+    waiting."""
     p = dist.get_world_size()
     size = tensor.numel() // p
     chunk = FLOOR_CHUNK_BYTES // tensor.itemsize
@@ -128,16 +155,22 @@ def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tens
 
 
 def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
-    """Compare a mean with the exact one, then sums of whole numbers; all ranks get the same verdict."""
+    """Compare a mean with the exact one, then sums of whole numbers; all ranks get the same
+    verdict."""
     reduce(tensor, op="mean")
     error = max_over_ranks(_relative_error(tensor, base))
-    # One rounding per addition and one for the division, each at most eps/2 of the largest partial sum; doubled.
+    # One rounding per addition and one for the division, each at most eps/2 of the largest partial
+    # sum; doubled.
     limit = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
-    return {"error": error, "check": first_wrong(partial(reduce, op="sum"), tensor) or verdict(error, limit)}
+    return {
+        "error": error,
+        "check": first_wrong(partial(reduce, op="sum"), tensor) or verdict(error, limit),
+    }
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
-    """Return the largest deviation from the exact mean over the largest mean; NaN counts as infinite."""
+    """Return the largest deviation from the exact mean over the largest mean; NaN counts as
+    infinite."""
     ranks = dist.get_world_size()
     factor = sum(_multiple(rank) for rank in range(ranks)) / ranks
     deviation = 0.0

@@ -1,1 +1,2 @@
-"""The attention lab: what explicit attention costs in time and memory, and what compiling or tiling changes."""
+"""The attention lab: what explicit attention costs in time and memory, and what compiling or tiling
+changes."""

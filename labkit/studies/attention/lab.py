@@ -1,4 +1,5 @@
-"""Attention: what it costs in time and memory, and which implementation is best here, from which length up."""
+"""Attention: what it costs in time and memory, and which implementation is best here, from which
+length up."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,7 +9,13 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import Field
 
-from labkit.costs.attention import BACKWARD_OVER_FORWARD, explicit_peak, explicit_saved, forward_flops, tiled_saved
+from labkit.costs.attention import (
+    BACKWARD_OVER_FORWARD,
+    explicit_peak,
+    explicit_saved,
+    forward_flops,
+    tiled_saved,
+)
 from labkit.lab.answers import Check, Compare, Report
 from labkit.lab.config import Count, DeviceConfig, Seconds, Sessions, Some, one_of
 from labkit.lab.declaration import Lab
@@ -17,10 +24,20 @@ from labkit.lab.metric import Metric, Results
 from labkit.lab.point import repeat_in_sessions
 from labkit.machine.description import Machine
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, register
-from labkit.studies.attention.worker import BOTH, COMPILED, EXPLICIT, FLASH, MARGIN, TILED, AttentionPoint, measure
+from labkit.studies.attention.worker import (
+    BOTH,
+    COMPILED,
+    EXPLICIT,
+    FLASH,
+    MARGIN,
+    TILED,
+    AttentionPoint,
+    measure,
+)
 
 SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
-Length = Annotated[int, Field(ge=16, lt=2**31)]  # gradients of shorter ones are sums of too few terms to be checked
+# gradients of shorter ones are sums of too few terms to be checked
+Length = Annotated[int, Field(ge=16, lt=2**31)]
 
 
 class AttentionConfig(DeviceConfig):
@@ -41,7 +58,8 @@ class AttentionConfig(DeviceConfig):
     sessions: Sessions = 2
     """How often lengths of up to 2048 tokens are measured, each time by other processes."""
     max_bytes: int = Field(2**29, ge=0)
-    """An implementation that needs more is skipped; 0: only one that does not fit into memory is."""
+    """An implementation that needs more is skipped; 0: only one that does not fit into memory
+    is."""
     rounds_s: Seconds | None = 1.0
 
 
@@ -64,19 +82,25 @@ NAMES = {
 
 
 def points(config: AttentionConfig, machine: Machine) -> Sequence[AttentionPoint]:
-    """Plan each dtype from short to long; then lengths up to 2048 again in further sessions, by other processes."""
+    """Plan each dtype from short to long; then lengths up to 2048 again in further sessions, by
+    other processes."""
     names = dict.fromkeys([EXPLICIT, *config.implementations])
     point = partial(AttentionPoint.of, config, device=machine.device(config.device))
     once: list[AttentionPoint] = []
-    for dtype, sequence, head_dim in product(config.dtypes, sorted(config.sequences), config.head_dims):
-        here = tuple(name for name in names if name != COMPILED or sequence in config.compiled_sequences)
+    for dtype, sequence, head_dim in product(
+        config.dtypes, sorted(config.sequences), config.head_dims
+    ):
+        here = tuple(
+            name for name in names if name != COMPILED or sequence in config.compiled_sequences
+        )
         once.append(point(implementations=here, dtype=dtype, sequence=sequence, head_dim=head_dim))
     short = [point for point in once if point.sequence <= SESSIONS_UP_TO]
     return [*once, *repeat_in_sessions(short, config.sessions)]
 
 
 def growth(results: Results) -> pd.DataFrame:
-    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in float32 last.
+    """Time of both passes, its growth since half the length, and useful FLOP/s; naive attention in
+    float32 last.
 
     Empty if naive attention was not measured at a length and at half of it.
     """
@@ -85,7 +109,9 @@ def growth(results: Results) -> pd.DataFrame:
         return table
     keys = [*(name for name in CONFIGURATION if name != "sequence"), "implementation"]
     before = table.groupby(keys, dropna=False)[["sequence", "seconds"]].shift()
-    ratio = (table["seconds"] / before["seconds"]).where(table["sequence"] == 2 * before["sequence"])
+    ratio = (table["seconds"] / before["seconds"]).where(
+        table["sequence"] == 2 * before["sequence"]
+    )
     causal = bool(results.frame["causal"].iloc[0])
     sizes = table[["batch", "sequence", "head_dim"]].to_numpy()
     flops = [(1 + BACKWARD_OVER_FORWARD) * forward_flops(*size, causal=causal) for size in sizes]
@@ -99,28 +125,44 @@ def held(results: Results) -> pd.DataFrame:
     """Return bytes that autograd holds between the passes, and the formulas' bytes."""
     keys = [*CONFIGURATION, "causal", "implementation"]
     rows = results.rows([*keys, "saved_bytes"]).dropna(subset="saved_bytes")
-    table = rows[rows["implementation"].isin([EXPLICIT, TILED])].groupby(keys, as_index=False)["saved_bytes"].sum()
-    return table.assign(predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]).drop(columns="causal")
+    table = (
+        rows[rows["implementation"].isin([EXPLICIT, TILED])]
+        .groupby(keys, as_index=False)["saved_bytes"]
+        .sum()
+    )
+    return table.assign(
+        predicted_bytes=[_predict_held(row) for row in table.to_dict("records")]
+    ).drop(columns="causal")
 
 
 def _predict_held(row: dict[str, Any]) -> int:
     size = row["batch"], row["sequence"], row["head_dim"], 4 if row["dtype"] == "float32" else 2
-    formula = tiled_saved if row["implementation"] == TILED else partial(explicit_saved, causal=row["causal"])
+    formula = (
+        tiled_saved
+        if row["implementation"] == TILED
+        else partial(explicit_saved, causal=row["causal"])
+    )
     return sum(formula(*size).values())
 
 
 def end_of_memory(results: Results) -> pd.DataFrame:
-    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first that does not fit.
+    """Return predicted peak of naive attention in float32 by length, with a margin, up to the first
+    that does not fit.
 
     For the run's batch and its largest head dimension.
     """
-    frame, rows = results.frame, list[dict[str, Any]]()
+    frame = results.frame
+    rows = list[dict[str, Any]]()
     if frame.empty or not results.machine_bytes > 0:
         return pd.DataFrame()
-    batch, head_dim, causal = int(frame["batch"].iloc[0]), int(frame["head_dim"].max()), bool(frame["causal"].iloc[0])
+    batch = int(frame["batch"].iloc[0])
+    head_dim = int(frame["head_dim"].max())
+    causal = bool(frame["causal"].iloc[0])
     for sequence in (2**exponent for exponent in range(8, 31)):
         needed = MARGIN * sum(explicit_peak(batch, sequence, head_dim, 4, causal=causal).values())
-        rows.append({"batch": batch, "head_dim": head_dim, "sequence": sequence, "needed_bytes": needed})
+        rows.append(
+            {"batch": batch, "head_dim": head_dim, "sequence": sequence, "needed_bytes": needed}
+        )
         if needed > results.machine_bytes:
             break
     return pd.DataFrame(rows).assign(memory_bytes=results.machine_bytes)
@@ -129,7 +171,10 @@ def end_of_memory(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="attention",
     title="Attention",
-    summary="What attention costs in time and memory, and which implementation is best here, from which length up.",
+    summary=(
+        "What attention costs in time and memory, and which implementation is best here, from which"
+        " length up."
+    ),
     config=AttentionConfig,
     paper={
         "sequences": [2**k for k in range(7, 17)],
@@ -160,7 +205,10 @@ LAB = Lab(
             text="How does the time of both passes grow with the sequence length?",
             table=growth,
             configuration=CONFIGURATION,
-            says="At {sequence} tokens naive attention takes {times_per_doubling} times as long as at half the length.",
+            says=(
+                "At {sequence} tokens naive attention takes {times_per_doubling} times as long as"
+                " at half the length."
+            ),
             figure=Lines(source=PHASES, x="sequence", panel="phase", at=AT),
         ),
         Compare(
@@ -196,7 +244,10 @@ LAB = Lab(
             table=end_of_memory,
             verdict="predicted",
             configuration=("batch", "head_dim"),
-            says="At {sequence} tokens it needs {needed_bytes}, with a margin; this machine has {memory_bytes}.",
+            says=(
+                "At {sequence} tokens it needs {needed_bytes}, with a margin; this machine has"
+                " {memory_bytes}."
+            ),
         ),
     ],
 )

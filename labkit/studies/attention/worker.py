@@ -1,7 +1,8 @@
 """Worker of the attention lab: check every implementation, then time those that pass.
 
-Each implementation is compared with float64 in a pass whose peak memory is recorded. One that does not fit, cannot run
-here, raises, or takes longer for a single pass than all rounds may, becomes a row with the reason.
+Each implementation is compared with float64 in a pass whose peak memory is recorded. One that does
+not fit, cannot run here, raises, or takes longer for a single pass than all rounds may, becomes a
+row with the reason.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,19 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED, unava
 from labkit.nn.attention_problem import AttentionProblem, Passes, check
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
-EXPLICIT, COMPILED, TILED, FLASH = "explicit", "compiled", "tiled", "flash"
+EXPLICIT = "explicit"
+COMPILED = "compiled"
+TILED = "tiled"
+FLASH = "flash"
 WHOLE_MATRIX = (EXPLICIT, COMPILED, "sdpa_math")
 """Implementations that build the whole matrix of scores."""
 SLOW_AT_FIRST = (COMPILED, FLASH)
 """Implementations whose first call compiles or tunes tiles."""
 COMPILE_S = 3.0
 """Planned seconds of such a first call."""
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
+FORWARD = "forward"
+BACKWARD = "backward"
+BOTH = "forward and backward"
 MARGIN = 1.1  # over the formulas: allocators round up, and matmuls have workspaces
 TOO_SLOW = "right, but too slow to time"
 WARM_UP_TOKENS = 64
@@ -36,7 +42,8 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPoint(SessionPoint):
-    """Implementations to compare on one problem, (batch, sequence, head_dim); a head counts as a sequence."""
+    """Implementations to compare on one problem, (batch, sequence, head_dim); a head counts as a
+    sequence."""
 
     batch: int
     sequence: int
@@ -54,7 +61,8 @@ class AttentionPoint(SessionPoint):
 
     @property
     def needed_bytes(self) -> float:
-        """Memory of the leanest implementation; one that does not fit becomes a row of its point."""
+        """Memory of the leanest implementation; one that does not fit becomes a row of its
+        point."""
         return min(map(self.needed_by, self.implementations))
 
     @property
@@ -63,17 +71,25 @@ class AttentionPoint(SessionPoint):
         return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations})
 
     def needed_by(self, implementation: str) -> float:
-        """Return the predicted memory of a forward and backward pass, inputs included, with a margin."""
+        """Return the predicted memory of a forward and backward pass, inputs included, with a
+        margin."""
         # SDPA's unfused backend computes in float32, whatever the inputs are.
-        element = max(4, self.torch_dtype.itemsize) if implementation == "sdpa_math" else self.torch_dtype.itemsize
+        element = (
+            max(4, self.torch_dtype.itemsize)
+            if implementation == "sdpa_math"
+            else self.torch_dtype.itemsize
+        )
         size = self.batch, self.sequence, self.head_dim, element
-        if implementation in WHOLE_MATRIX or implementation not in RESERVED:  # a user's may build the matrix
+        # a user's may build the matrix
+        if implementation in WHOLE_MATRIX or implementation not in RESERVED:
             return MARGIN * sum(explicit_peak(*size, causal=self.causal).values())
-        return MARGIN * 2 * sum(tiled_saved(*size).values())  # as much again for gradients and tiles
+        # as much again for gradients and tiles
+        return MARGIN * 2 * sum(tiled_saved(*size).values())
 
 
 def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
-    """Rows by `phase`: checks and peaks ("both"), tensors held between the passes ("saved"), seconds of each repeat."""
+    """Rows by `phase`: checks and peaks ("both"), tensors held between the passes ("saved"),
+    seconds of each repeat."""
     shape = (point.batch, point.sequence, point.head_dim)
     problem: AttentionProblem | None = None
     right: dict[str, Passes] = {}
@@ -83,7 +99,9 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
             yield row | {"not_measured": reason}
             continue
         if problem is None:
-            problem = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed)
+            problem = AttentionProblem(
+                shape, point.torch_dtype, point.device, causal=point.causal, seed=point.seed
+            )
         passes = Passes(problem, IMPLEMENTATIONS[name])
         row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
         yield row
@@ -103,7 +121,8 @@ def _refusal(point: AttentionPoint, name: str) -> str | None:
     device = torch.device(point.device)
     if (reason := unavailable_reason(name, device, point.torch_dtype, point.head_dim)) is not None:
         return reason
-    needed, available = point.needed_by(name), available_memory_bytes()
+    needed = point.needed_by(name)
+    available = available_memory_bytes()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info()[0]
@@ -115,11 +134,14 @@ def _refusal(point: AttentionPoint, name: str) -> str | None:
     return None
 
 
-def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, name: str) -> dict[str, Any]:
+def _examine(
+    point: AttentionPoint, problem: AttentionProblem, passes: Passes, name: str
+) -> dict[str, Any]:
     """Warm up, then run one pass with its peak memory, and compare it with float64."""
     _ = problem.reference  # computed now, not inside the measured pass
     warm_up = passes
-    if name not in SLOW_AT_FIRST:  # libraries allocate their workspaces, which do not belong to this problem
+    # libraries allocate their workspaces, which do not belong to this problem
+    if name not in SLOW_AT_FIRST:
         shape = (1, WARM_UP_TOKENS, point.head_dim)
         small = AttentionProblem(shape, point.torch_dtype, point.device, causal=point.causal)
         warm_up = Passes(small, IMPLEMENTATIONS[name])
@@ -129,18 +151,25 @@ def _examine(point: AttentionPoint, problem: AttentionProblem, passes: Passes, n
     row: dict[str, Any] = dict(zip(("error", "check"), check(problem, results), strict=True))
     if row["check"] == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
         del results
-        pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])  # the first may have met a stall
+        # the first may have met a stall
+        pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])
         if pass_s > point.rounds_s:
             limit = format_seconds(point.rounds_s)
-            row["check"] = f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {limit} for all rounds"
+            row["check"] = (
+                f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {limit} for all rounds"
+            )
     if point.session == 1:
         row["peak_bytes"] = record.peaks[BOTH]
     return row
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:
-    """Time forward and backward, each backward pass after its forward pass, and add up both in each round."""
-    phases = {name: {phase: getattr(passes, phase) for phase in (FORWARD, BACKWARD)} for name, passes in right.items()}
+    """Time forward and backward, each backward pass after its forward pass, and add up both in each
+    round."""
+    phases = {
+        name: {phase: getattr(passes, phase) for phase in (FORWARD, BACKWARD)}
+        for name, passes in right.items()
+    }
     rows = {name: {"implementation": name, "check": "ok"} for name in right}
     forward: dict[str, list[float]] = {}
     for row in timed_rows(rows, phases, device=point.device, **point.rounds):
@@ -148,5 +177,8 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
         if row.get("phase") == FORWARD:
             forward[row["implementation"]] = row["seconds"]
         elif row.get("phase") == BACKWARD:
-            both = [sum(pair) for pair in zip(forward[row["implementation"]], row["seconds"], strict=True)]
+            both = [
+                sum(pair)
+                for pair in zip(forward[row["implementation"]], row["seconds"], strict=True)
+            ]
             yield row | {"phase": BOTH, "seconds": both}

@@ -1,4 +1,5 @@
-"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and in as little memory."""
+"""Training on CIFAR-100: whether labkit's wrapper and SyncBatchNorm train as well, as fast and in
+as little memory."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +11,17 @@ import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
 from labkit.lab.answers import Check, Compare, Report
-from labkit.lab.config import Count, Device, LabConfig, ParameterError, Seconds, Seed, SeveralRanks, Some, one_of
+from labkit.lab.config import (
+    Count,
+    Device,
+    LabConfig,
+    ParameterError,
+    Seconds,
+    Seed,
+    SeveralRanks,
+    Some,
+    one_of,
+)
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Bars, Lines
 from labkit.lab.metric import Metric, Results
@@ -18,10 +29,25 @@ from labkit.lab.project import datasets_directory, kind_of_path
 from labkit.machine.description import Machine
 from labkit.nn.datasets import CIFAR100_MD5, DatasetError, fetch_cifar100, file_md5, read_cifar100
 from labkit.studies.cifar100.training import IMPLEMENTATIONS, TORCH_SYNC
-from labkit.studies.cifar100.worker import CIFAR100, DIGITS, EPOCH, MEMORY, N_IMAGES, TrainingPoint, train
+from labkit.studies.cifar100.worker import (
+    CIFAR100,
+    DIGITS,
+    EPOCH,
+    MEMORY,
+    N_IMAGES,
+    TrainingPoint,
+    train,
+)
 
-LABKIT, TORCH, SYNCHRONIZED, LOCAL = "own", "torch", "SyncBatchNorm", "BatchNorm"
-RESULTS = {"accuracy_percent": "accuracy", "validation_loss": "validation loss", "train_loss": "training loss"}
+LABKIT = "own"
+TORCH = "torch"
+SYNCHRONIZED = "SyncBatchNorm"
+LOCAL = "BatchNorm"
+RESULTS = {
+    "accuracy_percent": "accuracy",
+    "validation_loss": "validation loss",
+    "train_loss": "training loss",
+}
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 
 
@@ -57,7 +83,9 @@ class CifarConfig(LabConfig):
             return None
         path = Path(archive).expanduser() if archive.startswith("~/") else Path(archive)
         if kind_of_path(path) != "file" or not os.access(path, os.R_OK):
-            raise ValueError("should be the path of CIFAR-100's binary archive, and there is no file to read")
+            raise ValueError(
+                "should be the path of CIFAR-100's binary archive, and there is no file to read"
+            )
         return str(path.resolve())
 
     @model_validator(mode="after")
@@ -68,15 +96,24 @@ class CifarConfig(LabConfig):
 
 
 def points(config: CifarConfig, machine: Machine) -> list[TrainingPoint]:
-    """Plan one point per seed. ParameterError for an archive that is incomplete or not in CIFAR-100's format."""
+    """Plan one point per seed. ParameterError for an archive that is incomplete or not in
+    CIFAR-100's format."""
     device = machine.device(config.device)
     names = [name for name in config.implementations if device == "cuda" or name != TORCH_SYNC]
     if not names:
-        raise ParameterError("cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors")
+        raise ParameterError(
+            "cifar100: parameter 'implementations': torch's SyncBatchNorm refuses CPU tensors"
+        )
     dataset = CIFAR100 if config.archive else config.dataset
     if config.archive is not None:
         _check_archive(Path(config.archive), "parameter 'archive': ")
-    md5 = None if dataset == DIGITS else CIFAR100_MD5 if config.archive is None else file_md5(Path(config.archive))
+    md5 = (
+        None
+        if dataset == DIGITS
+        else CIFAR100_MD5
+        if config.archive is None
+        else file_md5(Path(config.archive))
+    )
     about: dict[str, Any] = {"dataset": dataset, "md5": md5, "implementations": names}
     point = partial(TrainingPoint.on, machine, config, config.world_size, **about)
     return [point(seed=seed, has_memory=seed == config.seeds[0]) for seed in config.seeds]
@@ -111,10 +148,12 @@ def _select_last_epochs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the median epoch of each seed without its warm-up: epochs of one training are alike."""
+    """Return the median epoch of each seed without its warm-up: epochs of one training are
+    alike."""
     is_warm_up = rows["warm_up"].astype(bool)
     has_others = ~is_warm_up.groupby([rows["implementation"], rows["seed"]]).transform("all")
-    rows, keys = rows[~(is_warm_up & has_others)], [*CONFIGURATION, "wrapper", "seed"]
+    rows = rows[~(is_warm_up & has_others)]
+    keys = [*CONFIGURATION, "wrapper", "seed"]
     slowest = rows.groupby([*keys, "epoch"], dropna=False)["epoch_s"].max()
     medians = slowest.groupby(level=keys, dropna=False).median().reset_index(name="epoch_s")
     return medians.assign(repeat=medians["seed"])
@@ -123,7 +162,9 @@ def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
 CONFIGURATION = ("dataset", "world_size", "batch", "epochs", "batch_norm")
 EPOCHS = {"phase": EPOCH, "check": "ok"}
 BY_WRAPPER = ("dataset", "world_size", "batch", "epochs", "wrapper")
-LOSS = Metric("validation_loss", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_select_last_epochs)
+LOSS = Metric(
+    "validation_loss", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_select_last_epochs
+)
 TIME = Metric("epoch_s", "wrapper", CONFIGURATION, where=EPOCHS, prepare=_compute_median_epochs)
 PEAK = Metric("peak_bytes", "wrapper", CONFIGURATION, where={"phase": MEMORY}, exact=True)
 NAMES = {
@@ -141,15 +182,18 @@ def by_epoch(results: Results) -> pd.DataFrame:
 
 
 def last_epochs(results: Results) -> pd.DataFrame:
-    """Return medians over the seeds after the last epoch, by implementation, and the range of the accuracy."""
+    """Return medians over the seeds after the last epoch, by implementation, and the range of the
+    accuracy."""
     groups = _select_last_epochs(_rows(results)).groupby(["dataset", "implementation"], sort=False)
     accuracy = groups["accuracy_percent"].agg(smallest="min", largest="max", seeds="count")
     return groups[list(RESULTS)].median().join(accuracy).reset_index()
 
 
 def same_training(results: Results) -> pd.DataFrame:
-    """Return each seed's results after the last epoch with labkit's parts and with torch's, by batch norm."""
-    rows, keys = _select_last_epochs(_rows(results)).rename(columns=RESULTS), ["batch_norm", "seed", "result"]
+    """Return each seed's results after the last epoch with labkit's parts and with torch's, by
+    batch norm."""
+    rows = _select_last_epochs(_rows(results)).rename(columns=RESULTS)
+    keys = ["batch_norm", "seed", "result"]
     long = rows.melt(["wrapper", "batch_norm", "seed"], list(RESULTS.values()), "result")
     wide = long.pivot_table(index=keys, columns="wrapper", values="value")
     return wide.reindex(columns=[LABKIT, TORCH]).reset_index().rename_axis(columns=None)
@@ -164,10 +208,19 @@ def _rows(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="cifar100",
     title="Training on CIFAR-100",
-    summary="Whether labkit's wrapper and SyncBatchNorm train as well as torch's, as fast, and in as little memory.",
+    summary=(
+        "Whether labkit's wrapper and SyncBatchNorm train as well as torch's, as fast, and in as"
+        " little memory."
+    ),
     config=CifarConfig,
     smoke={"train_images": 128, "epochs": 2},
-    paper={"dataset": CIFAR100, "train_images": None, "epochs": 16, "batch": 64, "timeout_s": 86_400.0},
+    paper={
+        "dataset": CIFAR100,
+        "train_images": None,
+        "epochs": 16,
+        "batch": 64,
+        "timeout_s": 86_400.0,
+    },
     on_gpu={"world_size": 8, "train_images": None, "batch": 16, "accumulation": 1},
     worker=train,
     points=points,
@@ -180,8 +233,13 @@ LAB = Lab(
             text="How well does the net learn?",
             table=last_epochs,
             configuration=("dataset", "implementation"),
-            says="On {dataset}, the net classifies {accuracy_percent}% of the validation images correctly.",
-            figure=Lines(source=by_epoch, x="epoch", y="validation_loss", hue="implementation", log=""),
+            says=(
+                "On {dataset}, the net classifies {accuracy_percent}% of the validation images"
+                " correctly."
+            ),
+            figure=Lines(
+                source=by_epoch, x="epoch", y="validation_loss", hue="implementation", log=""
+            ),
         ),
         Check(
             id="same_training",

@@ -1,8 +1,9 @@
-"""Trains the net with one implementation: images of each update, gradient accumulation, dropout, validation.
+"""Trains the net with one implementation: images of each update, gradient accumulation, dropout,
+validation.
 
-Initial weights, the order of images and dropout's masks depend on seed, epoch and rank alone. So all implementations of
-a seed see the same, and a resumed training needs no state of a random generator, only weights, running statistics and
-momentum.
+Initial weights, the order of images and dropout's masks depend on seed, epoch and rank alone. So
+all implementations of a seed see the same, and a resumed training needs no state of a random
+generator, only weights, running statistics and momentum.
 """
 
 import hashlib
@@ -21,8 +22,10 @@ from labkit.nn.vision import SmallConvNet
 from labkit.parallel.data_parallel import TORCH, BucketedDDP, wrap
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 
-OWN_SYNC, OWN_LOCAL = "own + SyncBatchNorm", "own + BatchNorm"
-TORCH_SYNC, TORCH_LOCAL = "torch + SyncBatchNorm", "torch + BatchNorm"
+OWN_SYNC = "own + SyncBatchNorm"
+OWN_LOCAL = "own + BatchNorm"
+TORCH_SYNC = "torch + SyncBatchNorm"
+TORCH_LOCAL = "torch + BatchNorm"
 ALONE = "one process"
 MAX_VALIDATED = 500  # images in one forward pass
 
@@ -58,26 +61,36 @@ class Trainer:
     """The net under one wrapper with its optimizer. All ranks build it, in the same order."""
 
     def __init__(self, implementation: str, recipe: Recipe, seed: int):
-        self.implementation, self.recipe = implementation, recipe
+        self.implementation = implementation
+        self.recipe = recipe
         torch.manual_seed(seed_of(seed, "weights"))
         dropout = {} if recipe.dropout else {"dropout": (0.0, 0.0)}
-        net: nn.Module = SmallConvNet(recipe.classes, **dropout).to(device=recipe.device, dtype=recipe.dtype)
+        net: nn.Module = SmallConvNet(recipe.classes, **dropout).to(
+            device=recipe.device, dtype=recipe.dtype
+        )
         self.model: Any = _MODELS[implementation](net)
         self.net = net
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
+        self.optimizer = torch.optim.SGD(
+            self.net.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum
+        )
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum of their losses.
+        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum
+        of their losses.
 
         The loss is the mean over the images of all ranks, which have equally many.
         """
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
-        batches = list(zip(images.split(self.recipe.batch), labels.split(self.recipe.batch), strict=True))
+        batches = list(
+            zip(images.split(self.recipe.batch), labels.split(self.recipe.batch), strict=True)
+        )
         for index, (x, y) in enumerate(batches):
             alone = self.implementation == ALONE
             with nullcontext() if alone or index == len(batches) - 1 else self.model.no_sync():
-                loss = cross_entropy(self.model(self._pixels(x)), y.to(self.recipe.device), reduction="sum")
+                loss = cross_entropy(
+                    self.model(self._pixels(x)), y.to(self.recipe.device), reduction="sum"
+                )
                 (loss / len(images)).backward()
             total += loss.detach()
         self.optimizer.step()
@@ -85,9 +98,11 @@ class Trainer:
         return total
 
     def epoch(self, images: Tensor, labels: Tensor, seed: int, epoch: int) -> tuple[Tensor, int]:
-        """Train one epoch on this rank's part of the images; return the sum of its losses, and the number of images."""
+        """Train one epoch on this rank's part of the images; return the sum of its losses, and the
+        number of images."""
         torch.manual_seed(seed_of(seed, "dropout", epoch, dist.get_rank()))
-        total, n_images = torch.zeros((), dtype=torch.float64, device=self.recipe.device), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
+        n_images = 0
         for update in updates_of(len(images), self.recipe, seed, epoch, dist.get_world_size()):
             mine = update[:, dist.get_rank()].flatten()
             total += self.update(images[mine], labels[mine])
@@ -121,7 +136,8 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of all.
+    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of
+    all.
 
     Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
     """
@@ -131,15 +147,19 @@ def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
 
 
 def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -> Iterator[Tensor]:
-    """Yield indices of the images of each update, (micro-batches, ranks, batch), in another order every epoch.
+    """Yield indices of the images of each update, (micro-batches, ranks, batch), in another order
+    every epoch.
 
-    Ranks get equally many whole micro-batches; a few images are left over. The last update of an epoch may have fewer
-    micro-batches than the others. ValueError for fewer than two images per rank.
+    Ranks get equally many whole micro-batches; a few images are left over. The last update of an
+    epoch may have fewer micro-batches than the others. ValueError for fewer than two images per
+    rank.
     """
     batch = min(recipe.batch, images // ranks)
     if batch < 2:  # batch norm needs more than one
         raise ValueError(f"expected at least two images per rank, got {images} for {ranks} ranks")
-    order = torch.randperm(images, generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch)))
+    order = torch.randperm(
+        images, generator=torch.Generator().manual_seed(seed_of(seed, "order", epoch))
+    )
     count = images // (ranks * batch)
     yield from order[: count * ranks * batch].view(count, ranks, batch).split(recipe.accumulation)
 

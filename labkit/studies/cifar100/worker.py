@@ -1,9 +1,9 @@
 """Worker of the CIFAR-100 lab: one seed, all implementations, epoch by epoch.
 
-Implementations are trained side by side, epoch 1 of each, then epoch 2 of each, so that the machine's load hits all
-alike. After each epoch rank 0 writes a checkpoint with the state of all of them and the rows so far. An interrupted
-point resumes from it, and yields its rows again. The first epoch of a training in a process is marked as warm-up, also
-after a resume.
+Implementations are trained side by side, epoch 1 of each, then epoch 2 of each, so that the
+machine's load hits all alike. After each epoch rank 0 writes a checkpoint with the state of all of
+them and the rows so far. An interrupted point resumes from it, and yields its rows again. The first
+epoch of a training in a process is marked as warm-up, also after a resume.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,15 @@ from labkit.bench.clock import time_once, turn_order
 from labkit.bench.memory import measure_second_peak
 from labkit.lab.point import Point
 from labkit.lab.project import datasets_directory
-from labkit.nn.datasets import CIFAR100_FILE, RECORD_BYTES, DatasetError, Images, digits, file_md5, read_cifar100
+from labkit.nn.datasets import (
+    CIFAR100_FILE,
+    RECORD_BYTES,
+    DatasetError,
+    Images,
+    digits,
+    file_md5,
+    read_cifar100,
+)
 from labkit.parallel.messages import gather_json
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
@@ -30,16 +38,21 @@ from labkit.studies.shared.alternatives import guarded_turn, row_of
 from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 from labkit.studies.shared.checks import largest_error
 
-DIGITS, CIFAR100 = "digits", "cifar100"
-EPOCH, MEMORY = "epoch", "memory"
+DIGITS = "digits"
+CIFAR100 = "cifar100"
+EPOCH = "epoch"
+MEMORY = "memory"
 N_IMAGES = {DIGITS: 1797, CIFAR100: 60_000}
-# For the plan: measured on two cores, and published for two GPUs (data/reference/cifar100_training_2gpu.csv).
+# For the plan: measured on two cores, and published for two GPUs
+# (data/reference/cifar100_training_2gpu.csv).
 IMAGES_PER_S = {"cpu": 1000, "cuda": 25_000}
 N_COPIES = 3  # of the images on a rank that reads them: the archive, its members, tensors
 CHECKED_UPDATES = 2
 # Small enough to be quick. Batch norm over two images is so steep that rounding alone grows large.
-CHECKED_BATCH, CHECKED_ACCUMULATION = 4, 2
-TOLERANCE = 1e-6  # in float64, relative to the largest change of a weight; rounding leaves some 1e-12
+CHECKED_BATCH = 4
+CHECKED_ACCUMULATION = 2
+# in float64, relative to the largest change of a weight; rounding leaves some 1e-12
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +82,10 @@ class TrainingPoint(Point):
     @property
     def planned_s(self) -> float:
         images = self.train_images or N_IMAGES[self.dataset]
-        return super().planned_s + len(self.implementations) * self.epochs * images / IMAGES_PER_S[self.device]
+        return (
+            super().planned_s
+            + len(self.implementations) * self.epochs * images / IMAGES_PER_S[self.device]
+        )
 
     @property
     def needed_bytes(self) -> float:
@@ -81,7 +97,8 @@ class TrainingPoint(Point):
 
 @dataclass(frozen=True)
 class RankData:
-    """The data of one rank: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the CPU."""
+    """The data of one rank: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the
+    CPU."""
 
     classes: int
     training: tuple[Tensor, Tensor]
@@ -92,8 +109,11 @@ class RankData:
     """Validation images in the shards of all ranks."""
 
 
-def read_data(dataset: str, archive: str | None, max_images: int | None, *, md5: str | None = None) -> RankData:
-    """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched; the first `max_images` are trained.
+def read_data(
+    dataset: str, archive: str | None, max_images: int | None, *, md5: str | None = None
+) -> RankData:
+    """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched; the first
+    `max_images` are trained.
 
     DatasetError for a bad archive, or one with another checksum than `md5`.
     """
@@ -113,7 +133,10 @@ def _read_archive(archive: str | None, md5: str | None) -> Images:
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from None
     if md5 is not None and actual != md5:
-        raise DatasetError(f"{path}: not the archive that was there at the beginning: expected MD5 {md5}, got {actual}")
+        raise DatasetError(
+            f"{path}: not the archive that was there at the beginning: expected MD5 {md5}, got"
+            f" {actual}"
+        )
     return read_cifar100(path)
 
 
@@ -124,11 +147,14 @@ def describe(implementation: str) -> dict[str, str]:
 
 
 def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank 0, its results."""
+    """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank
+    0, its results."""
     device = use_device(point.device)
     data = read_data(point.dataset, point.archive, point.train_images, md5=point.md5)
     names = ("batch", "accumulation", "learning_rate", "momentum")
-    recipe = Recipe(classes=data.classes, device=device, **{name: getattr(point, name) for name in names})
+    recipe = Recipe(
+        classes=data.classes, device=device, **{name: getattr(point, name) for name in names}
+    )
     checks = {
         name: row_of(name, partial(_check, name, recipe, data, point.seed), device=device)
         for name in point.implementations
@@ -136,26 +162,40 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
     for name, result in checks.items():
         if result["check"] != "ok":
             yield describe(name) | {"phase": EPOCH} | result
-    trainers = {name: Trainer(name, recipe, point.seed) for name, one in checks.items() if one["check"] == "ok"}
+    trainers = {
+        name: Trainer(name, recipe, point.seed)
+        for name, one in checks.items()
+        if one["check"] == "ok"
+    }
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
     done, rows = _resume(point, trainers, load_checkpoint(path))
     if not rows and point.has_memory:
         rows = [_peak_memory(name, recipe, data, point.seed) for name in trainers]
     yield from rows
     for epoch in range(done + 1, point.epochs + 1):
-        turns = turn_order(trainers, epoch, seed=point.id)  # shuffled as by the clock; a resume keeps the order
-        timed = [_time_epoch(trainers[name], epoch, data, point.seed) | checks[name] for name in turns]
+        # shuffled as by the clock; a resume keeps the order
+        turns = turn_order(trainers, epoch, seed=point.id)
+        timed = [
+            _time_epoch(trainers[name], epoch, data, point.seed) | checks[name] for name in turns
+        ]
         rows += [row | {"warm_up": epoch == done + 1} for row in timed]
         states = {name: trainer.state() for name, trainer in trainers.items()}
-        save_checkpoint(path, {"point": point.id, "epoch": epoch, "trainers": states, "rows": gather_json(rows)})
+        save_checkpoint(
+            path, {"point": point.id, "epoch": epoch, "trainers": states, "rows": gather_json(rows)}
+        )
         yield from rows[-len(timed) :]
 
 
 def _resume(
     point: TrainingPoint, trainers: dict[str, Trainer], state: dict[str, Any] | None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Load a checkpoint, if there is one of all these implementations; return its epoch, and their rows in it."""
-    if state is None or state["point"] != point.id or not trainers.keys() <= state["trainers"].keys():
+    """Load a checkpoint, if there is one of all these implementations; return its epoch, and their
+    rows in it."""
+    if (
+        state is None
+        or state["point"] != point.id
+        or not trainers.keys() <= state["trainers"].keys()
+    ):
         return 0, []
     for name, trainer in trainers.items():
         trainer.load(state["trainers"][name])
@@ -164,7 +204,8 @@ def _resume(
 
 
 def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict[str, Any]:
-    """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are equal on all ranks."""
+    """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are
+    equal on all ranks."""
     with guarded_turn(trainer.implementation, trainer.recipe.device):
         dist.barrier()
         train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
@@ -175,25 +216,39 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
     row = describe(trainer.implementation) | {"phase": EPOCH, "epoch": epoch, "epoch_s": epoch_s}
     if dist.get_rank() > 0:
         return row
-    return row | {"train_loss": float(sums[0] / sums[1]), "validation_loss": loss, "accuracy_percent": 100 * accuracy}
+    return row | {
+        "train_loss": float(sums[0] / sums[1]),
+        "validation_loss": loss,
+        "accuracy_percent": 100 * accuracy,
+    }
 
 
 def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Compare the weights after the first updates with those of one process that has the images of all ranks.
+    """Compare the weights after the first updates with those of one process that has the images of
+    all ranks.
 
-    In float64 and without dropout; the error is relative to the largest change of any weight, on the worst rank. Batch
-    norm over all ranks is that of one process on the whole micro-batch, local batch norm that of one process which
-    takes the ranks' micro-batches one by one.
+    In float64 and without dropout; the error is relative to the largest change of any weight, on
+    the worst rank. Batch norm over all ranks is that of one process on the whole micro-batch, local
+    batch norm that of one process which takes the ranks' micro-batches one by one.
     """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    recipe = replace(recipe, batch=CHECKED_BATCH, accumulation=CHECKED_ACCUMULATION, dropout=False, dtype=torch.float64)
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    recipe = replace(
+        recipe,
+        batch=CHECKED_BATCH,
+        accumulation=CHECKED_ACCUMULATION,
+        dropout=False,
+        dtype=torch.float64,
+    )
     alone = replace(recipe, batch=ranks * recipe.batch) if name in SYNCHRONIZED else recipe
-    trainer, reference = Trainer(name, recipe, seed), Trainer(ALONE, alone, seed)
+    trainer = Trainer(name, recipe, seed)
+    reference = Trainer(ALONE, alone, seed)
     before = _weights(reference)
     images, labels = data.training
     epochs = (updates_of(len(images), recipe, seed, epoch, ranks) for epoch in count(1))
     for update in islice(chain.from_iterable(epochs), CHECKED_UPDATES):
-        mine, everybody = update[:, rank].flatten(), update.flatten()
+        mine = update[:, rank].flatten()
+        everybody = update.flatten()
         trainer.update(images[mine], labels[mine])
         reference.update(images[everybody], labels[everybody])
     error = largest_error([_weights(trainer) - before], [_weights(reference) - before])
@@ -201,16 +256,20 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
 
 
 def _weights(trainer: Trainer) -> Tensor:
-    """All parameters in one vector: the bias before batch norm has a gradient of zero, and changes by rounding only."""
+    """All parameters in one vector: the bias before batch norm has a gradient of zero, and changes
+    by rounding only."""
     return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
 
 
 def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Return the allocator's peak over an update, model and optimizer included, one implementation after the other."""
+    """Return the allocator's peak over an update, model and optimizer included, one implementation
+    after the other."""
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()
     with guarded_turn(name, recipe.device):
         make = partial(Trainer, name, recipe, seed)
-        peak = measure_second_peak(make, lambda trainer: trainer.update(images, labels), device=recipe.device)
+        peak = measure_second_peak(
+            make, lambda trainer: trainer.update(images, labels), device=recipe.device
+        )
     return describe(name) | {"phase": MEMORY} | peak

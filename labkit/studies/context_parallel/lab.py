@@ -1,4 +1,5 @@
-"""Context parallelism: attention to a sequence that is cut over ranks, by a ring or gathered, in two layouts."""
+"""Context parallelism: attention to a sequence that is cut over ranks, by a ring or gathered, in
+two layouts."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -43,24 +44,45 @@ NAMES = {
 
 
 def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
-    """Plan from short to long. With more ranks than cores, one rank is no baseline: it would have more cores."""
+    """Plan from short to long. With more ranks than cores, one rank is no baseline: it would have
+    more cores."""
     device = machine.device(config.device)
-    for world_size, dtype, sequence in product(config.world_sizes, config.dtypes, sorted(config.lengths)):
+    for world_size, dtype, sequence in product(
+        config.world_sizes, config.dtypes, sorted(config.lengths)
+    ):
         if sequence % (2 * world_size):
-            raise ParameterError(f"context_parallel: expected multiples of {2 * world_size} as lengths, got {sequence}")
-        ways = worker.WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else worker.WAYS
-        yield ContextParallelPoint.on(machine, config, world_size, ways=ways, sequence=sequence, dtype=dtype)
+            raise ParameterError(
+                f"context_parallel: expected multiples of {2 * world_size} as lengths, got"
+                f" {sequence}"
+            )
+        ways = (
+            worker.WAYS[1:]
+            if device == "cpu" and ranks_here(world_size) > machine.cores
+            else worker.WAYS
+        )
+        yield ContextParallelPoint.on(
+            machine, config, world_size, ways=ways, sequence=sequence, dtype=dtype
+        )
 
 
 def efficiency(results: Results) -> pd.DataFrame:
-    """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and cost of messages."""
+    """Time on one rank over p times that on p ranks: measured, by the layout, and by layout and
+    cost of messages."""
     table = TIME.medians(results.frame)
     is_whole = table["way"] == worker.WHOLE
-    whole = table.loc[is_whole, [*CONFIGURATION, "seconds"]].rename(columns={"seconds": "seconds_whole"})
-    table = join(table[~is_whole], whole, CONFIGURATION, "left").dropna(subset="seconds_whole").infer_objects()
+    whole = table.loc[is_whole, [*CONFIGURATION, "seconds"]].rename(
+        columns={"seconds": "seconds_whole"}
+    )
+    table = (
+        join(table[~is_whole], whole, CONFIGURATION, "left")
+        .dropna(subset="seconds_whole")
+        .infer_objects()
+    )
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
-    p, is_zigzag = table["world_size"].astype(float), table["way"].astype(str).str.endswith("zigzag")
-    share, whole_s = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0), table["seconds_whole"].astype(float)
+    p = table["world_size"].astype(float)
+    is_zigzag = table["way"].astype(str).str.endswith("zigzag")
+    share = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0)
+    whole_s = table["seconds_whole"].astype(float)
     return table.assign(
         efficiency=whole_s / (p * table["seconds"].astype(float)),
         formula_efficiency=share,
@@ -70,7 +92,8 @@ def efficiency(results: Results) -> pd.DataFrame:
 
 def sent(results: Results) -> pd.DataFrame:
     """Return collectives and bytes in both passes of the rank that sends most, with the formula."""
-    keys, values = [*CONFIGURATION, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
+    keys = [*CONFIGURATION, "way"]
+    values = ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=[*keys, *values]).dropna(subset="sent_bytes")
     return rows.groupby(keys, sort=False)[values].max().reset_index()
 
@@ -78,10 +101,23 @@ def sent(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="context_parallel",
     title="Context parallelism",
-    summary="What attention to a sequence that is cut over ranks costs, sends and holds: a ring, or gathered.",
+    summary=(
+        "What attention to a sequence that is cut over ranks costs, sends and holds: a ring, or"
+        " gathered."
+    ),
     config=ContextParallelConfig,
-    paper={"world_sizes": [2, 4, 8], "lengths": [2**k for k in range(12, 18)], "heads": 32, "head_dim": 128},
-    on_gpu={"world_sizes": [2, 8], "lengths": [4096, 8192, 16384], "dtypes": ["float32", "bfloat16"], "heads": 16},
+    paper={
+        "world_sizes": [2, 4, 8],
+        "lengths": [2**k for k in range(12, 18)],
+        "heads": 32,
+        "head_dim": 128,
+    },
+    on_gpu={
+        "world_sizes": [2, 8],
+        "lengths": [4096, 8192, 16384],
+        "dtypes": ["float32", "bfloat16"],
+        "heads": 16,
+    },
     worker=worker.measure,
     points=points,
     names=NAMES,
@@ -97,7 +133,10 @@ LAB = Lab(
         ),
         Check(
             id="efficiency",
-            text="Is efficiency what the layout allows: 1 for zigzag, (p+1)/2p for contiguous on p ranks?",
+            text=(
+                "Is efficiency what the layout allows: 1 for zigzag, (p+1)/2p for contiguous on p"
+                " ranks?"
+            ),
             table=efficiency,
             measured="efficiency",
             predicted="formula_efficiency",
@@ -109,8 +148,16 @@ LAB = Lab(
         *(
             Compare(id=name, text=text, metric=TIME, baseline=baseline, among=(worker.RING,))
             for name, text, baseline in (
-                ("layout", "Is the zigzag ring, which gives all ranks the same work, faster?", worker.RING_CONTIGUOUS),
-                ("ring", "Is a ring, which sends while it computes, faster than gathering first?", worker.GATHERED),
+                (
+                    "layout",
+                    "Is the zigzag ring, which gives all ranks the same work, faster?",
+                    worker.RING_CONTIGUOUS,
+                ),
+                (
+                    "ring",
+                    "Is a ring, which sends while it computes, faster than gathering first?",
+                    worker.GATHERED,
+                ),
             )
         ),
         Check(

@@ -1,4 +1,5 @@
-"""Worker of the lab on context parallelism: check attention over ranks against float64, then time both passes."""
+"""Worker of the lab on context parallelism: check attention over ranks against float64, then time
+both passes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,15 +19,21 @@ from labkit.parallel.context import gather_attention, join_sequence, ring_attent
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time, count_traffic, row_of
 
-WHOLE, RING, RING_CONTIGUOUS, GATHERED = "one rank", "ring, zigzag", "ring, contiguous", "gathered, zigzag"
+WHOLE = "one rank"
+RING = "ring, zigzag"
+RING_CONTIGUOUS = "ring, contiguous"
+GATHERED = "gathered, zigzag"
 WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
-"""Tiled attention to the whole sequence on one rank; and by ranks, with the layout of their positions."""
-N_COPIES = 24  # of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
+"""Tiled attention to the whole sequence on one rank; and by ranks, with the layout of their
+positions."""
+# of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
+N_COPIES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelPoint(DevicePoint):
-    """Causal attention to q, k and v, each (heads, sequence, head dimension) on all ranks together."""
+    """Causal attention to q, k and v, each (heads, sequence, head dimension) on all ranks
+    together."""
 
     ways: tuple[str, ...]
     sequence: int
@@ -45,19 +52,24 @@ class ContextParallelPoint(DevicePoint):
 
 
 class Passes:
-    """Forward and backward of one way on this rank's positions; with the whole sequence, on the first rank only."""
+    """Forward and backward of one way on this rank's positions; with the whole sequence, on the
+    first rank only."""
 
     def __init__(self, problem: AttentionProblem, way: str) -> None:
         method, _, layout = way.partition(", ")
-        self.layout, self.is_idle = layout, way == WHOLE and dist.get_rank() > 0
+        self.layout = layout
+        self.is_idle = way == WHOLE and dist.get_rank() > 0
         tensors = [x.detach() for x in (*problem.inputs, problem.grad_output)]
         if layout:
             tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
         *inputs, self.gradient = (x.clone() for x in tensors)
         self.inputs = [x.requires_grad_() for x in inputs]
-        self.is_ring, tiled = method == "ring", IMPLEMENTATIONS["tiled"]
+        self.is_ring = method == "ring"
+        tiled = IMPLEMENTATIONS["tiled"]
         by_ranks = partial(ring_attention if self.is_ring else gather_attention, layout=layout)
-        self.attend: Callable[..., Tensor] = by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
+        self.attend: Callable[..., Tensor] = (
+            by_ranks if layout else lambda q, k, v: tiled(q, k, v, True)
+        )
 
     def run(self) -> list[Tensor]:
         """Return output and gradients of q, k and v."""
@@ -78,15 +90,19 @@ class Passes:
 
 
 def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
-    """Yield rows of one point, by way: seconds of both passes, bytes sent beside the formula, and peak bytes."""
+    """Yield rows of one point, by way: seconds of both passes, bytes sent beside the formula, and
+    peak bytes."""
     device = use_device(point.device)
-    shape, dtype = (point.heads, point.sequence, point.head_dim), getattr(torch, point.dtype)
+    shape = (point.heads, point.sequence, point.head_dim)
+    dtype = getattr(torch, point.dtype)
     problem = AttentionProblem(shape, dtype, device, causal=True, seed=point.seed)
     right = []
 
     def examine(way: str) -> tuple[dict[str, Any], Callable[[], Any]]:
         passes = Passes(problem, way)
-        columns: dict[str, Any] = dict(zip(("error", "check"), check(problem, passes.joined()), strict=True))
+        columns: dict[str, Any] = dict(
+            zip(("error", "check"), check(problem, passes.joined()), strict=True)
+        )
         return columns | (_count_traffic(point, passes) if passes.layout else {}), passes.run
 
     rows = {way: {"way": way} for way in point.ways}
@@ -96,13 +112,17 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
         yield row
     for way in right:
         dist.barrier()
-        measure_peak = partial(measure_second_peak, partial(Passes, problem, way), Passes.run, device=device)
+        measure_peak = partial(
+            measure_second_peak, partial(Passes, problem, way), Passes.run, device=device
+        )
         yield {"way": way} | row_of(way, measure_peak, device=device)
 
 
 def _count_traffic(point: ContextParallelPoint, passes: Passes) -> dict[str, Any]:
     """Count collectives and bytes of both passes, with the formula."""
-    p, (row, _) = dist.get_world_size(), count_traffic(passes.run)
-    block_bytes, widening = 2 * point.q_bytes / p, 4 / getattr(torch, point.dtype).itemsize
+    p = dist.get_world_size()
+    row, _ = count_traffic(passes.run)
+    block_bytes = 2 * point.q_bytes / p
+    widening = 4 / getattr(torch, point.dtype).itemsize
     formula = context_parallel_calls(block_bytes, widening * block_bytes, p, is_ring=passes.is_ring)
     return row | {"formula_sent_bytes": sent_bytes(formula, p)}

@@ -1,4 +1,5 @@
-"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it costs a step."""
+"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it
+costs a step."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,9 +17,22 @@ from labkit.lab.figures import Bars, Lines, Timeline
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.nn.training import BACKWARD, FORWARD, OPTIMIZER, RESNET50
-from labkit.parallel.data_parallel import IMPLEMENTATIONS, LOCAL, OVER_SHARED_MEMORY, TORCH, register
+from labkit.parallel.data_parallel import (
+    IMPLEMENTATIONS,
+    LOCAL,
+    OVER_SHARED_MEMORY,
+    TORCH,
+    register,
+)
 from labkit.parallel.ranks.torchrun import ranks_here
-from labkit.studies.data_parallel.worker import DEFAULT_BUCKETS, EVERY, LAST, WAITING, DataParallelPoint, measure
+from labkit.studies.data_parallel.worker import (
+    DEFAULT_BUCKETS,
+    EVERY,
+    LAST,
+    WAITING,
+    DataParallelPoint,
+    measure,
+)
 
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -34,7 +48,8 @@ class DataParallelConfig(DeviceConfig):
     workloads: Some[Annotated[str, one_of(lambda: (RESNET50, *SIZES))]] = ["nano", "mini"]
     world_sizes: Some[Ranks] = [2]
     throughput_world_sizes: list[Ranks] = []
-    """Further numbers of ranks, up to that of GPUs or cores, with the largest batch and length only."""
+    """Further numbers of ranks, up to that of GPUs or cores, with the largest batch and length
+    only."""
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     buckets_mb: list[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]] = [1.0, 100.0]
     """Bucket sizes that are compared on the last workload; all else uses the default."""
@@ -49,12 +64,24 @@ class DataParallelConfig(DeviceConfig):
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")
 TIME = Metric(
-    "seconds", "implementation", CONFIGURATION, where={"sweep": "wrappers", "phase": BACKWARD}, without=(LOCAL,)
+    "seconds",
+    "implementation",
+    CONFIGURATION,
+    where={"sweep": "wrappers", "phase": BACKWARD},
+    without=(LOCAL,),
 )
 PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"), where={"sweep": "wrappers"})
-BUCKETS = Metric("seconds", "bucket", (*CONFIGURATION, "implementation"), where={"sweep": "buckets", "phase": BACKWARD})
+BUCKETS = Metric(
+    "seconds",
+    "bucket",
+    (*CONFIGURATION, "implementation"),
+    where={"sweep": "buckets", "phase": BACKWARD},
+)
 ACCUMULATION = Metric(
-    "seconds", "averaged_after", (*CONFIGURATION, "micro_batches", "implementation"), where={"sweep": "accumulation"}
+    "seconds",
+    "averaged_after",
+    (*CONFIGURATION, "micro_batches", "implementation"),
+    where={"sweep": "accumulation"},
 )
 PEAK = Metric("peak_bytes", "implementation", CONFIGURATION, where={"sweep": "memory"}, exact=True)
 LARGEST = {"batch": None, "context_length": None}
@@ -75,9 +102,12 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest on the last."""
+    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest
+    on the last."""
     device = machine.device(config.device)
-    names = [name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY]
+    names = [
+        name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY
+    ]
     most = len(machine.gpus) if device == "cuda" else machine.cores
     further = set(config.throughput_world_sizes) - set(config.world_sizes)
     more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
@@ -85,7 +115,9 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
     for world_size, workload in product([*config.world_sizes, *more], config.workloads):
         point = partial(DataParallelPoint.on, machine, config, world_size, workload=workload)
         sweeps = list(_sweeps(config, names if world_size > 1 else [], workload))
-        for batch, length in largest if world_size in more else product(config.batches, config.context_lengths):
+        for batch, length in (
+            largest if world_size in more else product(config.batches, config.context_lengths)
+        ):
             for sweep, alternatives in sweeps:
                 micro_batches = config.micro_batches if sweep == "accumulation" else 1
                 about = {"batch": batch, "context_length": length, "micro_batches": micro_batches}
@@ -93,7 +125,9 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
                     yield point(sweep=sweep, alternatives=alternatives, **about)
 
 
-def _sweeps(config: DataParallelConfig, names: list[str], workload: str) -> Iterator[tuple[str, list[str]]]:
+def _sweeps(
+    config: DataParallelConfig, names: list[str], workload: str
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the sweeps of a workload, and the wrappers that each compares."""
     bucketed = [name for name in BUCKETED if name in names]
     yield "wrappers", [LOCAL, *names]
@@ -102,7 +136,8 @@ def _sweeps(config: DataParallelConfig, names: list[str], workload: str) -> Iter
     if workload == config.workloads[-1]:
         sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
         yield "buckets", [name + size for name in bucketed for size in sizes if config.buckets_mb]
-        # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is mapped.
+        # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is
+        # mapped.
         visible = [name for name in names if name not in OVER_SHARED_MEMORY]
         yield "timeline", [name for name in PROFILED if name in visible]
         yield "memory", visible
@@ -111,22 +146,34 @@ def _sweeps(config: DataParallelConfig, names: list[str], workload: str) -> Iter
 def communication(results: Results) -> pd.DataFrame:
     """Return the cost of averaging in a step, by wrapper, in medians over the rounds.
 
-    `longer_s` and `longer_percent`: the step minus the same one without communication. `waiting_s`: from the end of
-    the pass until gradients are averaged. `alone_s`: that of the wrapper that runs the same collectives after backward.
-    `hidden_percent`: the part of `alone_s` that overlapping with backward hides.
+    `longer_s` and `longer_percent`: the step minus the same one without communication. `waiting_s`:
+    from the end of the pass until gradients are averaged. `alone_s`: that of the wrapper that runs
+    the same collectives after backward. `hidden_percent`: the part of `alone_s` that overlapping
+    with backward hides.
     """
-    keys, phases = [*CONFIGURATION, "implementation"], [FORWARD, BACKWARD, OPTIMIZER, WAITING]
+    keys = [*CONFIGURATION, "implementation"]
+    phases = [FORWARD, BACKWARD, OPTIMIZER, WAITING]
     samples = PHASES.samples(results.frame)
-    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds").reindex(columns=phases)
+    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds").reindex(
+        columns=phases
+    )
     wide = wide.assign(step_s=wide[[FORWARD, BACKWARD, OPTIMIZER]].sum(axis=1)).reset_index()
-    local = wide.loc[wide["implementation"] == LOCAL, [*CONFIGURATION, "repeat", "step_s", BACKWARD]]
-    rounds = wide[wide["implementation"] != LOCAL].merge(local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local"))
+    local = wide.loc[
+        wide["implementation"] == LOCAL, [*CONFIGURATION, "repeat", "step_s", BACKWARD]
+    ]
+    rounds = wide[wide["implementation"] != LOCAL].merge(
+        local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local")
+    )
     rounds["longer_s"] = rounds["step_s"] - rounds["step_s_local"]
     rounds["exposed_s"] = rounds[BACKWARD] - rounds[f"{BACKWARD}_local"]
     columns = ["step_s", "longer_s", "step_s_local", WAITING, "exposed_s"]
-    table = rounds.groupby(keys)[columns].median().reset_index().rename(columns={WAITING: "waiting_s"})
+    table = (
+        rounds.groupby(keys)[columns].median().reset_index().rename(columns={WAITING: "waiting_s"})
+    )
     table["same"] = table["implementation"].replace(SAME_COLLECTIVES)
-    alone = table[[*keys, "waiting_s"]].rename(columns={"implementation": "same", "waiting_s": "alone_s"})
+    alone = table[[*keys, "waiting_s"]].rename(
+        columns={"implementation": "same", "waiting_s": "alone_s"}
+    )
     table = table.merge(alone, how="left", on=[*CONFIGURATION, "same"])
     hidden = 100 * (1 - table["exposed_s"] / table["alone_s"]).clip(0, 1)
     return table.assign(
@@ -136,12 +183,20 @@ def communication(results: Results) -> pd.DataFrame:
 
 
 def throughput(results: Results) -> pd.DataFrame:
-    """Samples per second of all ranks, and their percentage of what as many ranks would process without averaging."""
+    """Samples per second of all ranks, and their percentage of what as many ranks would process
+    without averaging."""
     rows = PHASES.samples(results.frame)
-    rows = rows[rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER]) & rows["implementation"].isin([LOCAL, *BUCKETED])]
+    rows = rows[
+        rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER])
+        & rows["implementation"].isin([LOCAL, *BUCKETED])
+    ]
     keys = [*CONFIGURATION, "implementation"]
     steps = rows.groupby([*keys, "repeat"])["seconds"].sum().groupby(keys).median()
-    table = steps.rename("step_s").reset_index().sort_values("world_size", kind="stable", ignore_index=True)
+    table = (
+        steps.rename("step_s")
+        .reset_index()
+        .sort_values("world_size", kind="stable", ignore_index=True)
+    )
     per_rank = [name for name in CONFIGURATION if name not in ("world_size", "backend")]
     alone = table[table["implementation"] == LOCAL].drop_duplicates(per_rank)[[*per_rank, "step_s"]]
     table = table.merge(alone, on=per_rank, suffixes=("", "_alone"))
@@ -159,7 +214,9 @@ def bucketed_row(table: pd.DataFrame) -> Any:
 
 def timeline(results: Results) -> pd.DataFrame:
     """Return boxes of one profiled step of rank 0, by wrapper and lane."""
-    rows = results.rows(["implementation", "lane", "start_s", "duration_s"], sweep="timeline", rank=0)
+    rows = results.rows(
+        ["implementation", "lane", "start_s", "duration_s"], sweep="timeline", rank=0
+    )
     rows = rows[rows["implementation"].isin(PROFILED)].dropna(subset="start_s")
     return rows.assign(row=rows["implementation"] + ", " + rows["lane"])
 
@@ -167,7 +224,10 @@ def timeline(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="data_parallel",
     title="Data-parallel training",
-    summary="How to average gradients over ranks on this machine, with which bucket size, and what it costs a step.",
+    summary=(
+        "How to average gradients over ranks on this machine, with which bucket size, and what it"
+        " costs a step."
+    ),
     config=DataParallelConfig,
     smoke={"workloads": ["nano"]},
     paper={
@@ -198,12 +258,17 @@ LAB = Lab(
     questions=[
         Report(
             id="communication",
-            text="What does averaging gradients cost a step, and how much of it hides behind the backward pass?",
+            text=(
+                "What does averaging gradients cost a step, and how much of it hides behind the"
+                " backward pass?"
+            ),
             table=communication,
             pick=bucketed_row,
             configuration=CONFIGURATION,
-            says="With {workload}, averaging makes a step {longer_percent}% longer; "
-            "backward hides {hidden_percent}% of the communication.",
+            says=(
+                "With {workload}, averaging makes a step {longer_percent}% longer; "
+                "backward hides {hidden_percent}% of the communication."
+            ),
             figure=Timeline(source=timeline, lane="row", hue="lane"),
         ),
         Report(
@@ -212,12 +277,25 @@ LAB = Lab(
             table=throughput,
             pick=bucketed_row,
             configuration=CONFIGURATION,
-            says="{world_size} ranks process {samples_per_s} samples per second: {of_linear_percent}% of linear.",
-            figure=Lines(x="world_size", y="samples_per_s", hue="implementation", panel="workload", at=LARGEST, log=""),
+            says=(
+                "{world_size} ranks process {samples_per_s} samples per second:"
+                " {of_linear_percent}% of linear."
+            ),
+            figure=Lines(
+                x="world_size",
+                y="samples_per_s",
+                hue="implementation",
+                panel="workload",
+                at=LARGEST,
+                log="",
+            ),
         ),
         Compare(
             id="fastest",
-            text="Is one of labkit's wrappers faster than torch's DDP, from backward until gradients are averaged?",
+            text=(
+                "Is one of labkit's wrappers faster than torch's DDP, from backward until gradients"
+                " are averaged?"
+            ),
             metric=TIME,
             baseline=TORCH,
             topic="synchronization",

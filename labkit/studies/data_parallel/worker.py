@@ -1,7 +1,7 @@
 """Worker of the data-parallel lab: check a wrapper's gradients, then time its steps.
 
-A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare model: the same step without
-communication. Alternatives take turns, each with its model and optimizer.
+A wrapper's name may have a bucket size in MiB: "torch@25". `local` is the bare model: the same step
+without communication. Alternatives take turns, each with its model and optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,16 @@ from labkit.bench.trace import TraceEvent, profile_call
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.nn import training
-from labkit.nn.training import BACKWARD, FINISH, FORWARD, OPTIMIZER, RESNET50, Trainer, Workload, build_workload
+from labkit.nn.training import (
+    BACKWARD,
+    FINISH,
+    FORWARD,
+    OPTIMIZER,
+    RESNET50,
+    Trainer,
+    Workload,
+    build_workload,
+)
 from labkit.nn.vision import ResNet50
 from labkit.parallel.data_parallel import LOCAL, OVER_SHARED_MEMORY, wrap
 from labkit.parallel.ranks.worker import use_device
@@ -29,11 +38,17 @@ from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.checks import check_completeness, check_gradients, local_means
 
 DEFAULT_BUCKETS = "default"
-EVERY, LAST = "every micro-batch", "the last micro-batch"
+EVERY = "every micro-batch"
+LAST = "the last micro-batch"
 WAITING = "waiting"
 ONE_BY_ONE = ("memory", "timeline")  # sweeps that measure one wrapper after the other
 # Events of running collectives, not of the calls that launch them.
-COLLECTIVES = ("gloo:all_reduce", "nccl:all_reduce", "ncclDevKernel_AllReduce", "ncclKernel_AllReduce")
+COLLECTIVES = (
+    "gloo:all_reduce",
+    "nccl:all_reduce",
+    "ncclDevKernel_AllReduce",
+    "ncclKernel_AllReduce",
+)
 LAST_GRADIENT = "torch::autograd::AccumulateGrad"
 ALL_REDUCE = "all-reduce"
 
@@ -53,11 +68,19 @@ class DataParallelPoint(ModelPoint):
 
     @property
     def parameters(self) -> int:
-        return training.RESNET50_PARAMETERS if self.workload == RESNET50 else n_parameters(SIZES[self.workload])
+        return (
+            training.RESNET50_PARAMETERS
+            if self.workload == RESNET50
+            else n_parameters(SIZES[self.workload])
+        )
 
     @property
     def needed_bytes(self) -> float:
-        models = 1 if self.sweep in ONE_BY_ONE else len(self.alternatives) * (1 + (self.sweep == "accumulation"))
+        models = (
+            1
+            if self.sweep in ONE_BY_ONE
+            else len(self.alternatives) * (1 + (self.sweep == "accumulation"))
+        )
         return N_COPIES * (models + 1) * 4 * self.parameters
 
 
@@ -66,7 +89,9 @@ def measure(point: DataParallelPoint) -> Iterator[dict[str, Any]]:
     device = use_device(point.device)
     model = ResNet50 if point.workload == RESNET50 else SIZES[point.workload]
     sizes = {name: getattr(point, name) for name in ("batch", "context_length", "image_size")}
-    workload = build_workload(model, **sizes, device=device, seed=point.batch_seed(dist.get_rank())).copied()
+    workload = build_workload(
+        model, **sizes, device=device, seed=point.batch_seed(dist.get_rank())
+    ).copied()
     sweeps = {"accumulation": _time_accumulation} | dict.fromkeys(ONE_BY_ONE, _look_at_each)
     yield from sweeps.get(point.sweep, _time_steps)(point, workload, device)
 
@@ -76,7 +101,8 @@ def make_trainer(name: str, workload: Workload, device: str) -> Trainer:
     implementation, bucket_mb = split_name(name)
     model = wrapped = workload.build()
     if implementation != LOCAL:
-        # labkit's wrappers finish after `backward()`, not inside it, so that waiting is timed separately
+        # labkit's wrappers finish after `backward()`, not inside it, so that waiting is timed
+        # separately
         wrapped = wrap(implementation, model, bucket_mb=bucket_mb, finish_in_backward=False)
     return Trainer(wrapped, torch.optim.SGD(model.parameters(), lr=1e-4), workload.loss, device)
 
@@ -94,8 +120,11 @@ def _describe(name: str) -> dict[str, Any]:
     return {"alternative": name, "implementation": implementation, "bucket": bucket}
 
 
-def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = False, then_update: bool = False) -> None:
-    """Add up gradients of micro-batches, averaged after each of them, or after the last one only (`no_sync`)."""
+def accumulate(
+    trainer: Trainer, micro_batches: int = 1, *, only_last: bool = False, then_update: bool = False
+) -> None:
+    """Add up gradients of micro-batches, averaged after each of them, or after the last one only
+    (`no_sync`)."""
     for micro_batch in range(micro_batches):
         is_silent = only_last and micro_batch < micro_batches - 1
         with trainer.model.no_sync() if is_silent else nullcontext():
@@ -106,22 +135,31 @@ def accumulate(trainer: Trainer, micro_batches: int = 1, *, only_last: bool = Fa
 
 
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
-    """Return the gradients that wrappers should compute: the mean over ranks of the bare model's."""
+    """Return the gradients that wrappers should compute: the mean over ranks of the bare
+    model's."""
     local = make_trainer(LOCAL, workload, device)
     return local_means(local.model, partial(accumulate, local, micro_batches))
 
 
-def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of each phase. Backward lasts until gradients are averaged; `waiting` is its part after autograd."""
-    expected, watches = _compute_means(workload, device), dict[str, Stopwatch]()
+def _time_steps(
+    point: DataParallelPoint, workload: Workload, device: str
+) -> Iterator[dict[str, Any]]:
+    """Seconds of each phase. Backward lasts until gradients are averaged; `waiting` is its part
+    after autograd."""
+    expected = _compute_means(workload, device)
+    watches = dict[str, Stopwatch]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
-        trainer, watches[name] = make_trainer(name, workload, device), Stopwatch(device)
+        trainer = make_trainer(name, workload, device)
+        watches[name] = Stopwatch(device)
         trainer.waiting = watches[name].lap
         if name == LOCAL:
             trainer.run()  # a warm-up; the other alternatives have theirs in their check
             return {"check": "ok"}, trainer.phases
-        return check_gradients(trainer.model, partial(accumulate, trainer), expected), trainer.phases
+        return (
+            check_gradients(trainer.model, partial(accumulate, trainer), expected),
+            trainer.phases,
+        )
 
     rows = {name: _describe(name) for name in point.alternatives}
     for row in rows.values():
@@ -133,8 +171,11 @@ def _time_steps(point: DataParallelPoint, workload: Workload, device: str) -> It
             yield row | {"phase": WAITING, "seconds": laps[-len(row["seconds"]) :]}
 
 
-def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
-    """Yield seconds of a step over several micro-batches, averaged after each of them or after the last one only."""
+def _time_accumulation(
+    point: DataParallelPoint, workload: Workload, device: str
+) -> Iterator[dict[str, Any]]:
+    """Yield seconds of a step over several micro-batches, averaged after each of them or after the
+    last one only."""
     expected = _compute_means(workload, device, point.micro_batches)
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -151,7 +192,9 @@ def _time_accumulation(point: DataParallelPoint, workload: Workload, device: str
     yield from check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds)
 
 
-def _look_at_each(point: DataParallelPoint, workload: Workload, device: str) -> Iterator[dict[str, Any]]:
+def _look_at_each(
+    point: DataParallelPoint, workload: Workload, device: str
+) -> Iterator[dict[str, Any]]:
     """Yield the timeline or the peak memory of a step, one wrapper after the other."""
     for name in point.alternatives:
         dist.barrier()
@@ -164,7 +207,9 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
     """Return the row of this wrapper, or several as `rows`."""
     make = partial(make_trainer, name, workload, device)
     trainer = make()
-    verdict = check_completeness(dict(trainer.model.named_parameters()), partial(accumulate, trainer))
+    verdict = check_completeness(
+        dict(trainer.model.named_parameters()), partial(accumulate, trainer)
+    )
     if verdict != "ok":
         return {"check": verdict}
     if sweep == "timeline":
@@ -174,20 +219,27 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
 
 
 def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
-    """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
+    """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of
+    collectives.
 
-    The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part of a collective
-    before that.
+    The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part
+    of a collective before that.
     """
     step()
     boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
         return [{"not_measured": "the profiler saw none of the collectives"}]
-    start, end_of_backward = boxes[FORWARD][0][0], boxes[BACKWARD][-1][1]
+    start = boxes[FORWARD][0][0]
+    end_of_backward = boxes[BACKWARD][-1][1]
     rows = []
     for lane, spans in boxes.items():
         for begin, end in spans:
-            row: dict[str, Any] = {"lane": lane, "check": "ok", "start_s": begin - start, "duration_s": end - begin}
+            row: dict[str, Any] = {
+                "lane": lane,
+                "check": "ok",
+                "start_s": begin - start,
+                "duration_s": end - begin,
+            }
             if lane == ALL_REDUCE:
                 row["during_s"] = max(0.0, min(end, end_of_backward) - begin)
             rows.append(row)
@@ -197,13 +249,19 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
 def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, float]]]:
     """(start, end) in seconds, by lane.
 
-    Backward ends with the last gradient on a CPU, and with its last kernel other than a collective on a GPU; what the
-    wrapper launches when it finishes comes after. A barrier before the step may be an all-reduce as well.
+    Backward ends with the last gradient on a CPU, and with its last kernel other than a collective
+    on a GPU; what the wrapper launches when it finishes comes after. A barrier before the step may
+    be an all-reduce as well.
     """
     collectives = [event for event in events if event.name.startswith(COLLECTIVES)]
-    others = [event for event in events if not event.name.startswith(COLLECTIVES) and FINISH not in event.ranges]
+    others = [
+        event
+        for event in events
+        if not event.name.startswith(COLLECTIVES) and FINISH not in event.ranges
+    ]
     boxes = {
-        phase: [_span([event for event in others if phase in event.ranges])] for phase in (FORWARD, BACKWARD, OPTIMIZER)
+        phase: [_span([event for event in others if phase in event.ranges])]
+        for phase in (FORWARD, BACKWARD, OPTIMIZER)
     }
     if last := [event for event in others if event.name == LAST_GRADIENT]:
         boxes[BACKWARD] = [(boxes[BACKWARD][0][0], _span(last)[1])]
@@ -212,4 +270,6 @@ def _find_boxes(events: Sequence[TraceEvent]) -> dict[str, list[tuple[float, flo
 
 
 def _span(events: Sequence[TraceEvent]) -> tuple[float, float]:
-    return min(event.start_s for event in events), max(event.start_s + event.duration_s for event in events)
+    return min(event.start_s for event in events), max(
+        event.start_s + event.duration_s for event in events
+    )

@@ -1,4 +1,5 @@
-"""The limits of this machine: arithmetic, memory, threads, messages. A run is also the machine's calibration."""
+"""The limits of this machine: arithmetic, memory, threads, messages. A run is also the machine's
+calibration."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,9 +21,14 @@ from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.studies.limits.worker import LimitPoint, measure
 
-KIB, MIB = 2**10, 2**20
-THREADED_ROWS, THREADED_BYTES = 1024, 64 * MIB  # large enough to use every thread, and too large for any cache
-ITSELF_ROWS, ITSELF_BYTES, ITSELF_REPEATS, ITSELF_RANKS = 512, 2**20, 20, 2
+KIB = 2**10
+MIB = 2**20
+THREADED_ROWS = 1024
+THREADED_BYTES = 64 * MIB  # large enough to use every thread, and too large for any cache
+ITSELF_ROWS = 512
+ITSELF_BYTES = 2**20
+ITSELF_REPEATS = 20
+ITSELF_RANKS = 2
 
 
 class LimitsConfig(DeviceConfig):
@@ -45,18 +51,28 @@ class LimitsConfig(DeviceConfig):
 
 
 MATMUL = Metric(
-    "seconds", "shape", ("device", "dtype", "dimensions", "flops"), where={"sweep": "products", "world_size": 1}
+    "seconds",
+    "shape",
+    ("device", "dtype", "dimensions", "flops"),
+    where={"sweep": "products", "world_size": 1},
 )
 THREADS = Metric("seconds", "threads", ("operation",), where={"sweep": "threads"})
-EXCHANGE = Metric("seconds", "way", ("world_size", "n_bytes"), where={"sweep": "exchange", "what": ALL_REDUCE})
-ITSELF = Metric("seconds", "repetition", ("world_size", "device", "operation"), where={"sweep": "itself"})
+EXCHANGE = Metric(
+    "seconds", "way", ("world_size", "n_bytes"), where={"sweep": "exchange", "what": ALL_REDUCE}
+)
+ITSELF = Metric(
+    "seconds", "repetition", ("world_size", "device", "operation"), where={"sweep": "itself"}
+)
 OPERATOR_KEYS = ("device", "model", "batch", "context_length", "flops", "bytes")
 OPERATORS = Metric("seconds", "operator", OPERATOR_KEYS, where={"sweep": "operators"})
 
 
 def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
-    """Plan matmuls, memory and operators on the device; threads, ranks and messages between them on the CPU."""
-    device, rows, arrays = machine.device(config.device), config.matmul_sizes, config.copy_sizes_bytes
+    """Plan matmuls, memory and operators on the device; threads, ranks and messages between them on
+    the CPU."""
+    device = machine.device(config.device)
+    rows = config.matmul_sizes
+    arrays = config.copy_sizes_bytes
     threaded = (min(THREADED_ROWS, max(rows)), min(THREADED_BYTES, max(arrays)))
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     for dtype in config.dtypes:
@@ -75,9 +91,13 @@ def points(config: LimitsConfig, machine: Machine) -> Iterator[LimitPoint]:
         here = on_cpu | {"world_size": ranks, "backend": "gloo" if ranks > 1 else None}
         if ranks <= ITSELF_RANKS:
             where = here if ranks > 1 else here | {"device": device}
-            yield LimitPoint.of(config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds)
+            yield LimitPoint.of(
+                config, sweep="itself", sizes=(ITSELF_ROWS, ITSELF_BYTES), **where | rounds
+            )
         if ranks > 1 and config.exchange_sizes_bytes:
-            exchange = partial(LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes)
+            exchange = partial(
+                LimitPoint.of, config, sweep="exchange", sizes=config.exchange_sizes_bytes
+            )
             yield exchange(**here)
             if machine.backend(device, ranks) == "nccl":
                 yield exchange(**here | {"device": device, "backend": "nccl"})
@@ -103,17 +123,21 @@ def memory(results: Results) -> pd.DataFrame:
 
 
 def shortest_all_reduce(results: Results) -> pd.DataFrame:
-    """The measured time of the shortest all-reduce by ranks and transport, and the fitted bandwidth of long ones."""
+    """The measured time of the shortest all-reduce by ranks and transport, and the fitted bandwidth
+    of long ones."""
     table = EXCHANGE.medians(results.frame)
     table = table[table["n_bytes"] == table["n_bytes"].min()].drop(columns=["low", "high", "n"])
     fits = [vars(one) for one in transports(results.frame) if one.what == ALL_REDUCE]
-    rates = pd.DataFrame(fits, columns=["ranks", "way", "beta_s_per_byte"]).rename(columns={"ranks": "world_size"})
+    rates = pd.DataFrame(fits, columns=["ranks", "way", "beta_s_per_byte"]).rename(
+        columns={"ranks": "world_size"}
+    )
     rates = rates.assign(bytes_per_s=1 / rates.pop("beta_s_per_byte").astype(float))
     return table.merge(rates, how="left")
 
 
 def against_itself(results: Results) -> pd.DataFrame:
-    """The ratio of an operator to itself, and the smallest difference in percent that such an interval can show."""
+    """The ratio of an operator to itself, and the smallest difference in percent that such an
+    interval can show."""
     table = ITSELF.ratios_to("first", results.frame)
     half = np.sqrt((table["high"] / table["low"]).astype(float)) - 1
     smallest = 100 * np.maximum(half, MIN_RELEVANT_DIFFERENCE).where(half.notna())
@@ -121,11 +145,15 @@ def against_itself(results: Results) -> pd.DataFrame:
 
 
 def roofline(results: Results) -> pd.DataFrame:
-    """Return the operators of a step: FLOPs per byte, the binding limit, and the measured time over the limit's."""
+    """Return the operators of a step: FLOPs per byte, the binding limit, and the measured time over
+    the limit's."""
     table = OPERATORS.medians(results.frame)
     device = table["device"].max() if len(table) else None
-    best, moved = (rates[rates["device"] == device] for rates in (matmuls(results), memory(results)))
-    best, added = best[best["dtype"] == "float32"], moved[moved["operation"] == "add"]
+    best, moved = (
+        rates[rates["device"] == device] for rates in (matmuls(results), memory(results))
+    )
+    best = best[best["dtype"] == "float32"]
+    added = moved[moved["operation"] == "add"]
     if best.empty or added.empty:
         return table.iloc[:0]
     per_byte = 1 / added.loc[added["n_bytes"].idxmax(), "bytes_per_s"]
@@ -151,7 +179,10 @@ def roofline(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="limits",
     title="The limits of this machine",
-    summary="What this machine can do at best (arithmetic, memory, threads, messages), and what limits each operator.",
+    summary=(
+        "What this machine can do at best (arithmetic, memory, threads, messages), and what limits"
+        " each operator."
+    ),
     config=LimitsConfig,
     smoke={"model": "nano", "context_length": 64},
     paper={
@@ -186,7 +217,9 @@ LAB = Lab(
             id="memory",
             text="How fast is memory?",
             table=memory,
-            pick=lambda table: table.query("operation == 'add' and device == device.max()")["n_bytes"].idxmax(),
+            pick=lambda table: table.query("operation == 'add' and device == device.max()")[
+                "n_bytes"
+            ].idxmax(),
             configuration=("device",),
             says="Additions of arrays of {n_bytes} move {bytes_per_s}, read and written together.",
             figure=Lines(x="n_bytes", y="bytes_per_s", hue="operation", panel="device"),
@@ -200,20 +233,32 @@ LAB = Lab(
         ),
         Report(
             id="exchange",
-            text="How long does the shortest all-reduce take, and how many bytes per second does a long one move?",
+            text=(
+                "How long does the shortest all-reduce take, and how many bytes per second does a"
+                " long one move?"
+            ),
             table=shortest_all_reduce,
             pick=lambda table: table.sort_values(["world_size", "way"]).index[0],
             configuration=("world_size", "way"),
-            says="Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones move {bytes_per_s}.",
+            says=(
+                "Between {world_size} ranks over {way}, the shortest takes {seconds}; long ones"
+                " move {bytes_per_s}."
+            ),
             figure=Lines(source=EXCHANGE, x="n_bytes", panel="world_size"),
         ),
         Report(
             id="roofline",
-            text="Which operators of a Transformer step are bound by arithmetic, and which by memory?",
+            text=(
+                "Which operators of a Transformer step are bound by arithmetic, and which by"
+                " memory?"
+            ),
             table=roofline,
             pick=lambda table: table["of_operators_percent"].idxmax(),
             configuration=("model", "batch", "context_length", "device"),
-            says="By FLOPs and bytes, {of_operators_percent}% of the operators of {model} are limited by {bound}.",
+            says=(
+                "By FLOPs and bytes, {of_operators_percent}% of the operators of {model} are"
+                " limited by {bound}."
+            ),
             figure=Lines(x="intensity", y="flops_per_s", hue="bound"),
         ),
         Report(
@@ -222,7 +267,10 @@ LAB = Lab(
             table=against_itself,
             pick=lambda table: table["smallest_percent"].idxmax(),
             configuration=("operation",),
-            says="Between two {operation}s, the least precise here, differences below {smallest_percent}% go unseen.",
+            says=(
+                "Between two {operation}s, the least precise here, differences below"
+                " {smallest_percent}% go unseen."
+            ),
         ),
     ],
 )

@@ -24,7 +24,8 @@ from labkit.parallel.transport import SHARED, find_transport, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
 from labkit.studies.shared.alternatives import row_of, time_guarded, timed_rows
 
-GLOO, SHARED_MEMORY = "gloo", "shared memory"
+GLOO = "gloo"
+SHARED_MEMORY = "shared memory"
 MIN_ROUNDS = 3  # for which a matmul must leave time
 MIN_FLOPS_PER_S = 2e8  # a CPU reaches more even if it converts every number: less is a stall
 MIN_LIMIT_S = 0.5  # for a matmul, however short rounds are
@@ -37,7 +38,8 @@ ATTENTION_BATCH = 8  # a batched matmul has the sides of the largest, divided by
 
 @dataclass(frozen=True, kw_only=True)
 class LimitPoint(ModelPoint):
-    """A sweep whose calls take turns: matmuls of several sizes, copies and additions, numbers of threads, operators."""
+    """A sweep whose calls take turns: matmuls of several sizes, copies and additions, numbers of
+    threads, operators."""
 
     sweep: str
     dtype: str = "float32"
@@ -48,7 +50,11 @@ class LimitPoint(ModelPoint):
     @property
     def rounds(self) -> dict[str, Any]:
         """Options of the clock; ranks start together, so that all compute while one is timed."""
-        return super().rounds | {"device": self.device} | ({"before": dist.barrier} if self.world_size > 1 else {})
+        return (
+            super().rounds
+            | {"device": self.device}
+            | ({"before": dist.barrier} if self.world_size > 1 else {})
+        )
 
     @property
     def contests(self) -> int:
@@ -58,8 +64,11 @@ class LimitPoint(ModelPoint):
     def needed_bytes(self) -> float:
         if self.sweep == "operators":
             shape = SIZES[self.model]
-            activations = activation_bytes(replace(shape, n_layers=1), self.batch, self.context_length)
-            return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations  # matmuls have more operands
+            activations = activation_bytes(
+                replace(shape, n_layers=1), self.batch, self.context_length
+            )
+            # matmuls have more operands
+            return STATES_BYTES * n_parameters(shape) / shape.n_layers + 2 * activations
         largest = max(self.sizes, default=0)
         return 3 * (8 * largest**2 if self.sweep == "products" else largest)
 
@@ -70,19 +79,32 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
     yield from _SWEEPS[point.sweep](point, use_device(point.device))
 
 
-def _timed(point: LimitPoint, calls: dict[str, Work], name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield a row per call, named in the column `name`; a sample is the mean of enough calls to take `SAMPLE_S`."""
+def _timed(
+    point: LimitPoint, calls: dict[str, Work], name: str, **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per call, named in the column `name`; a sample is the mean of enough calls to
+    take `SAMPLE_S`."""
     right = {key: call for key, call in calls.items() if call.check == "ok"}
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
-    number = {key: max(1, min(MAX_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9)))) for key, parts in once.items()}
+    number = {
+        key: max(1, min(MAX_CALLS, int(SAMPLE_S / max(parts[CALLS][0], 1e-9))))
+        for key, parts in once.items()
+    }
     repeated = {key: partial(_repeat, right[key].run, n) for key, n in number.items()}
     rows = {
-        key: {name: key, "flops": call.flops, "bytes": call.n_bytes, "check": failed.get(key, call.check)}
+        key: {
+            name: key,
+            "flops": call.flops,
+            "bytes": call.n_bytes,
+            "check": failed.get(key, call.check),
+        }
         for key, call in calls.items()
     }
     for row in timed_rows(rows, repeated, **point.rounds, **options):
-        seconds = {"seconds": [s / number[row[name]] for s in row["seconds"]]} if "seconds" in row else {}
+        seconds = (
+            {"seconds": [s / number[row[name]] for s in row["seconds"]]} if "seconds" in row else {}
+        )
         yield row | seconds
 
 
@@ -95,25 +117,41 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     """Square matmuls of each size; and a tall and a batched one with the FLOPs of the largest."""
     dtype = getattr(torch, point.dtype)
     sizes, limit_s = _sizes_in_time(point, device, dtype)
-    largest, part = max(sizes), max(sizes) // ATTENTION_BATCH
+    largest = max(sizes)
+    part = max(sizes) // ATTENTION_BATCH
     shapes = {f"square {size}": (1, size, size, size) for size in sizes}
-    shapes |= {"tall": (1, 16 * largest, largest // 4, largest // 4), "batched": (ATTENTION_BATCH**3, part, part, part)}
-    calls = {name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()}
+    shapes |= {
+        "tall": (1, 16 * largest, largest // 4, largest // 4),
+        "batched": (ATTENTION_BATCH**3, part, part, part),
+    }
+    calls = {
+        name: matrix_product(device, dtype, *sides, batch=b) for name, (b, *sides) in shapes.items()
+    }
     for row in _timed(point, calls, "shape"):
         b, m, k, n = shapes[row["shape"]]
-        yield row | {"size": m if row["shape"].startswith("square") else None, "dimensions": f"{b} x {m} x {k} x {n}"}
+        yield row | {
+            "size": m if row["shape"].startswith("square") else None,
+            "dimensions": f"{b} x {m} x {k} x {n}",
+        }
     for size in point.sizes:
         if size not in sizes:
-            yield {"shape": f"square {size}", "not_measured": f"one would take longer than {format_seconds(limit_s)}"}
+            yield {
+                "shape": f"square {size}",
+                "not_measured": f"one would take longer than {format_seconds(limit_s)}",
+            }
 
 
 def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
-    """Return the sizes of square matmuls for which the rounds have time, and the seconds that one may take.
+    """Return the sizes of square matmuls for which the rounds have time, and the seconds that one
+    may take.
 
-    A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than float32: 2048 rows take
-    20 s. Each size predicts the next, on the slowest rank, by the best of a few tries: one may meet a stall.
+    A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than
+    float32: 2048 rows take
+    20 s. Each size predicts the next, on the slowest rank, by the best of a few tries: one may meet
+       a stall.
     """
-    limit_s, sizes = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S), sorted(point.sizes)
+    limit_s = max(point.rounds["rounds_s"] / MIN_ROUNDS, MIN_LIMIT_S)
+    sizes = sorted(point.sizes)
     for place, (size, following) in enumerate(pairwise(sizes), 1):
         call = matrix_product(device, dtype, size, size, size).run
         fastest = min(time_interleaved({"": call}, warmup=0, repeats=MIN_ROUNDS, device=device)[""])
@@ -124,15 +162,19 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a new tensor."""
-    calls = {f"{name} {n}": work for n in point.sizes for name, work in _elementwise(n, device).items()}
+    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a
+    new tensor."""
+    calls = {
+        f"{name} {n}": work for n in point.sizes for name, work in _elementwise(n, device).items()
+    }
     for row in _timed(point, calls, "call"):
         operation, n_bytes = row.pop("call").split()
         yield row | {"operation": operation, "n_bytes": int(n_bytes)}
 
 
 def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
-    """Return a copy, an addition, and an addition into a new tensor, of float32 arrays of so many bytes."""
+    """Return a copy, an addition, and an addition into a new tensor, of float32 arrays of so many
+    bytes."""
     n = max(1, n_bytes // 4)
     a, b, out = (torch.ones(n, device=device) for _ in range(3))
     return {
@@ -143,13 +185,21 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield a matmul, a copy and an addition with one thread, two, four, ..., and all threads of this process."""
-    all_threads, (size, n_bytes) = torch.get_num_threads(), point.sizes
+    """Yield a matmul, a copy and an addition with one thread, two, four, ..., and all threads of
+    this process."""
+    all_threads = torch.get_num_threads()
+    size, n_bytes = point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
-    work = {"product": matrix_product(device, torch.float32, size, size, size)} | _elementwise(n_bytes, device)
+    work = {"product": matrix_product(device, torch.float32, size, size, size)} | _elementwise(
+        n_bytes, device
+    )
     calls = {f"{name} {n}": work[name] for name in ("copy", "add", "product") for n in numbers}
     try:
-        rows = list(_timed(point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))))
+        rows = list(
+            _timed(
+                point, calls, "call", prepare=lambda key: torch.set_num_threads(int(key.split()[1]))
+            )
+        )
     finally:
         torch.set_num_threads(all_threads)
     for row in rows:
@@ -158,7 +208,8 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Passes over chains of tiny operators; a long copy empties the caches between them, as a model would."""
+    """Passes over chains of tiny operators; a long copy empties the caches between them, as a model
+    would."""
     ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
 
     def pass_over(operators: int) -> None:
@@ -185,21 +236,34 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
     for operation, call in calls.items():
-        about = {"operation": operation, "flops": call.flops, "bytes": call.n_bytes, "check": call.check}
+        about = {
+            "operation": operation,
+            "flops": call.flops,
+            "bytes": call.n_bytes,
+            "check": call.check,
+        }
         rows = {turn: about | {"repetition": turn} for turn in ("first", "second")}
         timing = point.rounds | {"seed": f"{point.id} {operation}"}
         yield from timed_rows(rows, dict.fromkeys(rows, call.run), **timing)
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Each operator of a named model's training step in float32, with FLOPs and bytes counted by hand."""
-    shape, batch, context = SIZES[point.model], point.batch, point.context_length
+    """Each operator of a named model's training step in float32, with FLOPs and bytes counted by
+    hand."""
+    shape = SIZES[point.model]
+    batch = point.batch
+    context = point.context_length
     tensor = partial(torch.randn, device=device)
-    tokens, d, f, v = batch * context, shape.d_model, shape.d_ff, shape.vocabulary
+    tokens = batch * context
+    d = shape.d_model
+    f = shape.d_ff
+    v = shape.vocabulary
     hidden, wide, logits = (tensor(tokens, columns) for columns in (d, f, v))
     scores = tensor(batch * shape.n_heads, context, context)
-    weight, labels = torch.ones(d, device=device), torch.zeros(tokens, dtype=torch.int64, device=device)
-    parameter = tensor(n_parameters(shape) // shape.n_layers).requires_grad_()  # a layer's share of all
+    weight = torch.ones(d, device=device)
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+    # a layer's share of all
+    parameter = tensor(n_parameters(shape) // shape.n_layers).requires_grad_()
     parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW([parameter], foreach=True)
     gated = torch.empty_like(wide)
@@ -210,20 +274,30 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         "output product": (1, tokens, d, v),
         "attention scores": (batch * shape.n_heads, context, shape.head_dim, context),
     }
-    calls = {name: matrix_product(device, torch.float32, *sides, batch=b) for name, (b, *sides) in products.items()}
+    calls = {
+        name: matrix_product(device, torch.float32, *sides, batch=b)
+        for name, (b, *sides) in products.items()
+    }
     calls |= {
         "softmax": Work(partial(torch.softmax, scores, -1), 5 * n_scores, 8 * n_scores),
-        "RMS norm": Work(partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden),
-        "SwiGLU": Work(lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide),
+        "RMS norm": Work(
+            partial(functional.rms_norm, hidden, (d,), weight), 4 * n_hidden, 8 * n_hidden
+        ),
+        "SwiGLU": Work(
+            lambda: torch.mul(functional.silu(wide), wide, out=gated), 6 * n_wide, 12 * n_wide
+        ),
         "residual addition": Work(partial(torch.add, hidden, hidden), n_hidden, 8 * n_hidden),
-        "cross-entropy": Work(partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits),
+        "cross-entropy": Work(
+            partial(functional.cross_entropy, logits, labels), 5 * n_logits, 4 * n_logits
+        ),
         "AdamW": Work(optimizer.step, 12 * parameter.numel(), 28 * parameter.numel()),
     }
     yield from _timed(point, calls, "operator")
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Time all-reduces, one by recursive doubling to show the cost of a call; messages in a row, and at once."""
+    """Time all-reduces, one by recursive doubling to show the cost of a call; messages in a row,
+    and at once."""
     ways: dict[str, tuple[Callable[[torch.Tensor], Any], str]]
     ways = {NCCL if point.backend == "nccl" else GLOO: (dist.all_reduce, POINT_TO_POINT)}
     all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport
@@ -231,7 +305,8 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED), SHARED
     for n_bytes in point.sizes:
         tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        rows, calls = dict[str, dict[str, Any]](), dict[str, Callable[[], Any]]()
+        rows = dict[str, dict[str, Any]]()
+        calls = dict[str, Callable[[], Any]]()
         for name, (way, transport) in ways.items():
             check = row_of(name, partial(_check, way, tensor), device=device)
             every = {ALL_REDUCE: partial(way, tensor)}
@@ -239,19 +314,27 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
                 connection = find_transport(None, torch.device(device), transport)
                 for what, (steps, depth) in _messages(connection, tensor).items():
                     every[what] = partial(connection.run, steps, depth)
-                every[DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
+                every[DOUBLING] = partial(
+                    recursive_doubling_all_reduce, tensor, op="sum", transport=transport
+                )
             for what, call in every.items():
                 calls[f"{name}, {what}"] = call
                 rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check
-        timing = point.rounds | {"seed": f"{point.id} {n_bytes}", "prepare": lambda _, tensor=tensor: tensor.zero_()}
+        timing = point.rounds | {
+            "seed": f"{point.id} {n_bytes}",
+            "prepare": lambda _, tensor=tensor: tensor.zero_(),
+        }
         yield from timed_rows(rows, calls, **timing)
 
 
 def _messages(transport: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: a message to the next rank, several in a row, one to every rank; long ones in pieces."""
-    ranks, rank = transport.world_size, transport.rank
+    """Steps and their depth: a message to the next rank, several in a row, one to every rank; long
+    ones in pieces."""
+    ranks = transport.world_size
+    rank = transport.rank
     length = transport.piece_bytes(ranks) // tensor.itemsize
-    sent, received = tensor.split(length), torch.zeros_like(tensor).split(length)
+    sent = tensor.split(length)
+    received = torch.zeros_like(tensor).split(length)
 
     def steps(*distances: int) -> list[Step]:
         return [

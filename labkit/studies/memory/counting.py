@@ -1,7 +1,7 @@
 """Counts the memory of a training step on fake tensors, with every storage in a ledger.
 
-Nothing is allocated, so models are counted that this machine cannot hold. A user's model is counted on real tensors:
-some operators, an LSTM's among them, allocate more than their fakes.
+Nothing is allocated, so models are counted that this machine cannot hold. A user's model is counted
+on real tensors: some operators, an LSTM's among them, allocate more than their fakes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,17 @@ from labkit.costs.transformer import TransformerShape
 from labkit.lab.user_models import user_file
 from labkit.nn.training import TrainingStep
 
-PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries", "inputs")
-"""Parts of a peak. `recomputed`: activations that checkpointing computes again during backward. `inputs`: tokens and
-tables of rotary positions."""
+PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "recomputed",
+    "temporaries",
+    "inputs",
+)
+"""Parts of a peak. `recomputed`: activations that checkpointing computes again during backward.
+`inputs`: tokens and tables of rotary positions."""
 
 LISTED = 10  # allocations
 
@@ -30,7 +38,8 @@ class CountedStep:
         self.ledger = ledger
         self.step = step
         self.spans: dict[str, tuple[int, int]] = {}
-        """First and last moment by phase, and of the parts "backward" and "optimizer" of a full step."""
+        """First and last moment by phase, and of the parts "backward" and "optimizer" of a full
+        step."""
         ledger.label("parameters", step.model.parameters())
 
     @contextmanager
@@ -54,12 +63,16 @@ class CountedStep:
             parameter.grad = torch.zeros_like(parameter)
         self.step.optimizer_step()
         states = (value for state in self.step.optimizer.state.values() for value in state.values())
-        self.ledger.label("optimizer", (value for value in states if isinstance(value, torch.Tensor)))
+        self.ledger.label(
+            "optimizer", (value for value in states if isinstance(value, torch.Tensor))
+        )
         with self._span("full_step"):
             self._forward()
             with self._span("backward"), self.ledger.phase("backward"):
                 self.step.backward()
-            self.ledger.label("gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None))
+            self.ledger.label(
+                "gradients", (p.grad for p in self.step.model.parameters() if p.grad is not None)
+            )
             with self._span("optimizer"), self.ledger.phase("optimizer"):
                 self.step.optimizer_step()
 
@@ -68,7 +81,11 @@ class CountedStep:
 
     def part_of_step(self, moment: int) -> str:
         """forward, backward or optimizer."""
-        parts = [part for part in ("backward", "optimizer") if part in self.spans and moment >= self.spans[part][0]]
+        parts = [
+            part
+            for part in ("backward", "optimizer")
+            if part in self.spans and moment >= self.spans[part][0]
+        ]
         return parts[-1] if parts else "forward"
 
     def _forward(self) -> None:
@@ -83,22 +100,38 @@ def _name_source(path: str) -> str:
 
 
 def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
-    """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors if it has a shape."""
+    """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors if
+    it has a shape."""
     is_named = isinstance(arguments["source"], TransformerShape)
     mode: AbstractContextManager[Any] = FakeTensorMode() if is_named else nullcontext()
-    with mode, AllocationLedger(device=arguments.get("device", "cpu"), source=_name_source) as ledger:
+    with (
+        mode,
+        AllocationLedger(device=arguments.get("device", "cpu"), source=_name_source) as ledger,
+    ):
         counted = CountedStep(ledger, TrainingStep(**arguments))
-        run = {"inference": counted.infer, "forward": counted.forward, "full_step": counted.full_step}
+        run = {
+            "inference": counted.infer,
+            "forward": counted.forward,
+            "full_step": counted.full_step,
+        }
         for phase in run:  # in this order: AdamW's states stay after a full step
             if phase in phases:
                 run[phase]()
         for allocation in ledger.allocations:
-            other = "recomputed" if allocation.recomputed else "temporaries" if allocation.phase else "inputs"
+            other = (
+                "recomputed"
+                if allocation.recomputed
+                else "temporaries"
+                if allocation.phase
+                else "inputs"
+            )
             allocation.category = allocation.category or other
     return counted
 
 
-def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) -> Iterator[dict[str, Any]]:
+def count_rows(
+    phases: Sequence[str], *, has_details: bool, **arguments: Any
+) -> Iterator[dict[str, Any]]:
     """Yield a row per phase with its peak and the parts of it.
 
     With `has_details`, also the full step's timeline and its largest allocations.
@@ -107,13 +140,21 @@ def count_rows(phases: Sequence[str], *, has_details: bool, **arguments: Any) ->
     for phase in phases:
         peak = counted.peak(phase)
         during = counted.part_of_step(peak.moment) if phase == "full_step" else phase
-        row = {"table": "peak", "method": "counted", "phase": phase, "peak_bytes": peak.n_bytes, "peak_during": during}
+        row = {
+            "table": "peak",
+            "method": "counted",
+            "phase": phase,
+            "peak_bytes": peak.n_bytes,
+            "peak_during": during,
+        }
         yield row | _parts(peak.by_category())
     if has_details:
         start, end = counted.spans["full_step"]
         for moment, live in timeline_between(counted.ledger.allocations, start, end):
             part = counted.part_of_step(moment)
-            yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(live)
+            yield {"table": "timeline", "moment": moment - start, "part_of_step": part} | _parts(
+                live
+            )
         yield from _allocation_rows(counted)
 
 
@@ -122,17 +163,27 @@ def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
 
 
 def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
-    """Allocations grouped by operator, line, phase, category and size: the largest, and the largest at the peak."""
+    """Allocations grouped by operator, line, phase, category and size: the largest, and the largest
+    at the peak."""
     start, end = counted.spans["full_step"]
     at_peak = {id(allocation) for allocation in counted.peak("full_step").live}
     groups: dict[tuple[Any, ...], list[Allocation]] = {}
     for allocation in counted.ledger.allocations:
         if start <= allocation.born < end:
-            key = (allocation.operator, allocation.line, allocation.phase, allocation.category, allocation.n_bytes)
+            key = (
+                allocation.operator,
+                allocation.line,
+                allocation.phase,
+                allocation.category,
+                allocation.n_bytes,
+            )
             groups.setdefault(key, []).append(allocation)
     rows = [
         dict(zip(("operator", "line", "part_of_step", "category", "n_bytes"), key, strict=True))
-        | {"times": len(group), "at_peak_bytes": sum(a.n_bytes for a in group if id(a) in at_peak)}
+        | {
+            "times": len(group),
+            "at_peak_bytes": sum(a.n_bytes for a in group if id(a) in at_peak),
+        }
         for key, group in groups.items()
     ]
     largest = sorted(rows, key=lambda row: -row["n_bytes"])[:LISTED]

@@ -1,4 +1,5 @@
-"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that fits."""
+"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that
+fits."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -18,7 +19,14 @@ from labkit.lab.user_models import find_shape, model_names
 from labkit.machine.description import Machine
 from labkit.studies.memory import worker
 from labkit.studies.memory.counting import PARTS
-from labkit.studies.memory.worker import COUNTED, FULL_STEP, MEASURED, MODEL_BATCH, NO_CHECKPOINTS, MemoryPoint
+from labkit.studies.memory.worker import (
+    COUNTED,
+    FULL_STEP,
+    MEASURED,
+    MODEL_BATCH,
+    NO_CHECKPOINTS,
+    MemoryPoint,
+)
 from labkit.studies.shared.tables import FIT_SHARE, in_order
 
 PHASES = (worker.INFERENCE, worker.FORWARD, FULL_STEP)
@@ -35,10 +43,12 @@ class MemoryConfig(DeviceConfig):
     """Models whose peaks are measured and counted, at `contexts`."""
     contexts: Some[Context] = [64, 128]
     counted_sizes: list[Named] = [size for size in SIZES if size != "10B"]
-    """Models that are only counted, at the longest of `counted_contexts`; the last one in detail, at all of them."""
+    """Models that are only counted, at the longest of `counted_contexts`; the last one in detail,
+    at all of them."""
     counted_contexts: list[Context] = [512, 2048]
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32", "bfloat16"]
-    """On a CPU, which may have no instructions for 16-bit numbers, all but float32 are counted only."""
+    """On a CPU, which may have no instructions for 16-bit numbers, all but float32 are counted
+    only."""
     checkpoint_size: Named = "nano"
     """The model that is measured and timed with each segment length that divides its layers."""
     counted_checkpoint_size: Named = "mini"
@@ -55,27 +65,52 @@ SEGMENT_TIME = Metric("seconds", "segment", CONFIGURATION, where=CHECKPOINTED)
 
 
 def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
-    """Plan counted peaks, which take no memory; then measured peaks from small to large; then checkpointing."""
-    device, contexts = machine.device(config.device), sorted(config.counted_contexts)
+    """Plan counted peaks, which take no memory; then measured peaks from small to large; then
+    checkpointing."""
+    device = machine.device(config.device)
+    contexts = sorted(config.counted_contexts)
 
-    def point(kind: str, size: str, context: int, precision: str = "float32", **more: Any) -> MemoryPoint:
+    def point(
+        kind: str, size: str, context: int, precision: str = "float32", **more: Any
+    ) -> MemoryPoint:
         batch = {"batch": MODEL_BATCH} if context == MODEL_BATCH else {}
-        about = {"kind": kind, "size": size, "context_length": context, "precision": precision, "device": device}
+        about = {
+            "kind": kind,
+            "size": size,
+            "context_length": context,
+            "precision": precision,
+            "device": device,
+        }
         return MemoryPoint.of(config, **about | batch | {"phases": (), "repeats": 2} | more)
 
     for size in config.sizes:
         for precision, context in product(config.precisions, _contexts(config, size)):
-            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=size not in SIZES)
+            yield point(
+                COUNTED, size, context, precision, phases=PHASES, has_details=size not in SIZES
+            )
     for size, context in product(config.counted_sizes, contexts):
-        is_last, is_longest = size == config.counted_sizes[-1], context == contexts[-1]
+        is_last = size == config.counted_sizes[-1]
+        is_longest = context == contexts[-1]
         if is_last or is_longest:
-            yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last and is_longest)
-    for size, low, phase in product(config.sizes, config.precisions if device != "cpu" else ["float32"], PHASES):
-        yield from (point(MEASURED, size, context, low, phases=(phase,)) for context in _contexts(config, size))
-    for size, repeats in {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}.items():
+            yield point(
+                COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last and is_longest
+            )
+    for size, low, phase in product(
+        config.sizes, config.precisions if device != "cpu" else ["float32"], PHASES
+    ):
+        yield from (
+            point(MEASURED, size, context, low, phases=(phase,))
+            for context in _contexts(config, size)
+        )
+    for size, repeats in {
+        config.counted_checkpoint_size: 0,
+        config.checkpoint_size: config.repeats,
+    }.items():
         lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
         segments = [NO_CHECKPOINTS, *lengths]
-        yield point(worker.CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats)
+        yield point(
+            worker.CHECKPOINT, size, max(config.contexts), segments=segments, repeats=repeats
+        )
 
 
 def _contexts(config: MemoryConfig, size: str) -> list[int]:
@@ -85,23 +120,36 @@ def _contexts(config: MemoryConfig, size: str) -> list[int]:
 
 def peaks(results: Results, method: str) -> pd.DataFrame:
     """Return the highest peak of each configuration and phase, with its parts if it was counted."""
-    rows = results.rows([*PEAK_KEYS, "peak_bytes", "predicted_bytes", *PART_BYTES], table="peak", method=method)
+    rows = results.rows(
+        [*PEAK_KEYS, "peak_bytes", "predicted_bytes", *PART_BYTES], table="peak", method=method
+    )
     rows = rows.dropna(subset="peak_bytes").sort_values("peak_bytes", kind="stable")
     return in_order(rows.drop_duplicates(PEAK_KEYS, keep="last"), "size", SIZES)
 
 
 def counted_against_measured(results: Results) -> pd.DataFrame:
     """Return configurations that were both counted and measured."""
-    by_method = [peaks(results, method).set_index(PEAK_KEYS)["peak_bytes"] for method in (MEASURED, COUNTED)]
-    return pd.concat(by_method, axis=1, join="inner", keys=["measured_bytes", "counted_bytes"]).reset_index()
+    by_method = [
+        peaks(results, method).set_index(PEAK_KEYS)["peak_bytes"] for method in (MEASURED, COUNTED)
+    ]
+    return pd.concat(
+        by_method, axis=1, join="inner", keys=["measured_bytes", "counted_bytes"]
+    ).reset_index()
 
 
 def by_context(results: Results) -> pd.DataFrame:
-    """Return counted peaks of models with several contexts, also relative to the shortest context's."""
-    table, keys = peaks(results, COUNTED), ["device", "size", "precision", "phase"]
-    table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values([*keys, "context_length"])
+    """Return counted peaks of models with several contexts, also relative to the shortest
+    context's."""
+    table = peaks(results, COUNTED)
+    keys = ["device", "size", "precision", "phase"]
+    table = table[table.groupby(keys)["context_length"].transform("nunique") > 1].sort_values(
+        [*keys, "context_length"]
+    )
     shortest = table.groupby(keys)["peak_bytes"].transform("first")
-    table = table.assign(times_the_shortest=table["peak_bytes"] / shortest, kind=labels(table, ["phase", "precision"]))
+    table = table.assign(
+        times_the_shortest=table["peak_bytes"] / shortest,
+        kind=labels(table, ["phase", "precision"]),
+    )
     return in_order(table, "size", SIZES)
 
 
@@ -114,32 +162,58 @@ def full_steps(results: Results) -> pd.DataFrame:
 def parts_of_peak(results: Results) -> pd.DataFrame:
     """Return parts of the peak of each counted full step: bytes and percent, one row per part."""
     table = full_steps(results)
-    long = table.melt(["size", "context_length", "batch", "peak_bytes"], PART_BYTES, "part", "bytes").dropna()
-    model = labels(long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"])
+    long = table.melt(
+        ["size", "context_length", "batch", "peak_bytes"], PART_BYTES, "part", "bytes"
+    ).dropna()
+    model = labels(
+        long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"]
+    )
     long = long.assign(part=long["part"].str.removesuffix("_bytes"), model=model)
-    long = long.assign(of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float))
+    long = long.assign(
+        of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float)
+    )
     visible = long[long["of_peak_percent"] > 100 * VISIBLE_SHARE]
     return visible.sort_values("peak_bytes", kind="stable", ignore_index=True)
 
 
 def timeline(results: Results) -> pd.DataFrame:
-    """Return live bytes by part over the allocations and frees of one full step of the model in detail."""
+    """Return live bytes by part over the allocations and frees of one full step of the model in
+    detail."""
     rows = results.rows(["size", "moment", *PART_BYTES], table="timeline").dropna(subset="moment")
     rows = rows.rename(columns={"moment": "allocations_and_frees"})
     long = rows.melt(["size", "allocations_and_frees"], PART_BYTES, "part", "bytes")
-    shares = long.groupby("part")["bytes"].transform("max") / max(long["bytes"].max(), 1) if len(long) else 0
-    return long[shares > VISIBLE_SHARE].assign(part=lambda table: table["part"].str.removesuffix("_bytes"))
+    shares = (
+        long.groupby("part")["bytes"].transform("max") / max(long["bytes"].max(), 1)
+        if len(long)
+        else 0
+    )
+    return long[shares > VISIBLE_SHARE].assign(
+        part=lambda table: table["part"].str.removesuffix("_bytes")
+    )
 
 
 def allocations(results: Results) -> pd.DataFrame:
-    """The largest allocations of a full step: operator, line, bytes of one, how many, and their bytes at the peak."""
-    columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times", "at_peak_bytes"]
-    table = results.rows(columns, table="allocation").sort_values("at_peak_bytes", ascending=False, ignore_index=True)
+    """The largest allocations of a full step: operator, line, bytes of one, how many, and their
+    bytes at the peak."""
+    columns = [
+        "size",
+        "context_length",
+        "operator",
+        "line",
+        "part_of_step",
+        "n_bytes",
+        "times",
+        "at_peak_bytes",
+    ]
+    table = results.rows(columns, table="allocation").sort_values(
+        "at_peak_bytes", ascending=False, ignore_index=True
+    )
     return table.assign(operator=[name.lstrip("_") for name in table["operator"]])
 
 
 def fits(results: Results) -> pd.DataFrame:
-    """Counted full step of each size at the longest context that most were counted at, and whether it fits here."""
+    """Counted full step of each size at the longest context that most were counted at, and whether
+    it fits here."""
     table = full_steps(results)
     if table.empty:
         return table
@@ -147,7 +221,9 @@ def fits(results: Results) -> pd.DataFrame:
     table = table[table["context_length"] == context].sort_values("peak_bytes")
     memory = FIT_SHARE * results.machine_bytes
     columns = ["size", "context_length", "batch", "peak_bytes", "predicted_bytes"]
-    return table[columns].assign(machine_bytes=results.machine_bytes, fits=table["peak_bytes"] <= memory)
+    return table[columns].assign(
+        machine_bytes=results.machine_bytes, fits=table["peak_bytes"] <= memory
+    )
 
 
 SEGMENT_NAMES = {NO_CHECKPOINTS: "no checkpointing", 1: "checkpointing every layer"} | {
@@ -156,7 +232,10 @@ SEGMENT_NAMES = {NO_CHECKPOINTS: "no checkpointing", 1: "checkpointing every lay
 LAB = Lab(
     name="memory",
     title="Memory",
-    summary="Where the memory of a training step goes, what checkpointing saves, and the largest model that fits.",
+    summary=(
+        "Where the memory of a training step goes, what checkpointing saves, and the largest model"
+        " that fits."
+    ),
     config=MemoryConfig,
     smoke={"counted_sizes": ["nano", "mini"], "counted_checkpoint_size": "nano"},
     paper={
@@ -166,7 +245,11 @@ LAB = Lab(
         "checkpoint_size": "xl",
         "counted_checkpoint_size": "2.7B",
     },
-    on_gpu={"sizes": ["small", "medium", "large"], "contexts": [128, 512], "checkpoint_size": "medium"},
+    on_gpu={
+        "sizes": ["small", "medium", "large"],
+        "contexts": [128, 512],
+        "checkpoint_size": "medium",
+    },
     worker=worker.measure,
     points=points,
     model_parameters=("sizes",),
@@ -187,7 +270,9 @@ LAB = Lab(
             id="where_it_goes",
             text="What is the peak of a full step made of?",
             table=parts_of_peak,
-            pick=lambda table: table[table["peak_bytes"] == table["peak_bytes"].max()]["bytes"].idxmax(),
+            pick=lambda table: table[table["peak_bytes"] == table["peak_bytes"].max()][
+                "bytes"
+            ].idxmax(),
             verdict="counted",
             configuration=("size", "batch", "context_length"),
             says="At {context_length} tokens, {of_peak_percent}% of {size}'s peak is {part}.",
@@ -200,8 +285,18 @@ LAB = Lab(
             pick=lambda table: table.index[0],
             verdict="counted",
             configuration=("size", "context_length"),
-            says="At the peak of {size}, {operator} holds most: {at_peak_bytes}, allocated at {line}.",
-            figure=Areas(source=timeline, x="allocations_and_frees", y="bytes", hue="part", panel="size", order=PARTS),
+            says=(
+                "At the peak of {size}, {operator} holds most: {at_peak_bytes}, allocated at"
+                " {line}."
+            ),
+            figure=Areas(
+                source=timeline,
+                x="allocations_and_frees",
+                y="bytes",
+                hue="part",
+                panel="size",
+                order=PARTS,
+            ),
         ),
         Compare(
             id="checkpointing",
@@ -228,7 +323,10 @@ LAB = Lab(
             configuration=("batch", "context_length"),
             topic="largest_model",
             says="{size}: a full step needs {peak_bytes} of {machine_bytes}.",
-            advice="Train models up to {size} (batch {batch}, {context_length} tokens, float32, AdamW).",
+            advice=(
+                "Train models up to {size} (batch {batch}, {context_length} tokens, float32,"
+                " AdamW)."
+            ),
         ),
         Check(
             id="counted_against_measured",

@@ -17,12 +17,17 @@ from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.memory.counting import count_phases, count_rows
 from labkit.studies.shared.alternatives import check_and_time
 
-MEASURED, COUNTED, CHECKPOINT = "measured", "counted", "checkpoint"
-INFERENCE, FORWARD, FULL_STEP = "inference", "forward", "full_step"
+MEASURED = "measured"
+COUNTED = "counted"
+CHECKPOINT = "checkpoint"
+INFERENCE = "inference"
+FORWARD = "forward"
+FULL_STEP = "full_step"
 NO_CHECKPOINTS = 0  # the segment length that stands for no checkpointing
 MODEL_BATCH = 0  # stands for batch and context length of a user's model, which has its batch
 HEADROOM = 1.1  # over the formulas
-MAX_ERROR = 1e-4  # of a gradient, relative to the largest of its tensor: the same operators run again
+# of a gradient, relative to the largest of its tensor: the same operators run again
+MAX_ERROR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,8 @@ class MemoryPoint(ModelPoint):
     segments: tuple[int, ...] = ()
     """Segment lengths that a checkpoint point compares, `NO_CHECKPOINTS` first."""
     has_details: bool = False
-    """Whether a counted point also has the timeline and the largest allocations of its full step."""
+    """Whether a counted point also has the timeline and the largest allocations of its full
+    step."""
 
     @property
     def contests(self) -> int:
@@ -52,7 +58,8 @@ class MemoryPoint(ModelPoint):
         if self.kind == COUNTED or not self.repeats:  # fake tensors take no memory
             return 0
         phase = FULL_STEP if self.kind != MEASURED or self.phases == (FULL_STEP,) else FORWARD
-        extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0  # held by its check
+        # held by its check
+        extra = 2 * state_bytes(n_parameters(shape))["gradients"] if self.kind == CHECKPOINT else 0
         return HEADROOM * (predict_peak(self, phase)["predicted_bytes"] + extra)
 
 
@@ -63,11 +70,14 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
-    """`predicted_bytes`, the formula's peak of a forward pass or a full step; nothing for what has no formula."""
+    """`predicted_bytes`, the formula's peak of a forward pass or a full step; nothing for what has
+    no formula."""
     if (shape := find_shape(point.size)) is None or phase == INFERENCE:
         return {}
     names = ("precision", "checkpoint_segment", "device")
-    options: dict[str, Any] = {name: getattr(point, name) for name in names} | {"is_full_step": phase == FULL_STEP}
+    options: dict[str, Any] = {name: getattr(point, name) for name in names} | {
+        "is_full_step": phase == FULL_STEP
+    }
     return {"predicted_bytes": peak_bytes(shape, point.batch, point.context_length, **options)}
 
 
@@ -80,8 +90,11 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """Yield one row: the peak of each repeat of the phase, after a warm-up run."""
     (phase,) = point.phases
     if torch.device(point.device).type == "cuda":
-        for precision in AUTOCAST_DTYPES:  # CUDA's libraries allocate their workspaces before anything is recorded
-            TrainingStep(SIZES["nano"], batch=1, context_length=16, device=point.device, precision=precision).run()
+        # CUDA's libraries allocate their workspaces before anything is recorded
+        for precision in AUTOCAST_DTYPES:
+            TrainingStep(
+                SIZES["nano"], batch=1, context_length=16, device=point.device, precision=precision
+            ).run()
     with record_allocations(point.device) as record:
         step = TrainingStep(**_step_arguments(point))
         run = {INFERENCE: step.infer, FORWARD: step.forward, FULL_STEP: step.run}[phase]
@@ -93,7 +106,9 @@ def _measure_peaks(point: MemoryPoint) -> Iterator[dict[str, Any]]:
             step.drop_gradients()
         del step, run
     peaks = list(record.peaks.values())
-    yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(point, phase)
+    yield {"table": "peak", "method": MEASURED, "phase": phase, "peak_bytes": peaks} | predict_peak(
+        point, phase
+    )
 
 
 def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
@@ -104,18 +119,21 @@ def _count(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     """Yield one row per segment length: counted peak, the error of gradients, seconds per step.
 
-    Without repeats, peaks are counted only. If the step without checkpointing cannot run, nothing is compared with it,
-    and nothing is timed.
+    Without repeats, peaks are counted only. If the step without checkpointing cannot run, nothing
+    is compared with it, and nothing is timed.
     """
     rows: dict[str, dict[str, Any]] = {}
     for segment in point.segments:
-        counted = count_phases((FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment)))
+        counted = count_phases(
+            (FULL_STEP,), **_step_arguments(replace(point, checkpoint_segment=segment))
+        )
         peak = counted.peak(FULL_STEP).n_bytes
         rows[str(segment)] = {"table": "checkpoint", "segment": segment, "counted_bytes": peak}
     if not point.repeats:
         yield from rows.values()
         return
-    step, expected = TrainingStep(**_step_arguments(point)), dict[str, torch.Tensor]()
+    step = TrainingStep(**_step_arguments(point))
+    expected = dict[str, torch.Tensor]()
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         segment = rows[name]["segment"]
@@ -124,7 +142,9 @@ def _compare_segments(point: MemoryPoint) -> Iterator[dict[str, Any]]:
     yield from check_and_time(rows, check, device=point.device, **point.rounds)
 
 
-def _check_segment(step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _check_segment(
+    step: TrainingStep, segment: int, expected: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     """Compare gradients with `expected`, which is filled by the step without checkpointing."""
     if segment != NO_CHECKPOINTS and not expected:
         return {"check": "no gradients without checkpointing to compare with"}

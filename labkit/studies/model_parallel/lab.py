@@ -1,4 +1,5 @@
-"""Model parallelism: what cutting a model by tensor or by pipeline costs and saves, and which axis is best here."""
+"""Model parallelism: what cutting a model by tensor or by pipeline costs and saves, and which axis
+is best here."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,16 @@ from labkit.machine.description import Machine
 from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
-from labkit.studies.model_parallel.worker import AXES, DATA, SEQUENCE, TORCH, WAYS, WHOLE, ModelParallelPoint, measure
+from labkit.studies.model_parallel.worker import (
+    AXES,
+    DATA,
+    SEQUENCE,
+    TORCH,
+    WAYS,
+    WHOLE,
+    ModelParallelPoint,
+    measure,
+)
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
@@ -62,33 +72,49 @@ NAMES = {
 
 
 def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParallelPoint]:
-    """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, and then all axes."""
-    device, widths = machine.device(config.device), tuple(sorted(config.widths))
+    """Plan by number of ranks: tensor parallelism from narrow to wide, pipelines, and then all
+    axes."""
+    device = machine.device(config.device)
+    widths = tuple(sorted(config.widths))
     for world_size in config.world_sizes:
         point = partial(ModelParallelPoint.on, machine, config, world_size)
         ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
         for width in widths:
-            yield point(sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=())
+            yield point(
+                sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=()
+            )
         layers = max(config.layers, 2 * world_size)  # for two stages per rank
         pipeline = partial(point, sweep="pipeline", alternatives=SCHEDULES, model="", layers=layers)
-        fitting = tuple(width for width in widths if pipeline(widths=(width,)).skip_reason(machine) is None)
+        fitting = tuple(
+            width for width in widths if pipeline(widths=(width,)).skip_reason(machine) is None
+        )
         yield pipeline(widths=fitting or widths)
-        yield point(sweep="axes", alternatives=tuple(config.axes), widths=(), batch=world_size * config.model_batch)
+        yield point(
+            sweep="axes",
+            alternatives=tuple(config.axes),
+            widths=(),
+            batch=world_size * config.model_batch,
+        )
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return collectives and bytes per step of the rank that sends most; seconds, and those of compute and messages."""
-    keys, values = [*TENSOR_KEYS, "way"], ["sent_bytes", "formula_sent_bytes", "calls"]
+    """Return collectives and bytes per step of the rank that sends most; seconds, and those of
+    compute and messages."""
+    keys = [*TENSOR_KEYS, "way"]
+    values = ["sent_bytes", "formula_sent_bytes", "calls"]
     rows = results.frame.reindex(columns=["sweep", *keys, *values]).query("sweep == 'tensor'")
     table = rows.dropna(subset="sent_bytes").groupby(keys, sort=False)[values].max().reset_index()
     medians = TENSOR_TIME.medians(results.frame)[[*keys, "seconds"]]
     whole_s = join(table.assign(way=WHOLE), medians, keys, "left")["seconds"].astype(float)
     table = join(table, medians, keys, "left")
-    return table.assign(predicted_s=whole_s / table["world_size"] + predict_messages_s(table, results))
+    return table.assign(
+        predicted_s=whole_s / table["world_size"] + predict_messages_s(table, results)
+    )
 
 
 def pipelines(results: Results) -> pd.DataFrame:
-    """By rank: share of a step that it works, by schedule, and with its messages; micro-batches that it holds."""
+    """By rank: share of a step that it works, by schedule, and with its messages; micro-batches
+    that it holds."""
     values = ["seconds", "idle_s", "held", "formula_busy", "formula_held", "calls", "sent_bytes"]
     rows = results.frame.reindex(columns=[*PIPELINE_KEYS, *values]).dropna(subset="idle_s")
     rows = rows.assign(busy=1 - rows["idle_s"] / rows["seconds"]).sort_values("rank", kind="stable")
@@ -97,11 +123,14 @@ def pipelines(results: Results) -> pd.DataFrame:
     step_s = work_s / table["formula_busy"] + predict_messages_s(table, results)
     table = table.astype({"width": int, "micro_batches": int})  # floats beside rows of other sweeps
     kinds = labels(table, ["schedule", "micro_batches"])
-    return table.drop(columns=["calls", "sent_bytes"]).assign(kind=kinds, predicted_busy=work_s / step_s)
+    return table.drop(columns=["calls", "sent_bytes"]).assign(
+        kind=kinds, predicted_busy=work_s / step_s
+    )
 
 
 def tasks(results: Results) -> pd.DataFrame:
-    """Tasks by schedule: two ranks, four micro-batches, one second forward through a rank's layers and two backward."""
+    """Tasks by schedule: two ranks, four micro-batches, one second forward through a rank's layers
+    and two backward."""
     rows = [
         (f"{name}, rank {rank}", task.kind, start_s / chunks, (end_s - start_s) / chunks)
         for name, chunks in ((name, 1 + (name == "interleaved")) for name in SCHEDULES)
@@ -114,7 +143,12 @@ def tasks(results: Results) -> pd.DataFrame:
 
 def axes(results: Results) -> pd.DataFrame:
     """Time and peak memory of a rank by axis, in one table."""
-    return join(AXIS_TIME.medians(results.frame), AXIS_PEAK.largest(results.frame), AXIS_TIME.columns, "outer")
+    return join(
+        AXIS_TIME.medians(results.frame),
+        AXIS_PEAK.largest(results.frame),
+        AXIS_TIME.columns,
+        "outer",
+    )
 
 
 WIDTH = "From which width up is a model faster cut over ranks than whole on one?"
@@ -127,7 +161,10 @@ HOLDS = "Does a pipeline hold as many micro-batches at once as its schedule says
 LAB = Lab(
     name="model_parallel",
     title="Model parallelism",
-    summary="What cutting a model by tensor or by pipeline costs and saves, and which axis is best here.",
+    summary=(
+        "What cutting a model by tensor or by pipeline costs and saves, and which axis is best"
+        " here."
+    ),
     config=ModelParallelConfig,
     smoke={"model": "nano"},
     paper={
@@ -138,17 +175,41 @@ LAB = Lab(
         "model": "xl",
         "model_batch": 4,
     },
-    on_gpu={"world_sizes": [2, 8], "widths": [512, 1024, 2048, 4096], "context_length": 512, "model": "small"},
+    on_gpu={
+        "world_sizes": [2, 8],
+        "widths": [512, 1024, 2048, 4096],
+        "context_length": 512,
+        "model": "small",
+    },
     worker=measure,
     points=points,
     names=NAMES,
     questions=[
         *(
-            Compare(id=name, text=text, metric=TENSOR_TIME, baseline=baseline, among=among, figure=figure)
+            Compare(
+                id=name,
+                text=text,
+                metric=TENSOR_TIME,
+                baseline=baseline,
+                among=among,
+                figure=figure,
+            )
             for name, text, baseline, among, figure in (
-                ("width", WIDTH, WHOLE, None, Lines(source=TENSOR_TIME, x="width", panel="world_size")),
+                (
+                    "width",
+                    WIDTH,
+                    WHOLE,
+                    None,
+                    Lines(source=TENSOR_TIME, x="width", panel="world_size"),
+                ),
                 ("transport", TRANSPORT, TORCH, (SHARED,), None),
-                ("sequence", "Does sequence parallelism save time?", SHARED, (SHARED + SEQUENCE,), None),
+                (
+                    "sequence",
+                    "Does sequence parallelism save time?",
+                    SHARED,
+                    (SHARED + SEQUENCE,),
+                    None,
+                ),
             )
         ),
         *(

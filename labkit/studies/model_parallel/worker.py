@@ -1,7 +1,8 @@
-"""Worker of the lab on model parallelism: check each training against one process, then time all in turns.
+"""Worker of the lab on model parallelism: check each training against one process, then time all in
+turns.
 
 ``tensor``    a model on one rank, and cut over the ranks by transport: forward and backward
-``pipeline``  schedules and numbers of micro-batches: seconds of a step, and seconds that a rank idles
+``pipeline``  schedules and numbers of micro-batches: seconds of a step and of a rank's idling
 ``axes``      a model and batch trained along each axis: seconds and peak memory of a step
 """
 
@@ -17,7 +18,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from labkit.bench.memory import measure_second_peak
-from labkit.costs.communication import ALL_REDUCE_COSTS, pipeline_idle_share, sent_bytes, tensor_parallel_calls
+from labkit.costs.communication import (
+    ALL_REDUCE_COSTS,
+    pipeline_idle_share,
+    sent_bytes,
+    tensor_parallel_calls,
+)
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.nn.training import Workload, random_tokens
@@ -37,18 +43,25 @@ from labkit.studies.shared.sharding_strategies import shard
 if TYPE_CHECKING:
     from labkit.machine.description import Machine
 
-DATA, WHOLE, TORCH, SEQUENCE = "data parallel", "one rank", "torch", ", sequence parallel"
+DATA = "data parallel"
+WHOLE = "one rank"
+TORCH = "torch"
+SEQUENCE = ", sequence parallel"
 WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
-"""The whole model on one rank; tensor parallelism by transport, with sequence parallelism and without."""
-HEADS, VOCABULARY = 8, 128
-SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}  # of AdamW; `eps` is above the rounding of a gradient
+"""The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
+without."""
+HEADS = 8
+VOCABULARY = 128
+# of AdamW; `eps` is above the rounding of a gradient
+SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "eps": 1e-5}
 LEAST_TASK_S = 0.005  # of a forward pass through a stage, so that messages hide no bubble
 COPIES = 5  # of the parameters per alternative: parameters, gradients, two states, messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelPoint(ModelPoint):
-    """A model, a batch, and alternatives: transports, schedules or axes. `model`: a named size, instead of a width."""
+    """A model, a batch, and alternatives: transports, schedules or axes. `model`: a named size,
+    instead of a width."""
 
     sweep: str
     alternatives: tuple[str, ...]
@@ -60,28 +73,37 @@ class ModelParallelPoint(ModelPoint):
 
     @property
     def shape(self) -> TransformerShape:
-        """The named size, or the widest model: its vocabulary is small, so that layers cost most."""
+        """The named size, or the widest model: its vocabulary is small, so that layers cost
+        most."""
         d = max(self.widths, default=2 * HEADS)
-        wide = TransformerShape(d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY)
+        wide = TransformerShape(
+            d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY
+        )
         return SIZES.get(self.model, wide)
 
     @property
     def needed_bytes(self) -> float:
-        """Memory of a rank for the reference and all alternatives; it trains only its stages of a pipeline."""
+        """Memory of a rank for the reference and all alternatives; it trains only its stages of a
+        pipeline."""
         is_pipeline = self.sweep == "pipeline"
         copies = 1 + (COPIES - 1) / self.world_size if is_pipeline else COPIES
         trainers = len(self.alternatives) * (len(self.micro_batches) if is_pipeline else 1)
         return 4 * n_parameters(self.shape) * (COPIES + copies * trainers)
 
     def skip_reason(self, machine: "Machine") -> str | None:
-        if self.sweep == "pipeline" and self.device == "cpu" and ranks_here(self.world_size) > machine.cores:
+        if (
+            self.sweep == "pipeline"
+            and self.device == "cpu"
+            and ranks_here(self.world_size) > machine.cores
+        ):
             return "more ranks than cores: their time slices would be measured"
         return super().skip_reason(machine)
 
 
 @dataclass
 class Trainer:
-    """A training along one axis. `gather` returns whole parameters; `idle_s`: a pipeline's idle seconds per step."""
+    """A training along one axis. `gather` returns whole parameters; `idle_s`: a pipeline's idle
+    seconds per step."""
 
     optimizer: Optimizer
     passes: Callable[[], Any]
@@ -99,11 +121,14 @@ class Problem:
     """A model and the whole batch, tokens (B, S), the same on every rank."""
 
     def __init__(self, point: ModelParallelPoint, device: str) -> None:
-        self.point, self.device = point, device
+        self.point = point
+        self.device = device
         generator = torch.Generator().manual_seed(point.seed)
         tokens = random_tokens(point.shape, point.batch, point.context_length, generator)
         self.inputs, self.targets = (each.to(device) for each in tokens)
-        self.reference: Reference = train_in_one_process([Workload(self.build, self.loss)], AdamW, SETTINGS)
+        self.reference: Reference = train_in_one_process(
+            [Workload(self.build, self.loss)], AdamW, SETTINGS
+        )
 
     def build(self) -> Transformer:
         torch.manual_seed(0)
@@ -113,12 +138,17 @@ class Problem:
     def loss(self, model: nn.Module) -> Tensor:
         return language_model_loss(model(self.inputs), self.targets)
 
-    def check(self, make: Callable[..., Trainer], trainers: dict[str, Trainer], name: str) -> dict[str, Any]:
-        """Train for some steps, compare with one process, and add the trainer to the others if it is right."""
+    def check(
+        self, make: Callable[..., Trainer], trainers: dict[str, Trainer], name: str
+    ) -> dict[str, Any]:
+        """Train for some steps, compare with one process, and add the trainer to the others if it
+        is right."""
         trainer = make(self)
         for _ in range(STEPS):
             trainer.step()
-        columns = self.reference.check({key: value.detach() for key, value in trainer.gather().items()})
+        columns = self.reference.check(
+            {key: value.detach() for key, value in trainer.gather().items()}
+        )
         if columns["check"] != "ok":
             return columns
         trainers[name] = trainer
@@ -137,31 +167,54 @@ def train_whole(problem: Problem) -> Trainer:
     """Train the whole model on rank 0; the others do nothing."""
     model = problem.build()
     passes = (lambda: problem.loss(model).backward()) if dist.get_rank() == 0 else int
-    return Trainer(AdamW(model.parameters(), **SETTINGS), passes, partial(gather_parts, model, [(model, 0)]))
+    return Trainer(
+        AdamW(model.parameters(), **SETTINGS), passes, partial(gather_parts, model, [(model, 0)])
+    )
 
 
 def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = False) -> Trainer:
     """Train with tensor parallelism, with sequence parallelism or without."""
     model = tensor_parallel(problem.build(), sequence_parallel=is_sequence, transport=transport)
     optimizer = AdamW(model.parameters(), **SETTINGS)
-    return Trainer(optimizer, lambda: model(problem.inputs, problem.targets).backward(), model.gather_state_dict)
+    return Trainer(
+        optimizer,
+        lambda: model(problem.inputs, problem.targets).backward(),
+        model.gather_state_dict,
+    )
 
 
-def train_replicas(problem: Problem, implementation: str = "ddp", *, is_context: bool = False) -> Trainer:
-    """Train replicas ("ddp") or shards ("zero3"), each rank on its sequences, or on its positions of all of them."""
-    bare, p = problem.build(), dist.get_world_size()
-    model, optimizer = shard(implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS)
-    split = partial(split_sequence, dim=1) if is_context else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
-    inputs, targets = split(problem.inputs), split(problem.targets)
+def train_replicas(
+    problem: Problem, implementation: str = "ddp", *, is_context: bool = False
+) -> Trainer:
+    """Train replicas ("ddp") or shards ("zero3"), each rank on its sequences, or on its positions
+    of all of them."""
+    bare = problem.build()
+    p = dist.get_world_size()
+    model, optimizer = shard(
+        implementation, context_parallel(bare) if is_context else bare, AdamW, **SETTINGS
+    )
+    split = (
+        partial(split_sequence, dim=1)
+        if is_context
+        else lambda tokens: tokens.tensor_split(p)[dist.get_rank()]
+    )
+    inputs = split(problem.inputs)
+    targets = split(problem.targets)
     gather = partial(whole_parameters, model)
-    return Trainer(optimizer, lambda: language_model_loss(model(inputs), targets).backward(), gather)
+    return Trainer(
+        optimizer, lambda: language_model_loss(model(inputs), targets).backward(), gather
+    )
 
 
 def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
-    """Train a pipeline. Stages are balanced by parameters, without the embedding's, which are only looked up."""
+    """Train a pipeline. Stages are balanced by parameters, without the embedding's, which are only
+    looked up."""
     model = problem.build()
     layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
-    costs = [0, *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers[1:])]
+    costs = [
+        0,
+        *(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers[1:]),
+    ]
     pipeline = Pipeline(layers, schedule=schedule, micro_batches=micro_batches, costs=costs)
     idle_s: list[float] = []
 
@@ -171,7 +224,11 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
         busy_s = sum(task.end_s - task.start_s for task in pipeline.times)  # waits for a GPU
         idle_s.append(time.perf_counter() - start - busy_s)
 
-    owners = [(layers[number], stage % pipeline.ranks) for stage, own in enumerate(pipeline.stages) for number in own]
+    owners = [
+        (layers[number], stage % pipeline.ranks)
+        for stage, own in enumerate(pipeline.stages)
+        for number in own
+    ]
     optimizer = AdamW(pipeline.parameters(), **SETTINGS)
     return Trainer(optimizer, passes, partial(gather_parts, model, owners), pipeline, idle_s)
 
@@ -188,27 +245,40 @@ AXES: dict[str, Callable[[Problem], Trainer]] = {
 def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
     """Yield the seconds of each alternative; then the allocator's peak of each axis."""
     device = use_device(point.device)
-    rows, trainers = dict[str, dict[str, Any]](), dict[str, Trainer]()
+    rows = dict[str, dict[str, Any]]()
+    trainers = dict[str, Trainer]()
     for name, about, problem, make in _alternatives(point, device):
-        if SHARED in name and (transport := transport_in_use(device=torch.device(device)))[0] != SHARED:
+        if (
+            SHARED in name
+            and (transport := transport_in_use(device=torch.device(device)))[0] != SHARED
+        ):
             yield about | {"not_measured": transport[1]}
             continue
-        rows[name] = about | row_of(name, partial(problem.check, make, trainers, name), device=device)
+        rows[name] = about | row_of(
+            name, partial(problem.check, make, trainers, name), device=device
+        )
     is_axis = point.sweep == "axes"  # whose steps are whole ones
-    turns = {name: trainer.step if is_axis else trainer.passes for name, trainer in trainers.items()}
+    turns = {
+        name: trainer.step if is_axis else trainer.passes for name, trainer in trainers.items()
+    }
     clock = point.rounds | {"prepare": lambda name: trainers[name].optimizer.zero_grad()}
-    for name, row in zip(rows, timed_rows(rows, turns, device=device, before=dist.barrier, **clock), strict=True):
+    for name, row in zip(
+        rows, timed_rows(rows, turns, device=device, before=dist.barrier, **clock), strict=True
+    ):
         has_idle = point.sweep == "pipeline" and "seconds" in row
         yield row | ({"idle_s": trainers[name].idle_s[-len(row["seconds"]) :]} if has_idle else {})
     for axis in trainers if is_axis else ():
         dist.barrier()
-        yield {"axis": axis} | row_of(axis, partial(_measure_peak, AXES[axis], problem), device=device)
+        yield {"axis": axis} | row_of(
+            axis, partial(_measure_peak, AXES[axis], problem), device=device
+        )
 
 
 def _alternatives(
     point: ModelParallelPoint, device: str
 ) -> Iterator[tuple[str, dict[str, Any], Problem, Callable[..., Trainer]]]:
-    """Yield name, columns, problem and maker of each alternative. A micro-batch of a pipeline is one sequence."""
+    """Yield name, columns, problem and maker of each alternative. A micro-batch of a pipeline is
+    one sequence."""
     if point.sweep == "pipeline":
         width = _choose_width(point, device)
         for micro_batches in point.micro_batches:
@@ -223,8 +293,15 @@ def _alternatives(
         if point.sweep == "axes":
             yield name, {"axis": name}, problem, AXES[name]
             continue
-        cut = partial(train_cut, transport=name.removesuffix(SEQUENCE), is_sequence=name.endswith(SEQUENCE))
-        yield name, {"way": name, "width": point.widths[0]}, problem, train_whole if name == WHOLE else cut
+        cut = partial(
+            train_cut, transport=name.removesuffix(SEQUENCE), is_sequence=name.endswith(SEQUENCE)
+        )
+        yield (
+            name,
+            {"way": name, "width": point.widths[0]},
+            problem,
+            train_whole if name == WHOLE else cut,
+        )
 
 
 def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[str, Any]:
@@ -235,25 +312,41 @@ def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[st
     p = dist.get_world_size()
     if (pipeline := trainer.pipeline) is not None:
         share = pipeline_idle_share(p, pipeline.micro_batches, chunks=pipeline.chunks)
-        held = {"held": pipeline.peak_held, "formula_held": peak_activations(pipeline.schedule[pipeline.rank])}
+        held = {
+            "held": pipeline.peak_held,
+            "formula_held": peak_activations(pipeline.schedule[pipeline.rank]),
+        }
         return row | held | {"formula_busy": 1 - share}
-    algorithm = next((call.algorithm for call in calls if call.collective == "all_reduce"), "butterfly")
-    size, is_sequence = (point.shape, point.batch, point.context_length), name.endswith(SEQUENCE)
+    algorithm = next(
+        (call.algorithm for call in calls if call.collective == "all_reduce"), "butterfly"
+    )
+    size = (point.shape, point.batch, point.context_length)
+    is_sequence = name.endswith(SEQUENCE)
     formula = tensor_parallel_calls(*size, p, sequence_parallel=is_sequence)
-    return row | {"formula_sent_bytes": sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])}
+    return row | {
+        "formula_sent_bytes": sent_bytes(formula, p, all_reduce=ALL_REDUCE_COSTS[algorithm])
+    }
 
 
 def _choose_width(point: ModelParallelPoint, device: str) -> int:
-    """Return the first width at which a forward pass through a rank's layers takes `LEAST_TASK_S`, or the last."""
+    """Return the first width at which a forward pass through a rank's layers takes `LEAST_TASK_S`,
+    or the last."""
     for width in point.widths:
         with torch.device(device):
-            model = Transformer(replace(point, widths=(width,), layers=1).shape, context_length=point.context_length)
-            (layer_s,) = measure_layers(list(model.layers), torch.zeros(1, point.context_length, width))
+            model = Transformer(
+                replace(point, widths=(width,), layers=1).shape, context_length=point.context_length
+            )
+            (layer_s,) = measure_layers(
+                list(model.layers), torch.zeros(1, point.context_length, width)
+            )
         if layer_s * point.layers / point.world_size >= LEAST_TASK_S:
             break
     return width
 
 
 def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
-    """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's layers."""
-    return measure_second_peak(lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device)
+    """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's
+    layers."""
+    return measure_second_peak(
+        lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device
+    )

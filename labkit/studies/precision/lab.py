@@ -1,4 +1,5 @@
-"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size."""
+"""Precision: what 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by
+model size."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +16,14 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
-from labkit.studies.precision.worker import ACCUMULATION, DTYPES, FULL, SPEED, PrecisionPoint, measure
+from labkit.studies.precision.worker import (
+    ACCUMULATION,
+    DTYPES,
+    FULL,
+    SPEED,
+    PrecisionPoint,
+    measure,
+)
 
 
 class PrecisionConfig(DeviceConfig):
@@ -49,12 +57,17 @@ def points(config: PrecisionConfig, machine: Machine) -> Iterator[PrecisionPoint
         yield from (point(part=DTYPES, precision=name) for name in (FULL, "bfloat16", "float16"))
     precisions = (FULL, *config.precisions)
     for model in sorted(config.models, key=list(SIZES).index):
-        yield PrecisionPoint.of(config, part=SPEED, device=devices[-1], model=model, precisions=precisions)
+        yield PrecisionPoint.of(
+            config, part=SPEED, device=devices[-1], model=model, precisions=precisions
+        )
 
 
 def sums(results: Results) -> pd.DataFrame:
-    """Return running sums by variant, with the error from storing the term and the error from adding."""
-    table = results.rows(["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION).dropna()
+    """Return running sums by variant, with the error from storing the term and the error from
+    adding."""
+    table = results.rows(
+        ["device", "variant", "n_added", "sum", "exact_sum", "stored_sum"], part=ACCUMULATION
+    ).dropna()
     error = ((table["sum"] - table["exact_sum"]) / table["exact_sum"]).abs().astype(float)
     return table.assign(
         term_error=table["stored_sum"] - table["exact_sum"],
@@ -72,14 +85,19 @@ def dtypes(results: Results) -> pd.DataFrame:
     """Return one row per device, model and autocast dtype, one column per quantity."""
     keys = ["device", "model", "precision"]
     table = results.rows([*keys, "quantity", "observed"], part=DTYPES)
-    wide = table.pivot_table(index=keys, columns="quantity", values="observed", aggfunc="first", sort=False)
+    wide = table.pivot_table(
+        index=keys, columns="quantity", values="observed", aggfunc="first", sort=False
+    )
     return wide.reset_index().rename(columns={"precision": "autocast"}).rename_axis(columns=None)
 
 
 LAB = Lab(
     name="precision",
     title="Precision",
-    summary="What 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model size.",
+    summary=(
+        "What 16-bit formats do to sums and dtypes, and what autocast to bfloat16 saves by model"
+        " size."
+    ),
     config=PrecisionConfig,
     paper={
         "models": ["small", "medium", "large", "xl", "2.7B"],
@@ -110,7 +128,9 @@ LAB = Lab(
             pick=lambda table: table["correct_digits"].idxmin(),
             configuration=("device",),
             says="In {variant} the sum of {n_added} terms ends at {sum} instead of {exact_sum}.",
-            figure=Lines(source=sums, x="n_added", y="correct_digits", hue="variant", panel="device", log="x"),
+            figure=Lines(
+                source=sums, x="n_added", y="correct_digits", hue="variant", panel="device", log="x"
+            ),
         ),
         Report(
             id="dtypes",
@@ -118,7 +138,10 @@ LAB = Lab(
             table=dtypes,
             pick=lambda table: table.index[table["autocast"] == "bfloat16"][-1],
             configuration=("device", "model"),
-            says="Under autocast to bfloat16 the logits are {logits}; parameters and gradients stay {parameters}.",
+            says=(
+                "Under autocast to bfloat16 the logits are {logits}; parameters and gradients stay"
+                " {parameters}."
+            ),
         ),
     ],
 )

@@ -16,11 +16,15 @@ from labkit.nn.training import AUTOCAST_DTYPES, TrainingStep, gradients
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 FULL = "float32"
-FORWARD, BOTH = "forward", "forward and backward"
-ACCUMULATION, DTYPES, SPEED = "accumulation", "dtypes", "speed"
-# Largest deviation from float32: rounding to 16 bits through tens of layers changes the loss by a percent or two, and
-# the gradient of a parameter by up to a tenth.
-LOSS_BOUND, GRADIENT_BOUND = 0.02, 0.25
+FORWARD = "forward"
+BOTH = "forward and backward"
+ACCUMULATION = "accumulation"
+DTYPES = "dtypes"
+SPEED = "speed"
+# Largest deviation from float32: rounding to 16 bits through tens of layers changes the loss by a
+# percent or two, and the gradient of a parameter by up to a tenth.
+LOSS_BOUND = 0.02
+GRADIENT_BOUND = 0.25
 HEADROOM = 1.1  # over the formulas of memory
 SUMS: Mapping[str, tuple[str, str, bool]] = {
     "fp32": ("float32", "float32", False),
@@ -52,15 +56,22 @@ class PrecisionPoint(ModelPoint):
         if self.part != SPEED:
             return 0
         sizes = SIZES[self.model], self.batch, self.context_length
-        peaks = [peak_bytes(*sizes, is_full_step=False, precision=one, device=self.device) for one in self.precisions]
-        return HEADROOM * (max(peaks) + 2 * state_bytes(n_parameters(SIZES[self.model]))["gradients"])
+        peaks = [
+            peak_bytes(*sizes, is_full_step=False, precision=one, device=self.device)
+            for one in self.precisions
+        ]
+        return HEADROOM * (
+            max(peaks) + 2 * state_bytes(n_parameters(SIZES[self.model]))["gradients"]
+        )
 
 
 def measure(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
     """Yield the rows of one part."""
     if point.part == ACCUMULATION:
         for name in SUMS:
-            yield from accumulate(name, term=point.term, additions=point.additions, device=point.device)
+            yield from accumulate(
+                name, term=point.term, additions=point.additions, device=point.device
+            )
     elif point.part == DTYPES:
         yield from observe_dtypes(point.precision, device=point.device, seed=point.seed)
     else:
@@ -79,12 +90,17 @@ def accumulate(name: str, *, term: float, additions: int, device: str) -> Iterat
     for count in range(1, additions + 1):
         total += stored.to(total.dtype) if is_cast else stored
         if count in rows_after:
-            sums = {"sum": float(total), "exact_sum": count * term, "stored_sum": count * float(stored)}
+            sums = {
+                "sum": float(total),
+                "exact_sum": count * term,
+                "stored_sum": count * float(stored),
+            }
             yield {"variant": name, "n_added": count} | sums
 
 
 class ToyModel(nn.Module):
-    """The model of the published exercise: rows of 20 features to logits of 5 classes, with a layer norm."""
+    """The model of the published exercise: rows of 20 features to logits of 5 classes, with a layer
+    norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,18 +114,26 @@ class ToyModel(nn.Module):
 
 
 def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Run one forward and backward pass under autocast; yield the dtype of each quantity, read by hooks."""
+    """Run one forward and backward pass under autocast; yield the dtype of each quantity, read by
+    hooks."""
     torch.manual_seed(seed)
     with torch.device(device):
-        model, x, classes = ToyModel(), torch.randn(8, 20), torch.randint(5, (8,))
+        model = ToyModel()
+        x = torch.randn(8, 20)
+        classes = torch.randint(5, (8,))
     tensors: dict[str, list[Tensor]] = {}
-    for name, module in (("first linear", model.first), ("norm", model.norm), ("logits", model.second)):
+    for name, module in (
+        ("first linear", model.first),
+        ("norm", model.norm),
+        ("logits", model.second),
+    ):
         module.register_forward_hook(lambda *call, name=name: tensors.update({name: [call[2]]}))
     dtype = AUTOCAST_DTYPES[precision]
     with torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None):
         loss = nn.functional.cross_entropy(model(x), classes)
     loss.backward()
-    tensors["loss"], tensors["parameters"] = [loss], list(model.parameters())
+    tensors["loss"] = [loss]
+    tensors["parameters"] = list(model.parameters())
     tensors["gradients"] = [p.grad for p in model.parameters() if p.grad is not None]
     for quantity in ("parameters", "first linear", "norm", "logits", "loss", "gradients"):
         names = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors[quantity]})
@@ -117,18 +141,22 @@ def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[s
 
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """Yield one row per mode and precision with the seconds of each repeat: all take turns on one model and batch."""
+    """Yield one row per mode and precision with the seconds of each repeat: all take turns on one
+    model and batch."""
     sizes: dict[str, Any] = {"batch": point.batch, "context_length": point.context_length}
     step = TrainingStep(SIZES[point.model], device=point.device, seed=point.seed, **sizes)
     expected = _compute_gradients(step, FULL)
-    rows, actions = dict[str, dict[str, Any]](), dict[str, Any]()
+    rows = dict[str, dict[str, Any]]()
+    actions = dict[str, Any]()
     for name in point.precisions:
         check = row_of(name, partial(_check, step, name, *expected), device=point.device)
         for mode in (FORWARD, BOTH):
             rows[f"{mode}/{name}"] = {"precision": name} | check
             actions[f"{mode}/{name}"] = {mode: partial(_run, step, mode, name)}
     step.drop_gradients()
-    yield from timed_rows(rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds)
+    yield from timed_rows(
+        rows, actions, "mode", device=point.device, before=step.drop_gradients, **point.rounds
+    )
 
 
 def _run(step: TrainingStep, mode: str, precision: str) -> None:
@@ -142,15 +170,25 @@ def _run(step: TrainingStep, mode: str, precision: str) -> None:
 def _check(
     step: TrainingStep, precision: str, expected_loss: float, expected: Mapping[str, Tensor]
 ) -> dict[str, float | str]:
-    """Compare the loss and each parameter's gradient with those of float32, on the same model and batch."""
+    """Compare the loss and each parameter's gradient with those of float32, on the same model and
+    batch."""
     loss, actual = _compute_gradients(step, precision)
     loss_error = abs(loss - expected_loss) / abs(expected_loss)
     squares = {key: float(one.double().square().sum()) for key, one in expected.items()}
-    off = {key: float((actual[key] - one).double().square().sum()) for key, one in expected.items() if key in actual}
+    off = {
+        key: float((actual[key] - one).double().square().sum())
+        for key, one in expected.items()
+        if key in actual
+    }
     error = (sum(off.values()) / sum(squares.values())) ** 0.5
-    n_wrong = sum(not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size for key, size in squares.items())
+    n_wrong = sum(
+        not off.get(key, math.inf) <= GRADIENT_BOUND**2 * size for key, size in squares.items()
+    )
     is_right = loss_error <= LOSS_BOUND and not n_wrong  # False for NaN
-    wrong = f"wrong: the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too far"
+    wrong = (
+        f"wrong: the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them"
+        " too far"
+    )
     return {"loss_error": loss_error, "error": error, "check": "ok" if is_right else wrong}
 
 

@@ -36,9 +36,11 @@ class ShardingConfig(DeviceConfig):
     ]
     """The lab on data-parallel training measures torch's DDP."""
     optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
-    """Sharding saves time where the update is expensive (AdamW), and hardly any where it is cheap (SGD)."""
+    """Sharding saves time where the update is expensive (AdamW), and hardly any where it is cheap
+    (SGD)."""
     transports: Some[Annotated[str, one_of(lambda: CHOICES)]] = [AUTO]
-    """Transports of labkit's implementations; "auto": shared memory where it can be had. torch's use the backend."""
+    """Transports of labkit's implementations; "auto": shared memory where it can be had. torch's
+    use the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
@@ -48,17 +50,32 @@ class ShardingConfig(DeviceConfig):
 
 
 CONFIGURATION = ("size", "optimizer", "transport", "world_size", "device")
-PARTS_OF_STEP = Metric("seconds", "implementation", (*CONFIGURATION, "part"), where={"kind": "time"})
+PARTS_OF_STEP = Metric(
+    "seconds", "implementation", (*CONFIGURATION, "part"), where={"kind": "time"}
+)
 
 
 def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """Return one row per step of a rank: the sum of its parts."""
     keys = [*CONFIGURATION, "implementation", "rank", "repeat"]
-    return rows.dropna(subset="seconds").groupby(keys, dropna=False, sort=False)["seconds"].sum().reset_index()
+    return (
+        rows.dropna(subset="seconds")
+        .groupby(keys, dropna=False, sort=False)["seconds"]
+        .sum()
+        .reset_index()
+    )
 
 
-STEP = Metric("seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts)
-PEAK = Metric("peak_bytes", "implementation", ("size", "world_size", "device"), where={"kind": "memory"}, exact=True)
+STEP = Metric(
+    "seconds", "implementation", CONFIGURATION, where={"kind": "time"}, prepare=_add_parts
+)
+PEAK = Metric(
+    "peak_bytes",
+    "implementation",
+    ("size", "world_size", "device"),
+    where={"kind": "memory"},
+    exact=True,
+)
 AT = {"size": None, "world_size": None, "optimizer": "AdamW", "transport": SHARED}
 """Figures show the largest model and the most ranks, with AdamW over shared memory."""
 NAMES = {
@@ -73,55 +90,80 @@ NAMES = {
 
 
 def points(config: ShardingConfig, machine: Machine) -> Iterator[ShardingPoint]:
-    """Plan steps: the first optimizer over every transport, the others over the first. Then plan peak memory.
+    """Plan steps: the first optimizer over every transport, the others over the first. Then plan
+    peak memory.
 
     With more than the fewest ranks, torch's memory is left out: questions compare labkit's stages.
     """
-    is_cpu, names = machine.device(config.device) == "cpu", config.implementations
+    is_cpu = machine.device(config.device) == "cpu"
+    names = config.implementations
     transports = config.transports if is_cpu else [AUTO]
-    pairs = [*product(config.optimizers[:1], transports), *product(config.optimizers, transports[:1])]
+    pairs = [
+        *product(config.optimizers[:1], transports),
+        *product(config.optimizers, transports[:1]),
+    ]
 
     def point(world_size: int, **about: Any) -> ShardingPoint:
-        return ShardingPoint.on(machine, config, world_size, host_ranks=ranks_here(world_size), **about)
+        return ShardingPoint.on(
+            machine, config, world_size, host_ranks=ranks_here(world_size), **about
+        )
 
-    for world_size, size, (optimizer, transport) in product(config.world_sizes, config.sizes, pairs):
+    for world_size, size, (optimizer, transport) in product(
+        config.world_sizes, config.sizes, pairs
+    ):
         yield point(world_size, kind="time", size=size, optimizer=optimizer, transport=transport)
     # Pages that several ranks map would count on each of them: memory is measured point to point.
     transport = POINT_TO_POINT if is_cpu else AUTO
     for world_size, size in product(config.memory_world_sizes, config.sizes):
         is_fewest = world_size == min(config.memory_world_sizes)
         measured = [name for name in names if is_fewest or name not in TORCHS] or names
-        yield point(world_size, kind="memory", size=size, transport=transport, implementations=measured)
+        yield point(
+            world_size, kind="memory", size=size, transport=transport, implementations=measured
+        )
 
 
 def held(results: Results) -> pd.DataFrame:
-    """Return bytes that the rank which holds most keeps from step to step, by stage and part, and the formula's."""
+    """Return bytes that the rank which holds most keeps from step to step, by stage and part, and
+    the formula's."""
     keys = ["size", "world_size", "implementation"]
     columns = {part: [f"{part}_bytes", f"formula_{part}_bytes"] for part in PARTS}
     rows = results.rows([*keys, *(name for pair in columns.values() for name in pair)])
     groups = rows.dropna(subset=columns[PARTS[0]]).groupby(keys, sort=False)
     tables = [
-        groups[pair].max().set_axis(["held_bytes", "formula_bytes"], axis=1).reset_index().assign(part=part)
+        groups[pair]
+        .max()
+        .set_axis(["held_bytes", "formula_bytes"], axis=1)
+        .reset_index()
+        .assign(part=part)
         for part, pair in columns.items()
     ]
     return pd.concat(tables, ignore_index=True)
 
 
 def sent(results: Results) -> pd.DataFrame:
-    """Return the bytes that the rank which sends most sends per step, by stage and collective, and the formula's.
+    """Return the bytes that the rank which sends most sends per step, by stage and collective, and
+    the formula's.
 
     `sent_over_model`: the same in units of (p-1)/p times the bytes of the model.
     """
     keys = ["size", "optimizer", "transport", "world_size", "implementation", "collective"]
     values = ["sent_bytes", "formula_bytes", "model_bytes"]
-    table = results.rows([*keys, *values]).dropna(subset="collective").groupby(keys, sort=False)[values].max()
+    table = (
+        results.rows([*keys, *values])
+        .dropna(subset="collective")
+        .groupby(keys, sort=False)[values]
+        .max()
+    )
     table = table.reset_index()
     share = (table["world_size"] - 1) / table["world_size"]
-    return table.assign(sent_over_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float))
+    return table.assign(
+        sent_over_model=(table["sent_bytes"] / table["model_bytes"] / share).astype(float)
+    )
 
 
 def largest_models(results: Results) -> pd.DataFrame:
-    """The largest named model by stage whose training in float32 with AdamW fits into a rank's memory, by formulas.
+    """The largest named model by stage whose training in float32 with AdamW fits into a rank's
+    memory, by formulas.
 
     Ranks on CPUs share the memory of their host.
     """
@@ -130,22 +172,42 @@ def largest_models(results: Results) -> pd.DataFrame:
     points = table.fillna({"host_ranks": table["world_size"]}).to_dict("records")
     rows: list[dict[str, Any]] = []
     for point, stage, (model, shape) in product(points, STAGES, SIZES.items()):
-        ranks, size = int(point["world_size"]), (int(point["batch"]), int(point["context_length"]))
-        memory = FIT_SHARE * results.machine_bytes / (point["host_ranks"] if point["device"] == "cpu" else 1)
-        needed = sum(state_bytes(n_parameters(shape), stage, ranks).values()) + activation_bytes(shape, *size)
+        ranks = int(point["world_size"])
+        size = (int(point["batch"]), int(point["context_length"]))
+        memory = (
+            FIT_SHARE
+            * results.machine_bytes
+            / (point["host_ranks"] if point["device"] == "cpu" else 1)
+        )
+        needed = sum(state_bytes(n_parameters(shape), stage, ranks).values()) + activation_bytes(
+            shape, *size
+        )
         row = {"world_size": ranks, "implementation": NAMES[stage], "model": model}
         rows.append(row | {"needed_bytes": needed, "memory_bytes": memory})
-    table = pd.DataFrame(rows, columns=["world_size", "implementation", "model", "needed_bytes", "memory_bytes"])
-    fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values("needed_bytes", kind="stable")
+    table = pd.DataFrame(
+        rows, columns=["world_size", "implementation", "model", "needed_bytes", "memory_bytes"]
+    )
+    fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values(
+        "needed_bytes", kind="stable"
+    )
     return fitting.groupby(["world_size", "implementation"]).tail(1).sort_index(ignore_index=True)
 
 
 LAB = Lab(
     name="sharding",
     title="Sharding",
-    summary="What every rank may hold a share of instead of a copy (ZeRO, FSDP): memory saved, bytes sent, time paid.",
+    summary=(
+        "What every rank may hold a share of instead of a copy (ZeRO, FSDP): memory saved, bytes"
+        " sent, time paid."
+    ),
     config=ShardingConfig,
-    paper={"sizes": ["mini", "small"], "world_sizes": [2, 4], "batch": 4, "context_length": 64, "warmup": 1},
+    paper={
+        "sizes": ["mini", "small"],
+        "world_sizes": [2, 4],
+        "batch": 4,
+        "context_length": 64,
+        "warmup": 1,
+    },
     on_gpu={
         "sizes": ["small", "medium"],
         "world_sizes": [2, 8],
@@ -179,7 +241,14 @@ LAB = Lab(
             within=1.01,
             subject="bytes held",
             reference="the formulas",
-            figure=Bars(x="implementation", y="held_bytes", hue="part", panel="world_size", stacked=True, at=AT),
+            figure=Bars(
+                x="implementation",
+                y="held_bytes",
+                hue="part",
+                panel="world_size",
+                stacked=True,
+                at=AT,
+            ),
         ),
         Check(
             id="sent",
@@ -190,7 +259,14 @@ LAB = Lab(
             within=1.01,
             subject="bytes sent",
             reference="the formulas",
-            figure=Bars(x="implementation", y="sent_bytes", hue="collective", panel="world_size", stacked=True, at=AT),
+            figure=Bars(
+                x="implementation",
+                y="sent_bytes",
+                hue="collective",
+                panel="world_size",
+                stacked=True,
+                at=AT,
+            ),
         ),
         Compare(
             id="time",
@@ -201,7 +277,14 @@ LAB = Lab(
             topic="sharding",
             advice="If memory is short, shard as {name} does{where}: a step takes less time, too.",
             keep="Shard only to save memory.",
-            figure=Bars(source=PARTS_OF_STEP, x="implementation", hue="part", panel="transport", stacked=True, at=AT),
+            figure=Bars(
+                source=PARTS_OF_STEP,
+                x="implementation",
+                hue="part",
+                panel="transport",
+                stacked=True,
+                at=AT,
+            ),
         ),
         *(
             Compare(
@@ -219,7 +302,10 @@ LAB = Lab(
             table=largest_models,
             verdict="predicted",
             configuration=("world_size",),
-            says="On {world_size} ranks, {implementation} fits the model {model}, with {needed_bytes} per rank.",
+            says=(
+                "On {world_size} ranks, {implementation} fits the model {model}, with"
+                " {needed_bytes} per rank."
+            ),
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Worker of the sharding lab: a check, the bytes of one step, seconds, or memory.
 
-``time``    implementations take turns: parameters are checked, bytes of one step counted, parts of a step timed
-``memory``  one implementation after the other: bytes that this rank holds after a step, and the peak of a step
+``time``    interleaved: parameters are checked, a step's bytes counted, its parts timed
+``memory``  one after the other: a rank's bytes after a step, and the peak of a step
 """
 
 import gc
@@ -36,15 +36,18 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}),
     "SGD": (SGD, {"lr": 0.5}),
 }
-"""An expensive update and a cheap one. AdamW's `eps` is above the rounding of a gradient, which three ranks add in
-another order than one process. SGD's `lr` makes an update large compared with rounding."""
-MIN_PEAK_SHARE = 0.98  # of the bytes held: small tensors may lie in memory that the process had before
+"""An expensive update and a cheap one. AdamW's `eps` is above the rounding of a gradient, which
+three ranks add in another order than one process. SGD's `lr` makes an update large compared with
+rounding."""
+# of the bytes held: small tensors may lie in memory that the process had before
+MIN_PEAK_SHARE = 0.98
 MIN_HELD_BYTES = 2**20  # below, most tensors lie there
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPoint(ModelPoint):
-    """A model, a batch, an optimizer, a transport, and the implementations that are compared on them."""
+    """A model, a batch, an optimizer, a transport, and the implementations that are compared on
+    them."""
 
     kind: str
     """ "time" or "memory"."""
@@ -64,11 +67,14 @@ class ShardingPoint(ModelPoint):
 
 def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of one point, by implementation."""
-    device, transport = use_device(point.device), point.transport
+    device = use_device(point.device)
+    transport = point.transport
     if device == "cpu" and transport != POINT_TO_POINT:
         transport, reason = transport_in_use()
         if point.transport not in (AUTO, transport):
-            yield from ({"implementation": name, "not_measured": reason} for name in point.implementations)
+            yield from (
+                {"implementation": name, "not_measured": reason} for name in point.implementations
+            )
             return
     for row in (_measure_memory if point.kind == "memory" else _measure_steps)(point, device):
         yield {"transport": transport} | row
@@ -98,7 +104,8 @@ def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, 
 def _check(
     name: str, point: ShardingPoint, workload: Workload, reference: Reference
 ) -> tuple[dict[str, Any], Trainer, list[Any]]:
-    """Train as long as the reference: error and check, the trainer, and the calls of its last step."""
+    """Train as long as the reference: error and check, the trainer, and the calls of its last
+    step."""
     trainer = make_trainer(name, point, workload)
     for _ in range(STEPS):
         with recorded_traffic() as calls:
@@ -107,8 +114,10 @@ def _check(
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield seconds by part of a step, implementations in turns, then the bytes of one step by collective."""
-    against, traffic = _train_in_one_process(point, device), list[dict[str, Any]]()
+    """Yield seconds by part of a step, implementations in turns, then the bytes of one step by
+    collective."""
+    against = _train_in_one_process(point, device)
+    traffic = list[dict[str, Any]]()
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
         columns, trainer, calls = _check(name, point, *against)
@@ -117,44 +126,61 @@ def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
         return columns, trainer.phases
 
     rows = {name: {"implementation": name} for name in point.implementations}
-    yield from check_and_time(rows, check, "part", device=device, before=dist.barrier, **point.rounds)
+    yield from check_and_time(
+        rows, check, "part", device=device, before=dist.barrier, **point.rounds
+    )
     yield from traffic
 
 
 def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield bytes that this rank sent in one step, by collective, and the formula's; the ranks' flags are left out."""
+    """Yield bytes that this rank sent in one step, by collective, and the formula's; the ranks'
+    flags are left out."""
     p = dist.get_world_size()
-    expected = {call.collective: sent_bytes([call], p) for call in sharding_calls(model_bytes, name)}
+    expected = {
+        call.collective: sent_bytes([call], p) for call in sharding_calls(model_bytes, name)
+    }
     sent: Counter[str] = Counter()
     for call in calls:
         sent[call.collective] += call.sent_bytes if call.is_payload else 0
     for collective in dict.fromkeys([*expected, *sent]):
         formula = expected.get(collective, 0.0)
         if formula or sent[collective]:
-            row = {"implementation": name, "check": "ok", "collective": collective, "model_bytes": model_bytes}
+            row = {
+                "implementation": name,
+                "check": "ok",
+                "collective": collective,
+                "model_bytes": model_bytes,
+            }
             yield row | {"sent_bytes": sent[collective], "formula_bytes": formula}
 
 
 def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """One row per implementation: bytes held by part after a step, as its tensors say, and the peak of the step."""
+    """One row per implementation: bytes held by part after a step, as its tensors say, and the peak
+    of the step."""
     return_memory_when_freed()
     # The check trains a small model. Memory that libraries allocate once then is part of no peak.
     small = ShardingPoint.of(point, size="nano", batch=1)
     against = _train_in_one_process(small, device)
     check = lambda name: _check(name, small, *against)[0]  # noqa: E731
-    rows = {name: row_of(name, partial(check, name), device=device) for name in point.implementations}
+    rows = {
+        name: row_of(name, partial(check, name), device=device) for name in point.implementations
+    }
     workload = make_workload(point, device, dist.get_rank()).copied()
     gc.collect()
-    gc.freeze()  # libraries' objects stay: looking at them each time would take a tenth of this point's time
+    # libraries' objects stay: looking at them each time would take a tenth of this point's time
+    gc.freeze()
     for name, row in rows.items():
-        gc.collect()  # the one before, which is full of cycles, would be freed within this one's peak
+        # the one before, which is full of cycles, would be freed within this one's peak
+        gc.collect()
         dist.barrier()
         if row["check"] == "ok":
             row |= row_of(name, partial(_measure_one, name, point, workload, device), device=device)
         yield {"implementation": name} | row
 
 
-def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: str) -> dict[str, Any]:
+def _measure_one(
+    name: str, point: ShardingPoint, workload: Workload, device: str
+) -> dict[str, Any]:
     with process_peak(device) as resting:
         trainer = make_trainer(name, point, workload)
         trainer.run()  # allocates optimizer state and buffers
@@ -179,21 +205,30 @@ def _measure_one(name: str, point: ShardingPoint, workload: Workload, device: st
 
 
 def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the tensors that this rank holds between steps: parameters, their gradients, the optimizer's state."""
-    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]  # of a sharded optimizer
-    state = [leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))]
+    """Return the tensors that this rank holds between steps: parameters, their gradients, the
+    optimizer's state."""
+    # of a sharded optimizer
+    inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
+    state = [
+        leaf for each in (optimizer, *inner) for leaf in tree_leaves(list(each.state.values()))
+    ]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return {"parameters": list(model.parameters()), "gradients": gradients, "optimizer": state}
 
 
 def _storage_bytes(leaves: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages on this rank, each counted once."""
-    tensors = [leaf.to_local() if is_distributed(leaf) else leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf.to_local() if is_distributed(leaf) else leaf
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    ]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:
-    """Return why the peak is unknown: the system may reclaim memory between two looks, and misses small tensors."""
+    """Return why the peak is unknown: the system may reclaim memory between two looks, and misses
+    small tensors."""
     if peak is None:
         return "the system does not say what a process's peak is"
     if held < MIN_HELD_BYTES:

@@ -1,9 +1,11 @@
-"""Run and time alternatives so that the failure of one costs no other: its error is the reason in its own row.
+"""Run and time alternatives so that the failure of one costs no other: its error is the reason in
+its own row.
 
-`row_of` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On one rank the
-point continues after a failure. Several ranks may have left collectives halfway, and the next alternative would meet
-these. So if any rank raises, dies or hangs, the point is measured again by new ranks without that alternative, whose
-row has the reason. A rank that alone is out of memory costs the point: the other alternatives' tensors may be to blame.
+`row_of` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On
+one rank the point continues after a failure. Several ranks may have left collectives halfway, and
+the next alternative would meet these. So if any rank raises, dies or hangs, the point is measured
+again by new ranks without that alternative, whose row has the reason. A rank that alone is out of
+memory costs the point: the other alternatives' tensors may be to blame.
 """
 
 import time
@@ -30,8 +32,11 @@ class OutOfMemoryEverywhere(Exception):
     """All ranks are out of memory in one turn: that alternative needs more than there is."""
 
 
-def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str) -> dict[str, Any]:
-    """Run `check` and return its columns; a `check` with the reason if this alternative fails now or failed before.
+def row_of(
+    alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str
+) -> dict[str, Any]:
+    """Run `check` and return its columns; a `check` with the reason if this alternative fails now
+    or failed before.
 
     Raises if the device is dead, and on several ranks for every failure.
     """
@@ -45,7 +50,8 @@ def row_of(alternative: str, check: Callable[[], Mapping[str, Any]], *, device: 
 
 
 def count_traffic(run: Action) -> tuple[dict[str, int], list[Collective]]:
-    """Return collectives and the bytes that this rank sends in a run, without the notes by which ranks agree."""
+    """Return collectives and the bytes that this rank sends in a run, without the notes by which
+    ranks agree."""
     with recorded_traffic() as traffic:
         run()
     calls = [call for call in traffic if call.is_payload]
@@ -71,11 +77,17 @@ def time_guarded(
     prepare: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Time all alternatives in turns: seconds by alternative and phase, and the reasons of those that failed.
+    """Time all alternatives in turns: seconds by alternative and phase, and the reasons of those
+    that failed.
 
-    After a failure the others start again. `prepare` and `options` are those of `time_parts_interleaved`.
+    After a failure the others start again. `prepare` and `options` are those of
+    `time_parts_interleaved`.
     """
-    failed = {name: why for name in alternatives if (why := current_alternative.excluded_reason(name)) is not None}
+    failed = {
+        name: why
+        for name in alternatives
+        if (why := current_alternative.excluded_reason(name)) is not None
+    }
     turn = ""
 
     def begin(name: str) -> None:
@@ -106,8 +118,8 @@ def timed_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield each row with the `seconds` of its action, or the reason of its failure.
 
-    An action in phases yields one row per phase, named in `column`. Only rows without a `check`, or whose `check` is
-    "ok", are timed; `options` are those of `time_guarded`.
+    An action in phases yields one row per phase, named in `column`. Only rows without a `check`, or
+    whose `check` is "ok", are timed; `options` are those of `time_guarded`.
     """
     phases = {name: one if isinstance(one, Mapping) else {"": one} for name, one in actions.items()}
     right = {name: parts for name, parts in phases.items() if rows[name].get("check", "ok") == "ok"}
@@ -127,11 +139,13 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its action.
+    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its
+    action.
 
     A row that has `not_measured` is neither checked nor timed.
     """
-    checked, actions = dict[str, dict[str, Any]](), dict[str, Action | Mapping[str, Action]]()
+    checked = dict[str, dict[str, Any]]()
+    actions = dict[str, Action | Mapping[str, Action]]()
 
     def check_one(name: str) -> Mapping[str, Any]:
         columns, actions[name] = check(name)
@@ -139,15 +153,18 @@ def check_and_time(
 
     for name, row in rows.items():
         is_measured = "not_measured" not in row
-        checked[name] = row | (row_of(name, partial(check_one, name), device=device) if is_measured else {})
+        checked[name] = row | (
+            row_of(name, partial(check_one, name), device=device) if is_measured else {}
+        )
     yield from timed_rows(checked, actions, column, device=device, **options)
 
 
 def describe_failure(error: Exception, device: str, where: str = "") -> str:
     """Describe an error in one line: "out of memory: ..." or "failed: RuntimeError: ...".
 
-    Code in a notebook is named with its line. Raises the error again if the device is dead, as after an illegal memory
-    access: CUDA then gives the same error to everything that follows, and innocent alternatives would be blamed.
+    Code in a notebook is named with its line. Raises the error again if the device is dead, as
+    after an illegal memory access: CUDA then gives the same error to everything that follows, and
+    innocent alternatives would be blamed.
     """
     if torch.device(device).type == "cuda":
         try:
@@ -176,7 +193,8 @@ def _explain(error: Exception, device: str, turn: str) -> None:
 
 
 def _survive(error: Exception, device: str) -> str:
-    """Return the reason of the failed alternative and end its turn; on several ranks raise the error."""
+    """Return the reason of the failed alternative and end its turn; on several ranks raise the
+    error."""
     if _is_one_of_several():
         raise error
     current_alternative.end()
@@ -188,10 +206,14 @@ def _is_one_of_several() -> bool:
 
 
 def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
-    """Return whether all ranks raise in this turn, and all for lack of memory; they meet within `PATIENCE_S`."""
-    store, ranks = distributed_c10d._get_default_store(), dist.get_world_size()
-    key, deadline = f"raised in {turn}", time.monotonic() + PATIENCE_S
-    store.add(f"{key}, out of memory", int(out_of_memory))  # first: a rank that sees all raise also sees all of these
+    """Return whether all ranks raise in this turn, and all for lack of memory; they meet within
+    `PATIENCE_S`."""
+    store = distributed_c10d._get_default_store()
+    ranks = dist.get_world_size()
+    key = f"raised in {turn}"
+    deadline = time.monotonic() + PATIENCE_S
+    # first: a rank that sees all raise also sees all of these
+    store.add(f"{key}, out of memory", int(out_of_memory))
     raised = store.add(key, 1)
     while raised < ranks and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,6 +1,7 @@
 """Checkpoints of all ranks in one file, written by rank 0.
 
-They are read with `weights_only`, which makes tensors and plain values and calls nothing else: a pickle runs code.
+They are read with `weights_only`, which makes tensors and plain values and calls nothing else: a
+pickle runs code.
 """
 
 import io
@@ -15,7 +16,8 @@ from labkit.parallel.messages import gather_json, meeting_device
 
 
 def save_checkpoint(path: Path | None, state: Any) -> None:
-    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and dicts). A collective.
+    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and
+    dicts). A collective.
 
     The file is there whole or not at all. Without a path, nothing is written.
     """
@@ -32,9 +34,13 @@ def save_checkpoint(path: Path | None, state: Any) -> None:
 
 def load_checkpoint(path: Path | None) -> Any | None:
     """Load rank 0's checkpoint on every rank, to the CPU; None if there is none. A collective."""
-    content = path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
+    content = (
+        path.read_bytes() if path is not None and dist.get_rank() == 0 and path.exists() else b""
+    )
     if not (length := gather_json(len(content))[0]):
         return None
     tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(meeting_device())
     dist.broadcast(tensor, src=0)
-    return torch.load(io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+    return torch.load(
+        io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
+    )

@@ -1,9 +1,11 @@
-"""Checks before anything is timed: a wrapper's gradients are the mean over ranks, a training is that of one process.
+"""Checks before anything is timed: a wrapper's gradients are the mean over ranks, a training is
+that of one process.
 
-Gradients are checked twice. First, whole numbers take the place of each local gradient in the middle of the backward
-pass. Their mean is whole, and wrong if any rank's part of any element is missing, counts twice, or is in another place
-(`bench.checksums`). Rounding would hide that of a small gradient. Then the model's gradients are compared with the mean
-of the local ones. A training is checked by its parameters after two steps.
+Gradients are checked twice. First, whole numbers take the place of each local gradient in the
+middle of the backward pass. Their mean is whole, and wrong if any rank's part of any element is
+missing, counts twice, or is in another place (`bench.checksums`). Rounding would hide that of a
+small gradient. Then the model's gradients are compared with the mean of the local ones. A training
+is checked by its parameters after two steps.
 """
 
 import math
@@ -33,28 +35,33 @@ from labkit.nn.training import Workload
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 """Errors of a gradient by the precision of the passes, relative to the largest of its tensor.
 
-The order of sums, and fused or atomic additions, change it by some hundred units of float32. A wrong kernel, or a rank
-that is missing, changes it by the size of the gradient.
+The order of sums, and fused or atomic additions, change it by some hundred units of float32. A
+wrong kernel, or a rank that is missing, changes it by the size of the gradient.
 """
-# For a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of two rounds.
+# For a mean of whole numbers that is whole: dividing first by a number of ranks that is no power of
+# two rounds.
 HALF = 0.5
 
-RIGHT, MISSING = -1, -2
+RIGHT = -1
+MISSING = -2
 """In the place of an element: none is wrong; the tensor itself is missing."""
 Deviation = tuple[int, float, float]
 """The first wrong element, the expected value, and the actual one."""
 Run = Callable[[], None]
-"""Forward and backward passes of one step, without the optimizer's: afterwards gradients are averaged."""
+"""Forward and backward passes of one step, without the optimizer's: afterwards gradients are
+averaged."""
 
 STEPS = 2  # a gradient that is wrong in the first one has spread by the second
 PARAMETER_TOLERANCE = 1e-2
 """Error of an element, relative to the largest change of its tensor."""
 ROUNDING = 1e-6
-"""Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them says nothing."""
+"""Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them
+says nothing."""
 
 
 def local_means(model: nn.Module, run: Run) -> list[Tensor]:
-    """Expected gradients: the mean over ranks of those that `run` computes on the bare model, summed in float64."""
+    """Expected gradients: the mean over ranks of those that `run` computes on the bare model,
+    summed in float64."""
     with deterministic_math():
         run()
     means = []
@@ -67,9 +74,11 @@ def local_means(model: nn.Module, run: Run) -> list[Tensor]:
 
 
 def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict[str, Any]:
-    """Return `error`, the largest relative one of gradients that `run` computes, and `check`, "ok" or what is wrong.
+    """Return `error`, the largest relative one of gradients that `run` computes, and `check`, "ok"
+    or what is wrong.
 
-    `model` is wrapped, and loses its gradients; `means` are from `local_means`. All ranks get the same.
+    `model` is wrapped, and loses its gradients; `means` are from `local_means`. All ranks get the
+    same.
     """
     parameters = dict(model.named_parameters())
     if len(parameters) != len(means):
@@ -79,11 +88,15 @@ def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict
         run()
         error = largest_error(_take_gradients(parameters.values()), means)
         complete = check_completeness(parameters, run)
-    return {"error": error, "check": verdict(error, TOLERANCES["float32"]) if complete == "ok" else complete}
+    return {
+        "error": error,
+        "check": verdict(error, TOLERANCES["float32"]) if complete == "ok" else complete,
+    }
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
-    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients, on all ranks.
+    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients,
+    on all ranks.
 
     Gradients are float32 or float64; parameters lose them.
     """
@@ -92,7 +105,11 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
     pairs = zip(_take_gradients(parameters.values()), starts, strict=True)
     ranks = dist.get_world_size()
     deviations = [
-        (MISSING, 0.0, 0.0) if one is None else first_deviation(one.contiguous(), ranks, starts=start, within=HALF)
+        (
+            (MISSING, 0.0, 0.0)
+            if one is None
+            else first_deviation(one.contiguous(), ranks, starts=start, within=HALF)
+        )
         for one, start in pairs
     ]
     wrong = describe_first(list(parameters), deviations)
@@ -100,7 +117,8 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and tensor, or None.
+    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and
+    tensor, or None.
 
     A collective: every rank has a deviation for each name, and gets the same text.
     """
@@ -117,11 +135,14 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str
 
 @contextmanager
 def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int]]]:
-    """Inside, each local gradient is this rank's part times the number of ranks, another one in every pass.
+    """Inside, each local gradient is this rank's part times the number of ranks, another one in
+    every pass.
 
-    Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer after each pass.
+    Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer
+    after each pass.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     begins = [0, *accumulate(parameter.numel() for parameter in parameters)]
     starts: list[list[int]] = [[] for _ in parameters]
 
@@ -132,7 +153,10 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
         fill_part(numbers, rank, ranks, start=start, times=ranks)
         return numbers
 
-    hooks = [parameter.register_hook(partial(replace_gradient, index)) for index, parameter in enumerate(parameters)]
+    hooks = [
+        parameter.register_hook(partial(replace_gradient, index))
+        for index, parameter in enumerate(parameters)
+    ]
     try:
         yield starts
     finally:
@@ -141,13 +165,17 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
 
 
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
-    """Return the largest deviation of any rank, relative to its tensor's largest mean; infinite for NaN or none."""
+    """Return the largest deviation of any rank, relative to its tensor's largest mean; infinite for
+    NaN or none."""
     actual = {str(index): one for index, one in enumerate(gradients) if one is not None}
-    return max_over_ranks(largest_difference(actual, {str(index): one for index, one in enumerate(means)}))
+    return max_over_ranks(
+        largest_difference(actual, {str(index): one for index, one in enumerate(means)})
+    )
 
 
 def furthest(actual: Tensor, expected: Tensor) -> Deviation:
-    """Return the element that deviates most, NaN before all others; the expected value, and the actual one."""
+    """Return the element that deviates most, NaN before all others; the expected value, and the
+    actual one."""
     difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
     return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
@@ -171,13 +199,20 @@ class Reference:
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """`error`, the largest of any rank; `check`, "ok" or where the first failing rank is wrong. A collective."""
-        errors, deviations = zip(*(self._compare(parameters.get(name), name) for name in self.expected), strict=True)
-        return {"error": max_over_ranks(max(errors)), "check": describe_first([*self.expected], deviations) or "ok"}
+        """`error`, the largest of any rank; `check`, "ok" or where the first failing rank is wrong.
+        A collective."""
+        errors, deviations = zip(
+            *(self._compare(parameters.get(name), name) for name in self.expected), strict=True
+        )
+        return {
+            "error": max_over_ranks(max(errors)),
+            "check": describe_first([*self.expected], deviations) or "ok",
+        }
 
     def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:
         """Return the relative error of a parameter, and its worst element if that is wrong."""
-        expected, scale = self.expected[name], self.scales[name]
+        expected = self.expected[name]
+        scale = self.scales[name]
         if actual is None or actual.shape != expected.shape:
             return math.inf, (MISSING, 0.0, 0.0)
         difference = largest(actual - expected)
@@ -199,11 +234,19 @@ def train_in_one_process(
         for workload in workloads:
             (workload.loss(model) / len(workloads)).backward()
         optimizer.step()
-    slopes = {name: largest(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    slopes = {
+        name: largest(value.grad)
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
     expected = _copy_parameters(model)
     changes = {name: largest(value - start[name]) for name, value in expected.items()}
-    flat, most = ROUNDING * max(slopes.values(), default=0.0), max(changes.values())
-    scales = {name: most if 0 < slopes.get(name, 0) <= flat else change for name, change in changes.items()}
+    flat = ROUNDING * max(slopes.values(), default=0.0)
+    most = max(changes.values())
+    scales = {
+        name: most if 0 < slopes.get(name, 0) <= flat else change
+        for name, change in changes.items()
+    }
     return Reference(expected, scales)
 
 

@@ -1,4 +1,5 @@
-"""Strategies of sharding by name, labkit's and torch's: what wraps the model, and what builds the optimizer."""
+"""Strategies of sharding by name, labkit's and torch's: what wraps the model, and what builds the
+optimizer."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +24,8 @@ def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for unit in find_units(model, None):  # the model itself comes last
-        if unit is model or any(parameter.dim() > 1 for parameter in unit.parameters()):  # norms belong to the model
+        # norms belong to the model
+        if unit is model or any(parameter.dim() > 1 for parameter in unit.parameters()):
             fully_shard(unit, mesh=mesh)
     return model
 
@@ -32,8 +34,11 @@ def _plain(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any)
     return optimizer(model.parameters(), **settings)
 
 
-def _foreach(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
-    # One call of each operator for all parameters, as in ShardedOptimizer, with which ZeRO-2 is compared.
+def _foreach(
+    model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any
+) -> Optimizer:
+    # One call of each operator for all parameters, as in ShardedOptimizer, with which ZeRO-2 is
+    # compared.
     from labkit.parallel.sharding.optimizer import may_use_foreach
 
     built = _plain(model, optimizer, transport, **settings)
@@ -42,11 +47,15 @@ def _foreach(model: nn.Module, optimizer: OptimizerClass, transport: str, **sett
     return built
 
 
-def _sharded(model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any) -> Optimizer:
+def _sharded(
+    model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any
+) -> Optimizer:
     return sharding.ShardedOptimizer(model.parameters(), optimizer, transport=transport, **settings)
 
 
-def _torch_sharded(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
+def _torch_sharded(
+    model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any
+) -> Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(model.parameters(), optimizer, **settings)
@@ -64,7 +73,9 @@ IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (_ddp, _plain),
     "zero1": (_ddp, _sharded),
     "zero2": (
-        lambda model, transport: sharding.FSDP(model, transport=transport, reshard_after_backward=False),
+        lambda model, transport: sharding.FSDP(
+            model, transport=transport, reshard_after_backward=False
+        ),
         _foreach,
     ),
     "zero3": (lambda model, transport: sharding.FSDP(model, transport=transport), _plain),
@@ -72,7 +83,8 @@ IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "torch_zero1": (_torch_ddp, _torch_sharded),
     "torch_zero3": (_torch_zero3, _plain),
 }
-"""Functions that wrap the model, and that build the optimizer, by name. `register` adds a user's."""
+"""Functions that wrap the model, and that build the optimizer, by name. `register` adds a
+user's."""
 TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
 LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 
@@ -80,11 +92,12 @@ LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap, MakeOptimizer]]:
     """Add a user's sharded optimizer, or wrapper. ValueError for a name that labkit has.
 
-    A class of optimizers, or a function with two required parameters, is a sharded optimizer. It is called with
-    (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and works with labkit's DDP. A wrapper is
-    called with (model) and returns a module, whose parameters are optimized. Its `finish_gradient_synchronization()`,
-    if any, is called after each backward pass. If it shards parameters other than by DTensors, its
-    `gather_full_parameters()` returns whole ones by the model's names.
+    A class of optimizers, or a function with two required parameters, is a sharded optimizer. It is
+    called with (parameters, optimizer class, **settings), is a `torch.optim.Optimizer`, and works
+    with labkit's DDP. A wrapper is called with (model) and returns a module, whose parameters are
+    optimized. Its `finish_gradient_synchronization()`, if any, is called after each backward pass.
+    If it shards parameters other than by DTensors, its `gather_full_parameters()` returns whole
+    ones by the model's names.
     """
     if name in (taken := (*LABKITS, *TORCHS)):
         raise ValueError(f"expected a name other than {', '.join(taken)}")
@@ -93,7 +106,11 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
         return _expect(nn.Module, "an nn.Module", alternative(model))
 
     def make(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any) -> Optimizer:
-        return _expect(Optimizer, "a torch.optim.Optimizer", alternative(model.parameters(), optimizer, **settings))
+        return _expect(
+            Optimizer,
+            "a torch.optim.Optimizer",
+            alternative(model.parameters(), optimizer, **settings),
+        )
 
     IMPLEMENTATIONS[name] = (_ddp, make) if _takes_an_optimizer(alternative) else (wrap, _plain)
     return IMPLEMENTATIONS
@@ -109,13 +126,22 @@ def _takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
     if isinstance(alternative, type):
         return issubclass(alternative, Optimizer)
     parameters = inspect.signature(alternative).parameters.values()
-    return sum(each.default is each.empty and each.kind < each.VAR_POSITIONAL for each in parameters) > 1
+    return (
+        sum(each.default is each.empty and each.kind < each.VAR_POSITIONAL for each in parameters)
+        > 1
+    )
 
 
 def shard(
-    name: str, model: nn.Module, optimizer: OptimizerClass, *, transport: str = AUTO, **settings: Any
+    name: str,
+    model: nn.Module,
+    optimizer: OptimizerClass,
+    *,
+    transport: str = AUTO,
+    **settings: Any,
 ) -> tuple[nn.Module, Optimizer]:
-    """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates. A collective.
+    """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates. A
+    collective.
 
     `transport` of labkit's strategies. ValueError for a name that is not in `IMPLEMENTATIONS`.
     """

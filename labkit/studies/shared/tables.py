@@ -13,7 +13,8 @@ FIT_SHARE = 0.9
 
 
 def read_published(name: str) -> pd.DataFrame:
-    """Return the table `data/reference/<name>.csv`; the README there has the source and hardware of each."""
+    """Return the table `data/reference/<name>.csv`; the README there has the source and hardware of
+    each."""
     table = pd.read_csv(reference_directory() / f"{name}.csv")
     for column in table.select_dtypes(exclude="number"):  # numbers in a column that also has "OOM"
         numbers = pd.to_numeric(table[column], errors="coerce")
@@ -21,21 +22,29 @@ def read_published(name: str) -> pd.DataFrame:
     return table
 
 
-def join(table: pd.DataFrame, other: pd.DataFrame, keys: Iterable[str], how: Literal["left", "outer"]) -> pd.DataFrame:
+def join(
+    table: pd.DataFrame, other: pd.DataFrame, keys: Iterable[str], how: Literal["left", "outer"]
+) -> pd.DataFrame:
     """Merge rows with equal `keys`, in the order of `table`; either may be empty."""
     kinds = dict.fromkeys(keys, object)  # pandas refuses to merge an empty column of another dtype
     return table.astype(kinds).merge(other.astype(kinds), on=list(kinds), how=how)
 
 
 def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
-    """Predict the seconds of each row's `calls` that send `sent_bytes`; NaN on GPUs and without a calibration."""
+    """Predict the seconds of each row's `calls` that send `sent_bytes`; NaN on GPUs and without a
+    calibration."""
     calibration = results.calibration
     rows = table[["device", "calls", "sent_bytes", "world_size"]].itertuples(index=False)
-    seconds = [calibration.messages_s(*row) if calibration and device == "cpu" else None for device, *row in rows]
+    seconds = [
+        calibration.messages_s(*row) if calibration and device == "cpu" else None
+        for device, *row in rows
+    ]
     return pd.Series(seconds, index=table.index, dtype=float)
 
 
 def in_order(table: pd.DataFrame, column: str, names: Iterable[str]) -> pd.DataFrame:
     """Return rows in the order in which `names` has the column's values; others last."""
     place = {name: index for index, name in enumerate(names)}
-    return table.sort_values(column, key=lambda values: values.map(place), kind="stable", ignore_index=True)
+    return table.sort_values(
+        column, key=lambda values: values.map(place), kind="stable", ignore_index=True
+    )

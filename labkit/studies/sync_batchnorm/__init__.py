@@ -1,1 +1,2 @@
-"""The SyncBatchNorm lab: what it costs to normalize by the batch of all ranks, and where that goes."""
+"""The SyncBatchNorm lab: what it costs to normalize by the batch of all ranks, and where that
+goes."""

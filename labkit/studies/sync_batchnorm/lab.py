@@ -1,4 +1,5 @@
-"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that time goes."""
+"""SyncBatchNorm: what normalizing over the batch of all ranks costs a layer, and where that time
+goes."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -14,7 +15,15 @@ from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
 from labkit.studies.sync_batchnorm import worker
-from labkit.studies.sync_batchnorm.worker import BOTH, COLLECTIVES, LABKIT, PLAIN, TORCH, WHOLE, SyncBatchNormPoint
+from labkit.studies.sync_batchnorm.worker import (
+    BOTH,
+    COLLECTIVES,
+    LABKIT,
+    PLAIN,
+    TORCH,
+    WHOLE,
+    SyncBatchNormPoint,
+)
 
 
 class SyncBatchNormConfig(DeviceConfig):
@@ -24,7 +33,9 @@ class SyncBatchNormConfig(DeviceConfig):
     batches: Some[Annotated[int, Field(ge=4, lt=2**31)]] = [32, 64]
     """Rows of all ranks together."""
     features: Some[Count] = [128, 256, 512, 1024]
-    alternatives: list[Annotated[str, one_of(lambda: (*worker.LAYERS, COLLECTIVES))]] = list(worker.ALTERNATIVES)
+    alternatives: list[Annotated[str, one_of(lambda: (*worker.LAYERS, COLLECTIVES))]] = list(
+        worker.ALTERNATIVES
+    )
     calls: Annotated[int, Field(ge=1, le=10_000)] = 2
     """A sample is the mean of so many calls."""
     repeats: Repeats = 60
@@ -32,7 +43,9 @@ class SyncBatchNormConfig(DeviceConfig):
 
 
 CONFIGURATION = ("world_size", "backend", "device", "batch", "features")
-TIME = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}, without=(COLLECTIVES,))
+TIME = Metric(
+    "seconds", "alternative", CONFIGURATION, where={"phase": BOTH}, without=(COLLECTIVES,)
+)
 PHASES = Metric("seconds", "alternative", (*CONFIGURATION, "phase"))
 PEAK = Metric("peak_bytes", "alternative", CONFIGURATION, exact=True)
 NAMES = {
@@ -51,16 +64,23 @@ def points(config: SyncBatchNormConfig, machine: Machine) -> Iterator[SyncBatchN
 
 
 def split(results: Results) -> pd.DataFrame:
-    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives alone, and the rest.
+    """Time that synchronizing adds to plain BatchNorm, in medians over the rounds: collectives
+    alone, and the rest.
 
     The rest is the layer's arithmetic, and waiting for a slower rank.
     """
-    samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(results.frame)
-    wide = samples.pivot_table(index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds")
+    samples = Metric("seconds", "alternative", CONFIGURATION, where={"phase": BOTH}).samples(
+        results.frame
+    )
+    wide = samples.pivot_table(
+        index=[*CONFIGURATION, "repeat"], columns="alternative", values="seconds"
+    )
     if not {LABKIT, PLAIN, COLLECTIVES} <= set(wide.columns):
         return pd.DataFrame()
     added = wide[LABKIT] - wide[PLAIN]
-    parts = pd.DataFrame({"added_s": added, "collectives_s": wide[COLLECTIVES], "rest_s": added - wide[COLLECTIVES]})
+    parts = pd.DataFrame(
+        {"added_s": added, "collectives_s": wide[COLLECTIVES], "rest_s": added - wide[COLLECTIVES]}
+    )
     table = parts.dropna().groupby(level=list(CONFIGURATION)).median().reset_index()
     return table.assign(collectives_percent=100 * table["collectives_s"] / table["added_s"])
 
@@ -94,8 +114,13 @@ LAB = Lab(
             text="Where does the added time go: into collectives, or into arithmetic and waiting?",
             table=split,
             configuration=CONFIGURATION,
-            says="Collectives are {collectives_percent}% of the added time ({world_size} ranks, {features} features).",
-            figure=Lines(source=PHASES, x="features", panel="world_size", at={"phase": BOTH, "batch": None}),
+            says=(
+                "Collectives are {collectives_percent}% of the added time ({world_size} ranks,"
+                " {features} features)."
+            ),
+            figure=Lines(
+                source=PHASES, x="features", panel="world_size", at={"phase": BOTH, "batch": None}
+            ),
         ),
         Compare(
             id="against_torch",

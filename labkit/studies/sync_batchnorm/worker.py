@@ -1,8 +1,8 @@
 """Worker of the SyncBatchNorm lab: check each layer against float64, then time it.
 
-Each rank has its rows of one whole batch, shifted by its rank number: statistics of one rank's rows are far from the
-whole batch's. Backward starts with a gradient of ones for the first half of the batch and zeros for the other, as the
-published benchmark's loss does.
+Each rank has its rows of one whole batch, shifted by its rank number: statistics of one rank's rows
+are far from the whole batch's. Backward starts with a gradient of ones for the first half of the
+batch and zeros for the other, as the published benchmark's loss does.
 """
 
 import math
@@ -25,7 +25,10 @@ from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.checks import RIGHT, describe_first, furthest
 
-LABKIT, TORCH, PLAIN, WHOLE = "labkit", "torch", "plain_local_batch", "plain_whole_batch"
+LABKIT = "labkit"
+TORCH = "torch"
+PLAIN = "plain_local_batch"
+WHOLE = "plain_whole_batch"
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     LABKIT: SyncBatchNorm,
     TORCH: nn.SyncBatchNorm,
@@ -35,12 +38,22 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
 """Features -> a layer for inputs (rows, features); a user may add to it (`register`)."""
 COLLECTIVES = "collectives_alone"
 ALTERNATIVES = (*LAYERS, COLLECTIVES)
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
-TENSORS = ("output", "gradient of the input", "gradient of weight", "gradient of bias", "running_mean", "running_var")
-# Relative to a channel's largest expected value. Float32 stays far below it. If one rank of 16 is missing, a mean, a
-# variance or a sum of gradients is off by a hundredth or more.
+FORWARD = "forward"
+BACKWARD = "backward"
+BOTH = "forward and backward"
+TENSORS = (
+    "output",
+    "gradient of the input",
+    "gradient of weight",
+    "gradient of bias",
+    "running_mean",
+    "running_var",
+)
+# Relative to a channel's largest expected value. Float32 stays far below it. If one rank of 16 is
+# missing, a mean, a variance or a sum of gradients is off by a hundredth or more.
 TOLERANCE = 1e-4
-N_COPIES = 30  # of the whole batch on a rank: inputs and gradients of every layer, exact results in float64
+# of the whole batch on a rank: inputs and gradients of every layer, exact results in float64
+N_COPIES = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +78,11 @@ class SyncBatchNormPoint(DevicePoint):
 
 
 def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
-    """Add a user's layer: called with the number of features, it returns a module that normalizes over all ranks.
+    """Add a user's layer: called with the number of features, it returns a module that normalizes
+    over all ranks.
 
-    It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a name that is taken.
+    It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a
+    name that is taken.
     """
     if name in ALTERNATIVES:
         raise ValueError(f"expected a name other than {', '.join(ALTERNATIVES)}")
@@ -76,17 +91,22 @@ def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable
 
 
 class Batch:
-    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32; this rank's rows."""
+    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32;
+    this rank's rows."""
 
     def __init__(self, point: SyncBatchNormPoint, device: str) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        whole = torch.randn(point.batch, point.features, generator=torch.Generator().manual_seed(point.seed))
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
+        whole = torch.randn(
+            point.batch, point.features, generator=torch.Generator().manual_seed(point.seed)
+        )
         bounds = [point.batch * index // ranks for index in range(ranks + 1)]
         for index in range(ranks):
             whole[bounds[index] : bounds[index + 1]] += index
         gradient = torch.zeros(point.batch, point.features)
         gradient[: point.batch // 2] = 1
-        self.whole, self.gradient = whole.to(device), gradient.to(device)
+        self.whole = whole.to(device)
+        self.gradient = gradient.to(device)
         self.rows = slice(bounds[rank], bounds[rank + 1])
 
     def rows_for(self, name: str) -> slice:
@@ -94,12 +114,14 @@ class Batch:
 
 
 class Layer:
-    """A batch-norm layer, its input and its output's gradient. `forward` and `backward` are timed."""
+    """A batch-norm layer, its input and its output's gradient. `forward` and `backward` are
+    timed."""
 
     def __init__(self, name: str, batch: Batch):
         self.name = name
         rows = batch.rows_for(name)
-        self.x = batch.whole[rows].clone().requires_grad_()  # no view: only this is saved by reference
+        # no view: only this is saved by reference
+        self.x = batch.whole[rows].clone().requires_grad_()
         self.gradient = batch.gradient[rows].clone()
         self.layer = _with_affine(LAYERS[name](self.x.shape[1])).to(self.x.device)
         self.outputs: list[Tensor] = []
@@ -122,10 +144,14 @@ class Layer:
 
 
 def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Return the layer's collectives alone: three numbers per feature and the count gathered, two sums reduced."""
-    statistics = torch.zeros(dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device)
+    """Return the layer's collectives alone: three numbers per feature and the count gathered, two
+    sums reduced."""
+    statistics = torch.zeros(
+        dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device
+    )
     sums = torch.zeros(2 * features, dtype=torch.float32, device=device)
-    forward, backward = partial(all_gather, statistics), partial(all_reduce, sums, op="sum")
+    forward = partial(all_gather, statistics)
+    backward = partial(all_reduce, sums, op="sum")
     return {FORWARD: forward, BACKWARD: backward, BOTH: lambda: (forward(), backward())}
 
 
@@ -134,16 +160,20 @@ def _affine(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:
-    """Give channels different weights and biases, some negative: sixteenths, which every dtype represents exactly."""
+    """Give channels different weights and biases, some negative: sixteenths, which every dtype
+    represents exactly."""
     generator = torch.Generator().manual_seed(99)
     for parameter in _affine(layer):
-        parameter.data.copy_(torch.randint(-32, 32, parameter.shape, generator=generator) / 16 + 1 / 32)
+        parameter.data.copy_(
+            torch.randint(-32, 32, parameter.shape, generator=generator) / 16 + 1 / 32
+        )
     return layer
 
 
 def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of one point: seconds of every alternative and phase, and memory."""
-    device, layers = use_device(point.device), dict[str, Layer]()
+    device = use_device(point.device)
+    layers = dict[str, Layer]()
     batch = Batch(point, device)
     rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
     if TORCH in rows and device == "cpu":
@@ -156,17 +186,23 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
             return {"check": first_wrong(partial(all_reduce, op="sum"), tensor) or "ok"}, actions
         layer = layers[name] = Layer(name, batch)
         actions = {FORWARD: layer.forward, BACKWARD: layer.backward, BOTH: layer.run}
-        return check_layer(layer, batch), dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
+        return check_layer(layer, batch), (
+            dict.fromkeys(actions, lambda: None) if _is_idle(name) else actions
+        )
 
     right = set()
-    for row in check_and_time(rows, check_one, calls=point.calls, device=device, before=dist.barrier, **point.rounds):
+    for row in check_and_time(
+        rows, check_one, calls=point.calls, device=device, before=dist.barrier, **point.rounds
+    ):
         if "seconds" in row:
             right.add(row["alternative"])
         if not _is_idle(row["alternative"]):
             yield row
     for name in layers:
         if name in right and not _is_idle(name):
-            yield {"alternative": name} | row_of(name, partial(_measure_memory, name, batch, device), device=device)
+            yield {"alternative": name} | row_of(
+                name, partial(_measure_memory, name, batch, device), device=device
+            )
 
 
 def _is_idle(name: str) -> bool:
@@ -174,27 +210,40 @@ def _is_idle(name: str) -> bool:
 
 
 def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
-    """`error`, the largest of any rank against BatchNorm in float64, and `check`, "ok" or where it is, on all ranks.
+    """`error`, the largest of any rank against BatchNorm in float64, and `check`, "ok" or where it
+    is, on all ranks.
 
-    Errors of `TENSORS` are per channel, relative to its largest expected value. The output's gradient is random here:
-    in the timed one some ranks have zeros only, and a missing contribution of theirs would not show. A layer that
-    normalizes over the local batch is compared with that, the others with the whole batch, whose gradients of weight
-    and bias are sums over ranks.
+    Errors of `TENSORS` are per channel, relative to its largest expected value. The output's
+    gradient is random here: in the timed one some ranks have zeros only, and a missing contribution
+    of theirs would not show. A layer that normalizes over the local batch is compared with that,
+    the others with the whole batch, whose gradients of weight and bias are sums over ranks.
     """
-    gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(batch.whole.device)
+    gradient = torch.randn(batch.whole.shape, generator=torch.Generator().manual_seed(1)).to(
+        batch.whole.device
+    )
     layer.forward()
     output = layer.outputs[-1].detach()
     dx, *affine = layer.compute_gradients(gradient[batch.rows_for(layer.name)])
     if layer.name not in (PLAIN, WHOLE):
         for one in affine:
             dist.all_reduce(one)
-    actual = [output, dx, *affine, layer.layer.get_buffer("running_mean"), layer.layer.get_buffer("running_var")]
+    actual = [
+        output,
+        dx,
+        *affine,
+        layer.layer.get_buffer("running_mean"),
+        layer.layer.get_buffer("running_var"),
+    ]
     pairs = list(zip(actual, _exact(layer, batch, gradient), strict=True))
     errors = [_relative_error(*pair) for pair in pairs]
     deviations = [
-        (RIGHT, 0.0, 0.0) if error <= TOLERANCE else furthest(*pair) for error, pair in zip(errors, pairs, strict=True)
+        (RIGHT, 0.0, 0.0) if error <= TOLERANCE else furthest(*pair)
+        for error, pair in zip(errors, pairs, strict=True)
     ]
-    return {"error": max_over_ranks(max(errors)), "check": describe_first(TENSORS, deviations) or "ok"}
+    return {
+        "error": max_over_ranks(max(errors)),
+        "check": describe_first(TENSORS, deviations) or "ok",
+    }
 
 
 def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
@@ -209,10 +258,11 @@ def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Return the largest difference per channel, relative to the channel's largest exact value; NaN counts as infinite.
+    """Return the largest difference per channel, relative to the channel's largest exact value; NaN
+    counts as infinite.
 
-    A channel's value counts as at least a hundredth of the largest of all, and a single sum over rows, (channels,), as
-    a tenth: if the sum nearly cancels, rounding of its terms remains.
+    A channel's value counts as at least a hundredth of the largest of all, and a single sum over
+    rows, (channels,), as a tenth: if the sum nearly cancels, rounding of its terms remains.
     """
     is_sum = exact.dim() == 1
     scale = exact.abs() if is_sum else exact.abs().amax(dim=tuple(range(exact.dim() - 1)))
@@ -222,7 +272,8 @@ def _relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
-    """Return bytes saved for backward, and the allocator's peak over forward and backward, layer and input included."""
+    """Return bytes saved for backward, and the allocator's peak over forward and backward, layer
+    and input included."""
     with record_allocations(device) as record:
         layer = Layer(name, batch)
         saved = saved_for_backward(layer.forward)[1]

@@ -1,4 +1,5 @@
-"""A training step: what it costs part by part, where the time goes, and what warm-up and `torch.compile` change."""
+"""A training step: what it costs part by part, where the time goes, and what warm-up and
+`torch.compile` change."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -41,7 +42,8 @@ class TrainingStepConfig(DeviceConfig):
     first_step_sizes: list[Size] = ["nano"]
     """Models whose first steps are timed, in new processes."""
     processes: Repeats = 6
-    """New processes whose first steps are timed. Fewer than six give no interval, and so no verdict."""
+    """New processes whose first steps are timed. Fewer than six give no interval, and so no
+    verdict."""
     precisions: Some[Literal["float32", "bfloat16"]] = ["float32"]
     batch: Count = 2
     context_length: Count = 64
@@ -52,10 +54,19 @@ class TrainingStepConfig(DeviceConfig):
 CONFIGURATION = ("device", "precision", "size", "batch", "context_length")
 TIME = Metric("seconds", "phase", CONFIGURATION, where={"sweep": "phases"})
 FIRST_STEP = Metric(
-    "seconds", "which", CONFIGURATION, where={"sweep": "first"}, prepare=lambda rows: rows.assign(repeat=rows["trial"])
+    "seconds",
+    "which",
+    CONFIGURATION,
+    where={"sweep": "first"},
+    prepare=lambda rows: rows.assign(repeat=rows["trial"]),
 )
 COMPILE = Metric("seconds", "implementation", CONFIGURATION, where={"sweep": "compile"})
-OPERATORS = Metric("self_s", "operator", (*CONFIGURATION, "profiled", "phase", "family"), where={"sweep": "profile"})
+OPERATORS = Metric(
+    "self_s",
+    "operator",
+    (*CONFIGURATION, "profiled", "phase", "family"),
+    where={"sweep": "profile"},
+)
 VIEWS = {
     worker.INFERENCE: (worker.INFERENCE, (worker.FORWARD, "")),
     worker.FORWARD_BACKWARD: (worker.STEP, (worker.FORWARD, worker.BACKWARD)),
@@ -65,11 +76,14 @@ VIEWS = {
 
 
 def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingStepPoint]:
-    """Plan the phases of all models, small ones first; then first steps, compiled steps and profiles."""
+    """Plan the phases of all models, small ones first; then first steps, compiled steps and
+    profiles."""
     device = machine.device(config.device)
 
     def point(sweep: str, size: str, precision: str = "float32", **more: Any) -> TrainingStepPoint:
-        return TrainingStepPoint.of(config, sweep=sweep, size=size, precision=precision, device=device, **more)
+        return TrainingStepPoint.of(
+            config, sweep=sweep, size=size, precision=precision, device=device, **more
+        )
 
     for precision, size in product(config.precisions, config.sizes):
         yield point("phases", size, precision)
@@ -82,9 +96,14 @@ def points(config: TrainingStepConfig, machine: Machine) -> Iterator[TrainingSte
 
 
 def step_times(results: Results) -> pd.DataFrame:
-    """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls by formula."""
+    """Return medians by model and phase, the share of the step, and the FLOP/s of its matmuls by
+    formula."""
     table = TIME.medians(results.frame)
-    step = table["seconds"].where(table["phase"] == worker.STEP).groupby([table[name] for name in CONFIGURATION])
+    step = (
+        table["seconds"]
+        .where(table["phase"] == worker.STEP)
+        .groupby([table[name] for name in CONFIGURATION])
+    )
     with recorded_shapes(results.frame):
         flops = [_flops(row) for row in table.to_dict("records")]
     rate = pd.Series(flops, index=table.index, dtype=float) / table["seconds"]
@@ -95,23 +114,39 @@ def step_times(results: Results) -> pd.DataFrame:
 
 def _flops(row: dict[str, Any]) -> int:
     """FLOPs of the matmuls of a phase; 0 for a model without a formula."""
-    shape, sizes = find_shape(row["size"]), (int(row["batch"]), int(row["context_length"]))
+    shape = find_shape(row["size"])
+    sizes = (int(row["batch"]), int(row["context_length"]))
     if shape is None:
         return 0
-    counts = {worker.INFERENCE: forward_flops, worker.FORWARD: forward_flops, worker.BACKWARD: backward_flops}
-    return sum(sum(counts[phase](shape, *sizes).values()) for phase in PHASES[row["phase"]] if phase in counts)
+    counts = {
+        worker.INFERENCE: forward_flops,
+        worker.FORWARD: forward_flops,
+        worker.BACKWARD: backward_flops,
+    }
+    return sum(
+        sum(counts[phase](shape, *sizes).values())
+        for phase in PHASES[row["phase"]]
+        if phase in counts
+    )
 
 
 def predictions(results: Results) -> pd.DataFrame:
     """Measured times of each phase, and its operators' times at the machine's rates."""
     table = TIME.medians(results.frame)
     with recorded_shapes(results.frame):
-        return table.assign(predicted_s=[_predict(row, results) for row in table.to_dict("records")])
+        return table.assign(
+            predicted_s=[_predict(row, results) for row in table.to_dict("records")]
+        )
 
 
 def _predict(row: dict[str, Any], results: Results) -> float | None:
-    calibration, shape = results.calibration, find_shape(row["size"])
-    if calibration is None or shape is None or (rates := calibration.rates_on(row["device"])) is None:
+    calibration = results.calibration
+    shape = find_shape(row["size"])
+    if (
+        calibration is None
+        or shape is None
+        or (rates := calibration.rates_on(row["device"])) is None
+    ):
         return None
     sizes = int(row["batch"]), int(row["context_length"])
     operators = worker.list_operators(shape, *sizes, row["precision"], row["device"])
@@ -119,7 +154,8 @@ def _predict(row: dict[str, Any], results: Results) -> float | None:
 
 
 def shares(results: Results) -> pd.DataFrame:
-    """Return the share of each family of operators or GPU kernels in each kind of pass, a mean over passes."""
+    """Return the share of each family of operators or GPU kernels in each kind of pass, a mean over
+    passes."""
     rows = OPERATORS.select(results.frame).dropna(subset="self_s")
     if rows.empty:
         return rows.reindex(columns=["device", "size", "view", "family", "share_percent"])
@@ -128,7 +164,12 @@ def shares(results: Results) -> pd.DataFrame:
         for view, (profiled, phases) in VIEWS.items()
     ]
     keys = ["device", "size", "view"]
-    sums = pd.concat(parts).groupby([*keys, "repeat", "family"], sort=False)["self_s"].sum().reset_index()
+    sums = (
+        pd.concat(parts)
+        .groupby([*keys, "repeat", "family"], sort=False)["self_s"]
+        .sum()
+        .reset_index()
+    )
     total = sums.groupby([*keys, "repeat"])["self_s"].transform("sum")
     table = sums.assign(share_percent=100 * sums["self_s"] / total)
     means = table.groupby([*keys, "family"], sort=False)["share_percent"].mean().reset_index()
@@ -137,7 +178,9 @@ def shares(results: Results) -> pd.DataFrame:
 
 def matmul_shares(results: Results) -> pd.DataFrame:
     """Return one row per model and kind of pass: the percentage of each family."""
-    wide = shares(results).pivot_table(index=["device", "size", "view"], columns="family", values="share_percent")
+    wide = shares(results).pivot_table(
+        index=["device", "size", "view"], columns="family", values="share_percent"
+    )
     return wide.fillna(0.0).add_suffix("_percent").reset_index()
 
 
@@ -148,14 +191,23 @@ def top_operators(results: Results) -> pd.DataFrame:
     keys = ["device", "size", "operator"]
     if rows.empty:
         return rows[[*keys, "self_s"]]
-    sums = rows.groupby([*keys, "repeat"])[["self_s", "calls"]].sum().groupby(keys).median().reset_index()
+    sums = (
+        rows.groupby([*keys, "repeat"])[["self_s", "calls"]]
+        .sum()
+        .groupby(keys)
+        .median()
+        .reset_index()
+    )
     return sums.sort_values(["size", "self_s"], ascending=False).groupby("size").head(5)
 
 
 LAB = Lab(
     name="training_step",
     title="A training step",
-    summary="What a training step costs part by part, where its time goes, and what torch.compile changes.",
+    summary=(
+        "What a training step costs part by part, where its time goes, and what torch.compile"
+        " changes."
+    ),
     config=TrainingStepConfig,
     smoke={"compiled_sizes": [], "processes": 2},
     paper={
@@ -167,7 +219,12 @@ LAB = Lab(
         "context_length": 128,
         "warmup": 5,
     },
-    on_gpu={"sizes": ["small", "medium", "large"], "profiled_sizes": ["small"], "batch": 4, "context_length": 512},
+    on_gpu={
+        "sizes": ["small", "medium", "large"],
+        "profiled_sizes": ["small"],
+        "batch": 4,
+        "context_length": 512,
+    },
     preload=("torch._inductor.compile_fx",),
     worker=worker.measure,
     points=points,
@@ -186,7 +243,10 @@ LAB = Lab(
             table=step_times,
             pick=lambda table: table.index[table["phase"] == worker.BACKWARD][-1],
             configuration=CONFIGURATION,
-            says="With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training step.",
+            says=(
+                "With {size}, the backward pass takes {seconds}, {of_step_percent}% of a training"
+                " step."
+            ),
             figure=Lines(x="size", y="seconds", hue="phase", log="y"),
         ),
         Report(
@@ -195,12 +255,17 @@ LAB = Lab(
             table=matmul_shares,
             configuration=("device", "size"),
             says="Matmuls take {matmul_percent}% of a {view} of {size}.",
-            figure=Bars(source=shares, x="size", y="share_percent", hue="family", panel="view", stacked=True),
+            figure=Bars(
+                source=shares, x="size", y="share_percent", hue="family", panel="view", stacked=True
+            ),
         ),
         Check(
             id="predicted",
             needs_calibration=True,
-            text="Do the machine's rates of matmuls, memory and calls predict how long each part takes?",
+            text=(
+                "Do the machine's rates of matmuls, memory and calls predict how long each part"
+                " takes?"
+            ),
             table=predictions,
             measured="seconds",
             predicted="predicted_s",

@@ -1,4 +1,5 @@
-"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile, operators by phase."""
+"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile,
+operators by phase."""
 
 import math
 from collections import Counter, defaultdict
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
     from labkit.bench.operators import OperatorCall
     from labkit.costs.calibration import Rates
 
-INFERENCE, FORWARD, BACKWARD, OPTIMIZER = "inference", "forward", "backward", "optimizer"
-STEP, FORWARD_BACKWARD = "step", "forward and backward"
+INFERENCE = "inference"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+STEP = "step"
+FORWARD_BACKWARD = "forward and backward"
 Phases = Mapping[str, tuple["OperatorCall", ...]]  # operators by phase
-EAGER, COMPILED = "eager", "compiled"
-FIRST, LATER = "the first step", "a later step"
+EAGER = "eager"
+COMPILED = "compiled"
+FIRST = "the first step"
+LATER = "a later step"
 SETTLED_AFTER = 5  # steps of a process before a step counts as a later one
 HEADROOM = 1.1  # over the formulas of memory
 MAX_PROFILED_PASSES = 6
@@ -49,10 +56,15 @@ class TrainingStepPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        if (shape := find_shape(self.size)) is None:  # a user's model: only its parameters are known
+        # a user's model: only its parameters are known
+        if (shape := find_shape(self.size)) is None:
             return STATES_BYTES * (count_parameters(self.size) or 0)
         steps = 2 if self.sweep == "compile" else 1
-        return steps * HEADROOM * peak_bytes(shape, self.batch, self.context_length, device=self.device)
+        return (
+            steps
+            * HEADROOM
+            * peak_bytes(shape, self.batch, self.context_length, device=self.device)
+        )
 
     @property
     def planned_s(self) -> float:
@@ -65,7 +77,12 @@ class TrainingStepPoint(ModelPoint):
 
 def measure(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Yield rows of the sweep that the point belongs to."""
-    actions = {"phases": _measure_phases, "first": _measure_first, "compile": _measure_compiled, "profile": _profile}
+    actions = {
+        "phases": _measure_phases,
+        "first": _measure_first,
+        "compile": _measure_compiled,
+        "profile": _profile,
+    }
     yield from actions[point.sweep](point)
 
 
@@ -79,7 +96,10 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Yield seconds of inference, of each phase of a step, and of sums of phases in each round."""
     step = _make_step(point)
     training = {FORWARD: step.forward, BACKWARD: step.backward, OPTIMIZER: step.optimizer_step}
-    turns: dict[str, dict[str, Callable[[], Any]]] = {INFERENCE: {INFERENCE: step.infer}, STEP: training}
+    turns: dict[str, dict[str, Callable[[], Any]]] = {
+        INFERENCE: {INFERENCE: step.infer},
+        STEP: training,
+    }
     samples = time_parts_interleaved(turns, device=point.device, **point.rounds)
     loss = float(step.infer())
     if not math.isfinite(loss):
@@ -88,23 +108,31 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     seconds = samples[INFERENCE] | samples[STEP]
     sums = {FORWARD_BACKWARD: (FORWARD, BACKWARD), STEP: (FORWARD, BACKWARD, OPTIMIZER)}
     for name, parts in sums.items():
-        seconds[name] = [sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)]
-    yield from ({"phase": phase, "seconds": values, "check": "ok"} for phase, values in seconds.items())
+        seconds[name] = [
+            sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)
+        ]
+    yield from (
+        {"phase": phase, "seconds": values, "check": "ok"} for phase, values in seconds.items()
+    )
 
 
 def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     """Yield the first step of a new process, and the median of those that follow the first few."""
     step = _make_step(point)
     repeats = SETTLED_AFTER + max(3, min(point.repeats, 10))
-    seconds = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)[STEP]
+    seconds = time_interleaved({STEP: step.run}, warmup=0, repeats=repeats, device=point.device)[
+        STEP
+    ]
     later = sorted(seconds[SETTLED_AFTER:])
     yield {"which": FIRST, "seconds": [seconds[0]], "check": "ok"}
     yield {"which": LATER, "seconds": [later[len(later) // 2]], "check": "ok"}
 
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Compile with an empty cache, compare gradients, then time both in turns; starting the compiler is not counted."""
-    from torch._inductor.utils import fresh_cache  # takes seconds, which other points need not spend
+    """Compile with an empty cache, compare gradients, then time both in turns; starting the
+    compiler is not counted."""
+    # takes seconds, which other points need not spend
+    from torch._inductor.utils import fresh_cache
 
     eager = _make_step(point)
 
@@ -112,7 +140,8 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         _run_forward_backward(eager)
         if name == EAGER:
             return {"check": "ok"}, eager.run
-        if point.device == "cpu":  # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
+        # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
+        if point.device == "cpu":
             torch.compile(torch.neg)(torch.zeros(64))
         torch._dynamo.reset()
         with fresh_cache():
@@ -121,7 +150,11 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         error = largest_difference(gradients(compiled.model), gradients(eager.model))
         for step in (eager, compiled):
             step.optimizer_step()
-        columns = {"compile_s": compile_s, "error": error, "check": verdict(error, TOLERANCES[point.precision])}
+        columns = {
+            "compile_s": compile_s,
+            "error": error,
+            "check": verdict(error, TOLERANCES[point.precision]),
+        }
         return columns, compiled.run
 
     rows = {name: {"implementation": name} for name in (EAGER, COMPILED)}
@@ -135,7 +168,8 @@ def _run_forward_backward(step: TrainingStep) -> None:
 
 
 def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Time each operator or GPU kernel, without those that it calls, in passes of inference and of a full step."""
+    """Time each operator or GPU kernel, without those that it calls, in passes of inference and of
+    a full step."""
     step = _make_step(point)
     actions = {INFERENCE: step.infer, STEP: step.run}
     for action in actions.values():
@@ -152,20 +186,31 @@ def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     for name, by_pass in passes.items():
         for key in dict.fromkeys(key for times in by_pass for key in times):
             samples = [times.get(key, []) for times in by_pass]
-            names = dict(zip(("profiled", "phase", "family", "operator"), (name, *key), strict=True))
-            yield names | {"self_s": [sum(part) for part in samples], "calls": [len(part) for part in samples]}
+            names = dict(
+                zip(("profiled", "phase", "family", "operator"), (name, *key), strict=True)
+            )
+            yield names | {
+                "self_s": [sum(part) for part in samples],
+                "calls": [len(part) for part in samples],
+            }
 
 
 @cache
 def list_operators(
-    shape: TransformerShape, batch: int, context_length: int, precision: str = "float32", device: str = "cpu"
+    shape: TransformerShape,
+    batch: int,
+    context_length: int,
+    precision: str = "float32",
+    device: str = "cpu",
 ) -> Phases:
-    """Return the operators that each phase of a step calls, in any order; the optimizer's states are there already.
+    """Return the operators that each phase of a step calls, in any order; the optimizer's states
+    are there already.
 
-    Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA tensors. The
-    optimizer is the device's.
+    Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA
+    tensors. The optimizer is the device's.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # ranks import this module, and need neither
+    # ranks import this module, and need neither
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from labkit.bench.operators import record_operators
 
@@ -183,9 +228,13 @@ def list_operators(
 
 
 def predict_seconds(rates: "Rates", operators: Phases, parts: Iterable[str]) -> float:
-    """Predict the seconds of these parts of a step: their operators at the device's rates, under autograd."""
+    """Predict the seconds of these parts of a step: their operators at the device's rates, under
+    autograd."""
     parts = list(parts)
     passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
-    counts = Counter((one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part])  # layers repeat
+    # layers repeat
+    counts = Counter(
+        (one.flops, one.n_bytes, one.dtype) for part in parts for one in operators[part]
+    )
     seconds = sum(count * rates.operator_s(*one) for one, count in counts.items())
     return seconds + rates.autograd_s(passed, begin={FORWARD, BACKWARD} <= set(parts))

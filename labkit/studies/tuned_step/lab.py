@@ -1,4 +1,5 @@
-"""The tuned step: all recommendations of the other labs joined into one configuration, compared with the default."""
+"""The tuned step: all recommendations of the other labs joined into one configuration, compared
+with the default."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,8 @@ WORDS = {"attention": "{} attention", "compiled": "torch.compile", "wrapper": "t
 
 
 class TunedStepConfig(DeviceConfig):
-    """The parameters of this lab. None: as the newest runs of the other labs on this machine recommend."""
+    """The parameters of this lab. None: as the newest runs of the other labs on this machine
+    recommend."""
 
     models: Some[Annotated[str, one_of(lambda: SIZES)]] = ["mini"]
     world_sizes: Some[Count] = [2]
@@ -44,17 +46,25 @@ NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
-    """Plan one point per model and number of ranks, with the recommendations of this moment. Each rank has a GPU."""
-    device, runs, gpus = machine.device(config.device), runs_here(machine), len(machine.gpus)
+    """Plan one point per model and number of ranks, with the recommendations of this moment. Each
+    rank has a GPU."""
+    device = machine.device(config.device)
+    runs = runs_here(machine)
+    gpus = len(machine.gpus)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
     recommended = {model: recommend(model, config.context_length, runs) for model in config.models}
-    ranks = {gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each for each in config.world_sizes}
+    ranks = {
+        gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each
+        for each in config.world_sizes
+    }
     for world_size, model in product(sorted(ranks), config.models):
         base = recommended[model]
         if device != "cpu" and base.wrapper in OVER_SHARED_MEMORY:
             base = replace(base, wrapper=DEFAULT.wrapper)
         alone = {} if world_size > 1 else {"backend": None}
-        yield TunedStepPoint.on(machine, config, world_size, model=model, **vars(base) | chosen | alone)
+        yield TunedStepPoint.on(
+            machine, config, world_size, model=model, **vars(base) | chosen | alone
+        )
 
 
 def ingredients(results: Results) -> pd.DataFrame:
@@ -65,17 +75,28 @@ def ingredients(results: Results) -> pd.DataFrame:
 
 
 def _describe_changes(row: dict[str, object]) -> str:
-    fields = [name for name in FIELDS if row["world_size"] != 1 or name != "wrapper"]  # one rank has none
+    # one rank has none
+    fields = [name for name in FIELDS if row["world_size"] != 1 or name != "wrapper"]
     changed = [name for name in fields if row[name] != getattr(DEFAULT, name)]
-    return join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "the defaults"
+    return (
+        join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "the defaults"
+    )
 
 
 LAB = Lab(
     name="tuned_step",
     title="The tuned step",
-    summary="All recommendations of the other labs joined into one configuration: what it gains over the default.",
+    summary=(
+        "All recommendations of the other labs joined into one configuration: what it gains over"
+        " the default."
+    ),
     config=TunedStepConfig,
-    paper={"models": ["small", "medium", "large"], "world_sizes": [1, 2], "batch": 8, "context_length": 512},
+    paper={
+        "models": ["small", "medium", "large"],
+        "world_sizes": [1, 2],
+        "batch": 8,
+        "context_length": 512,
+    },
     on_gpu={"models": ["mini", "small"], "world_sizes": [1, 8], "batch": 8, "context_length": 512},
     preload=("torch._inductor.compile_fx",),
     worker=measure,

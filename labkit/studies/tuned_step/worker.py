@@ -18,7 +18,8 @@ from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES, check_completeness
 
-DEFAULT_NAME, JOINED = "default", "joined"
+DEFAULT_NAME = "default"
+JOINED = "joined"
 TORCH = "torch"  # the wrapper of the default
 
 
@@ -34,10 +35,16 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def refusal(self) -> str | None:
-        """Return why nothing is compared if the joined configuration changes nothing; one rank has no wrapper."""
-        is_plain = self.precision == "float32" and self.attention == "explicit" and not self.compiled
+        """Return why nothing is compared if the joined configuration changes nothing; one rank has
+        no wrapper."""
+        is_plain = (
+            self.precision == "float32" and self.attention == "explicit" and not self.compiled
+        )
         is_default = is_plain and (self.world_size == 1 or self.wrapper == TORCH)
-        reason = "the newest runs of the other labs here recommend nothing but the default: measure them first"
+        reason = (
+            "the newest runs of the other labs here recommend nothing but the default: measure them"
+            " first"
+        )
         return reason if is_default else None
 
     @property
@@ -46,8 +53,10 @@ class TunedStepPoint(ModelPoint):
 
 
 def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
-    """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper, each with a batch."""
-    is_joined, rank = name == JOINED, dist.get_rank() if dist.is_initialized() else 0
+    """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper,
+    each with a batch."""
+    is_joined = name == JOINED
+    rank = dist.get_rank() if dist.is_initialized() else 0
     step = TrainingStep(
         SIZES[point.model],
         batch=point.batch,
@@ -59,7 +68,8 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
     )
     if is_joined and point.compiled:
         step.model.compile(dynamic=False)
-        if point.world_size > 1 and point.wrapper != TORCH:  # torch's DDP cuts graphs at its buckets
+        # torch's DDP cuts graphs at its buckets
+        if point.world_size > 1 and point.wrapper != TORCH:
             if rank == 0:
                 _run_passes(step)
                 step.drop_gradients()
@@ -70,12 +80,16 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
 
 
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of a step by configuration, in turns; if their gradients differ, only the default's and the reason."""
-    device, steps = use_device(point.device), dict[str, TrainingStep]()
+    """Seconds of a step by configuration, in turns; if their gradients differ, only the default's
+    and the reason."""
+    device = use_device(point.device)
+    steps = dict[str, TrainingStep]()
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         steps[name] = make_step(point, name, device)
-        return {"check": "ok"} if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision]), steps[name].run
+        return (
+            {"check": "ok"} if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision])
+        ), steps[name].run
 
     rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
     before = dist.barrier if dist.is_initialized() else None
@@ -83,9 +97,11 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
-    """Compare the gradients of a first step: the largest difference of any rank, and "ok" or what is wrong.
+    """Compare the gradients of a first step: the largest difference of any rank, and "ok" or what
+    is wrong.
 
-    In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness is checked, too.
+    In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness
+    is checked, too.
     """
     both = []
     for step in steps.values():
@@ -96,7 +112,9 @@ def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
     checks = [verdict(error, tolerance)]
     if dist.is_initialized() and checks == ["ok"]:
         for step in steps.values():
-            checks.append(check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step)))
+            checks.append(
+                check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step))
+            )
     return {"error": error, "check": next((one for one in checks if one != "ok"), "ok")}
 
 
