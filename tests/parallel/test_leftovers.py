@@ -26,7 +26,8 @@ from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks import fork_server
 from tests.parallel.waiting import Program, is_gone, wait_until
 
-# Two ranks report their ids, then each does for ever what the test requests. No guard, no closing: as in a notebook.
+# Two ranks report their ids, then each does for ever what the test requests. No guard, no closing:
+# as in a notebook.
 SCRIPT = """
 import ctypes, os, subprocess, sys, time
 import torch, torch.distributed as dist
@@ -61,7 +62,8 @@ class Script(Program):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self._elsewhere = directory / "elsewhere"  # files of the working directory do not matter, whatever their names
+        # files of the working directory do not matter, whatever their names
+        self._elsewhere = directory / "elsewhere"
         self._elsewhere.mkdir()
         for module in ("random", "statistics", "torch"):
             text = f"raise SystemExit('{module}.py of the working directory')\n"
@@ -152,7 +154,9 @@ def test_nothing_is_left(script: Script, end: str, activity: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("delay_s", [n / 50 for n in range(140)])
-def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(script: Script, delay_s: float) -> None:
+def test_a_parent_that_is_killed_while_its_ranks_start_leaves_nothing(
+    script: Script, delay_s: float
+) -> None:
     script.start("blocked")
     assert script.process.stdout is not None
     assert script.process.stdout.readline() == "starts\n"
@@ -168,7 +172,9 @@ def test_a_leader_that_is_killed_before_it_has_read_everything_is_reported() -> 
     ours, theirs = socket.socketpair()
     ours.send(b"s")
     theirs.close()
-    assert fork_server.read_report(ours) == {"reason": "the process that starts the ranks was killed"}
+    assert fork_server.read_report(ours) == {
+        "reason": "the process that starts the ranks was killed"
+    }
 
 
 @pytest.fixture
@@ -192,7 +198,9 @@ def own_server() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_server")
-def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(temporary: Path) -> None:
+def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(
+    temporary: Path,
+) -> None:
     """A Jupyter kernel waits at its end for children in its process group."""
 
     def worker(point: str) -> Iterator[dict[str, Any]]:
@@ -200,7 +208,9 @@ def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(t
         if point == "blocked":
             dist.recv(torch.ones(1), src=1 - dist.get_rank())
 
-    server, rows, ends = fork_server.start_server(), list[Row](), list[PointEnd]()
+    server = fork_server.start_server()
+    rows = list[Row]()
+    ends = list[PointEnd]()
     assert os.getpgid(server) == server
     for item in launch(worker, ["blocked", "works"], world_size=2):
         rows += [item] if isinstance(item, Row) else []
@@ -247,21 +257,28 @@ def test_an_interrupt_while_ranks_start_leaves_nothing(
     before = set(psutil.Process().children(recursive=True))
     original = getattr(fork_server, name)
 
+    def started() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - before
+
     def interrupted(*arguments: Any) -> Any:
         result = original(*arguments)
+        # else nothing would be left because nothing has begun
+        assert wait_until(lambda: bool(started()))
         os.kill(os.getpid(), signal.SIGINT)
         return result
 
     monkeypatch.setattr(fork_server, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(launch(lambda _: os._exit(1), [None], world_size=2))
-    assert wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)
-    assert wait_until(lambda: not list(temporary.glob("labkit-*")))
+    assert wait_until(lambda: not started())
+    assert not list(temporary.glob("labkit-*"))
 
 
-# A caller that ends while a child of its own holds the connection. The process that it prints must end then.
+# A caller that ends while a child of its own holds the connection. The process that it prints must
+# end then.
 WITH_A_CHILD = {
-    "rank runs": """
+    "rank runs": (
+        """
 from labkit.parallel.launch import launch
 items = launch(lambda _: [{"pid": os.getpid()}] * 2, [1], world_size=1)
 print(next(items).values["pid"], flush=True)
@@ -269,8 +286,10 @@ if os.fork() == 0:
     os.close(1)
     os.read(0, 1)
 os._exit(0)
-""",
-    "requests are pending": """
+"""
+    ),
+    "requests are pending": (
+        """
 server = psutil.Process(fork_server.start_server())
 server.suspend()
 group = fork_server.open_group(Path(sys.argv[1], "group"), [0], os.environ, b"")
@@ -285,18 +304,27 @@ server.resume()
 while group.recv(4096):  # until the server has removed the group
     pass
 os._exit(0)
-""",
+"""
+    ),
 }
 
 
 @pytest.mark.parametrize("moment", WITH_A_CHILD)
-def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(moment: str, tmp_path: Path) -> None:
-    """A group lives as long as the process that opened it, even if a child has inherited the connection."""
+def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(
+    moment: str, tmp_path: Path
+) -> None:
+    """A group lives as long as the process that opened it, even if a child has inherited the
+    connection."""
     ours, theirs = socket.socketpair()
-    imports = "import os, psutil, sys, time\nfrom pathlib import Path\nfrom labkit.parallel.ranks import fork_server\n"
+    imports = (
+        "import os, psutil, sys, time\nfrom pathlib import Path\nfrom labkit.parallel.ranks import"
+        " fork_server\n"
+    )
     command = [sys.executable, "-c", imports + WITH_A_CHILD[moment], str(tmp_path)]
     with ours, theirs:
-        output = subprocess.run(command, stdin=theirs, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(
+            command, stdin=theirs, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+        ).stdout
         assert wait_until(lambda: is_gone(int(output)))
         assert list(tmp_path.iterdir()) == []
 
@@ -309,8 +337,16 @@ def test_a_sweep_leaves_no_files_and_no_descriptors(temporary: Path) -> None:
     open_files = []
     for _ in range(3):
         items = list(launch(worker, [1, 2, 3], world_size=2))
-        assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok", "failed", "ok"]
-        assert all(temporary in Path(item.values["folder"]).parents for item in items if isinstance(item, Row))
+        assert [item.status for item in items if isinstance(item, PointEnd)] == [
+            "ok",
+            "failed",
+            "ok",
+        ]
+        assert all(
+            temporary in Path(item.values["folder"]).parents
+            for item in items
+            if isinstance(item, Row)
+        )
         assert not list(temporary.glob("labkit-*"))
         open_files.append(psutil.Process().num_fds())
     assert open_files[1] == open_files[2]
@@ -325,7 +361,12 @@ def test_nothing_listens_beyond_loopback() -> None:
     with closing(launch(worker, [None], world_size=2)) as items:
         rows = [row for row in (next(items), next(items)) if isinstance(row, Row)]
         ranks = [psutil.Process(row.values["pid"]) for row in rows]
-        processes = [psutil.Process(), psutil.Process(fork_server.start_server()), *ranks, *ranks[0].parents()[:1]]
+        processes = [
+            psutil.Process(),
+            psutil.Process(fork_server.start_server()),
+            *ranks,
+            *ranks[0].parents()[:1],
+        ]
         sockets = [socket for process in processes for socket in process.net_connections("inet")]
     listening = [socket for socket in sockets if socket.status == psutil.CONN_LISTEN]
     assert listening  # gloo's, one per rank

@@ -18,9 +18,11 @@ MARK = "LABKIT_TEST_MARK"
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Return whether the condition becomes true in time."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    is_met = condition()
+    while not is_met and time.monotonic() < deadline:
         time.sleep(0.01)
-    return condition()
+        is_met = condition()
+    return is_met  # not asked again: it may hold for a moment only
 
 
 def is_gone(pid: int) -> bool:
@@ -49,7 +51,10 @@ class Program:
     def processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     yield process
 
     def leftovers(self) -> list[str]:
@@ -58,7 +63,10 @@ class Program:
             with suppress(psutil.Error):  # it has ended meanwhile
                 processes.append(f"{process.pid} {process.cmdline()}")
         cache = "torchinductor_labkit_*"  # compiled code, for later runs
-        return [*processes, *(str(path) for path in self.temporary.iterdir() if not path.match(cache))]
+        return [
+            *processes,
+            *(str(path) for path in self.temporary.iterdir() if not path.match(cache)),
+        ]
 
     def assert_nothing_left(self) -> None:
         assert wait_until(lambda: not self.leftovers()), self.leftovers()
