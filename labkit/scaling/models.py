@@ -25,6 +25,8 @@ from labkit.scaling import Count, read_table, validate
 
 Numbers = NDArray[np.float64]
 
+_EXPERTS = re.compile(r"mixtral|moe|\d+x\d+b|-a\d+b\b", re.IGNORECASE)
+"""Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B."""
 _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 """What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
@@ -185,6 +187,9 @@ def find_model(name: str) -> Model:
         words = shorter
     if words in _BY_LETTERS:
         return _BY_LETTERS[words]
+    if _EXPERTS.search(name):
+        # the nearest names are dense models, which nobody meant
+        raise ValueError(f"unknown model {name[:60]!r}: a mixture of experts is not predicted")
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
     near = near or difflib.get_close_matches(
         name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5
@@ -207,19 +212,47 @@ def read_model(path: Path) -> Model:
             raise ValueError(
                 "it is larger than 1 MiB" if path.is_file() else "there is no such file"
             )
-        pairs = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
-        config = dict(pairs) if isinstance(pairs, tuple) else {}
-        if config and len(config) < len(pairs):
-            raise ValueError("a name occurs twice in it")
+        config = _parse_config(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:80]
         raise ValueError(f"expected a config.json, got {str(path)[-80:]}: {reason}") from None
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+    name = _folder_name(path.absolute().parent)
+    kind = str(config.get("model_type"))
+    text = config.get("text_config")
+    if kind in _ARCHITECTURES:
+        return _model(config, name)
+    if not isinstance(text, dict):
         raise ValueError(
-            f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {str(kind)[:40]!r}"
+            f"expected a model_type among {', '.join(_ARCHITECTURES)}; got {kind[:40]!r}"
         )
-    return _model(config, _folder_name(path.absolute().parent))
+    # A multimodal model: the sizes of its language model count.
+    text_kind = str(text.get("model_type"))
+    if text_kind not in _ARCHITECTURES:
+        raise ValueError(
+            f"{kind[:40]} is multimodal, and the model_type of its language model, under"
+            f" `text_config`, is {text_kind[:40]!r}; expected one among"
+            f" {', '.join(_ARCHITECTURES)}"
+        )
+    return _model(text, name)
+
+
+def _parse_config(text: str) -> dict[str, Any]:
+    """Parse a JSON object. ValueError for a name that occurs twice, and for what a download may
+    leave instead of the file."""
+    if text.startswith("version https://git-lfs"):
+        raise ValueError("it is a Git LFS pointer; `git lfs pull` fetches the file")
+    if text.lstrip().startswith("<"):
+        raise ValueError("it is an HTML page, as of a sign-in or an error")
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name occurs twice in it")
+        return dict(pairs)
+
+    config = json.loads(text, object_pairs_hook=read_object)
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object, it is a {type(config).__name__}")
+    return config
 
 
 def _folder_name(folder: Path) -> str:

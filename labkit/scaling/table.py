@@ -166,9 +166,9 @@ def _plain(name: str, text: str, separator: str) -> str:
     A text that may be two numbers gets a remark, with which it is none.
     """
     is_european = separator == ";"
-    if re.fullmatch(r"\d{1,3}([,\s\u202f\u00a0_]\d{3})+", text) and not (
-        is_european and text.count(",") == 1
-    ):
+    # One kind of separator per number: `128,000 000` may be two numbers.
+    thousands = re.fullmatch(r"\d{1,3}([,\s_])\d{3}(\1\d{3})*", text)
+    if thousands and not (is_european and text.count(",") == 1):
         return re.sub(r"\D", "", text)
     if re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", text) and is_european == (name in _FRACTIONS):
         return f"{text} (thousands, or decimals?)"

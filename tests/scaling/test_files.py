@@ -150,7 +150,12 @@ def test_other_files_are_refused_in_a_line(case, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "separator"),
-    [({"vocab": "50.000"}, ","), ({"step_s": "2.345"}, ";"), ({"hidden": "4,096"}, ";")],
+    [
+        ({"vocab": "50.000"}, ","),
+        ({"step_s": "2.345"}, ";"),
+        ({"hidden": "4,096"}, ";"),
+        ({"vocab": "128,000 000"}, ";"),
+    ],
 )
 def test_thousands_that_may_be_decimals_are_refused(change, separator, tmp_path):
     (row,) = read_rows(_file(tmp_path, _text([GOOD | change], separator)))
@@ -263,6 +268,7 @@ def test_model_names_as_people_write_them(written, name):
         ("lama-3-8b", "did you mean .*llama-3-8b"),
         ("7B", "did you mean llama-2-7b"),
         ("9z", "config.json"),
+        ("mixtral-8x7b", "mixture of experts"),
     ],
 )
 def test_an_unknown_model_has_the_nearest_names(name, hint):
@@ -402,6 +408,27 @@ def test_hostile_configs_are_refused_in_one_line(case, tmp_path):
         read_model(_config(tmp_path, HOSTILE[case]))
     assert len(str(refused.value).splitlines()) == 1
     assert len(str(refused.value)) < 600
+
+
+def test_the_language_model_of_a_multimodal_config_is_read(tmp_path):
+    both = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
+    assert read_model(_config(tmp_path, both)).parameters
+    unknown = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}
+    with pytest.raises(ValueError, match="`text_config`, is 'qwen3_vl_text'"):
+        read_model(_config(tmp_path, unknown))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"<!DOCTYPE html><title>Sign in</title>", "HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
+        (b"[1, 2]", "a list"),
+    ],
+)
+def test_what_a_download_leaves_instead_of_a_config_is_named(content, kind, tmp_path):
+    with pytest.raises(ValueError, match=kind):
+        read_model(_config(tmp_path, content))
 
 
 def test_a_device_is_no_config(tmp_path):
