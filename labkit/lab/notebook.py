@@ -213,7 +213,7 @@ class OpenLab:
                             ),
                             print,
                         )
-                    self._refuse_hanging()
+                    self._refuse_failing()
                 run = measure_all(plugins=self._plugins, on_progress=show, on_output=print)
         except KeyboardInterrupt:
             hint = ""
@@ -241,15 +241,18 @@ class OpenLab:
             display(cards.note(note))
         return run
 
-    def _refuse_hanging(self) -> None:
-        """ParameterError for an alternative that hangs, within seconds: every point of the lab
-        would wait for it."""
+    def _refuse_failing(self) -> None:
+        """ParameterError for an alternative that ends its point, within seconds.
+
+        Every point with several ranks would wait for it in vain, or fail with it.
+        """
         for name, alternative in self._plugins.alternatives.items():
             result = check_alternative(self.study, alternative)
             # not a baseline that is slow today
-            if result.verdict == "hangs" and f"in {NAME}" in result.details:
+            if result.verdict in ("hangs", "fails") and f"in {NAME}" in result.details:
                 raise ParameterError(
-                    f"{self.study.name}: nothing was measured: {name} hangs: {result.details}"
+                    f"{self.study.name}: nothing was measured: {name} {result.verdict}:"
+                    f" {result.details}"
                 )
 
 

@@ -3,14 +3,13 @@
     for item in launch(worker, points, world_size=4):
         match item:
             case Row():       # one measurement; the ranks are still at work
-            case Retry():     # an alternative failed: its point begins again without it
             case PointEnd():  # ok, or why not; then the next point
 
 Every rank calls ``worker(point)`` with `torch.distributed` ready. One group of ranks runs all
 points. A rank that raises, dies, aborts in C++ or hangs costs its point, never the sweep: the group
-ends, the first failure is reported, and a new group runs the next point. If it was the current
-alternative (`ranks.results`) that raised or died, the point is measured again without it. Nothing
-is left behind, whatever ends this process (`ranks.fork_server`).
+ends, the first failure is reported with the alternative that was running (`ranks.results`), and a
+new group runs the next point. Nothing is left behind, whatever ends this process
+(`ranks.fork_server`).
 
 Under torchrun each process of the job starts one rank, and rank 0's process yields all rows.
 """
@@ -33,14 +32,13 @@ import torch
 from labkit.machine.cgroups import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.group import RankGroup
-from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Retry, Row, Worker
+from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Row, Worker
 from labkit.parallel.ranks.worker import GroupPlan, call_once
 
 __all__ = [
     "PointEnd",
     "RankError",
     "RankFailure",
-    "Retry",
     "Row",
     "launch",
     "run_ranks",
@@ -51,7 +49,7 @@ __all__ = [
 RANK_BYTES = 20 * 2**20
 RANKS_PER_CORE = 64  # more are not ready in time: every rank connects to every other
 
-Items = Generator[Row | Retry | PointEnd, None, None]
+Items = Generator[Row | PointEnd, None, None]
 
 
 def launch(
@@ -135,22 +133,13 @@ def _run_in_job(items: Items) -> Items:
 
 
 def _run_points(group: RankGroup, n_points: int) -> Items:
-    index = 0
-    excluded = dict[str, str]()
     try:
-        while index < n_points:
+        for index in range(n_points):
+            # Without ranks, after two attempts, this point and all later ones have failed.
             if (failure := group.start()) is not None:
                 yield from (PointEnd(i, failure, 0.0, group.facts) for i in range(index, n_points))
                 return
-            end = yield from group.run(index, excluded)
-            if end.failure and end.failure.blamed and end.failure.blamed[0] not in excluded:
-                alternative, reason = end.failure.blamed
-                excluded[alternative] = reason
-                yield Retry(index, alternative, reason, end.failure)
-            else:
-                yield end
-                index = index + 1
-                excluded = {}
+            yield (yield from group.run(index))
     finally:
         group.close()
 

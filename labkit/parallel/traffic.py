@@ -46,7 +46,8 @@ def recorded_traffic() -> Iterator[list[Collective]]:
     try:
         yield record
     finally:
-        _records.remove(record)
+        # `remove` would take the first of several records that are equal, such as empty ones.
+        _records[:] = [each for each in _records if each is not record]
 
 
 def count_traffic(

@@ -36,17 +36,16 @@ class FakePoint(Point):
 def measure_point(point):
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield {"seconds": [0.1 * point.size, 0.2 * point.size], "half": 1, "pid": os.getpid()}
-    reason = current_alternative.excluded_reason("broken")
-    if point.action == "break" and reason is None:
+    if point.action == "break":
         current_alternative.begin("broken")
     if rank == point.world_size - 1:
-        _act(point, reason)
+        _act(point)
     if dist.is_initialized():
         dist.all_reduce(torch.ones(1))
 
 
-def _act(point, reason):
-    if point.action == "break" and reason is None:
+def _act(point):
+    if point.action == "break":
         os.abort()
     if point.action == "raise":
         raise RuntimeError("deliberate")

@@ -1,6 +1,5 @@
 """A sweep ends with every point accounted for, whatever happens to its ranks."""
 
-import json
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -41,18 +40,14 @@ def test_every_point_ends_with_a_status_and_a_reason(tmp_path):
     assert run.pending == []
 
 
-def test_what_was_measured_before_an_alternative_failed_does_not_count_twice(tmp_path):
+def test_a_point_that_an_alternative_ends_names_it_and_the_others_are_measured(tmp_path):
     run = _measure(tmp_path, "fine", "break", "fine")
-    assert run.coverage()["status"].tolist() == ["ok"] * 3
-    assert run.frame().groupby("size").size().tolist() == [2, 2, 2]
-    (again,) = [
-        line
-        for line in map(json.loads, run.path.read_text().splitlines())
-        if line["kind"] == "again"
-    ]
-    assert again["alternative"] == "broken"
-    assert "SIGABRT" in again["reason"]
-    assert "fake_lab.py" in again["details"]  # where the rank was
+    coverage = run.coverage()
+    assert coverage["status"].tolist() == ["ok", "failed", "ok"]
+    assert coverage["reason"].tolist()[1] == "rank 0 was killed by SIGABRT, in broken"
+    assert run.frame().groupby("size").size().to_dict() == {1: 2, 3: 2}
+    ((_, _, details),) = run.failures()
+    assert "fake_lab.py" in details  # where the rank was
 
 
 @pytest.mark.parametrize(
@@ -342,17 +337,18 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
     assert capsys.readouterr().out.count("mine (wrong: here)") == 1
 
 
-def test_an_alternative_that_hangs_is_refused_before_any_point_waits_for_it(monkeypatch, home):
+@pytest.mark.parametrize("verdict", ["hangs", "fails"])
+def test_an_alternative_that_would_end_its_points_is_refused_first(verdict, monkeypatch, home):
     study = replace(
         FAKE, plugin_parameter="actions", register=lambda name, alternative: {name: alternative}
     )
     monkeypatch.setattr(
         notebook,
         "check_alternative",
-        lambda *_: AlternativeCheck("hangs", "rank 1 still running after 20 s, in mine"),
+        lambda *_: AlternativeCheck(verdict, "rank 1 has a problem, in mine"),
     )
     lab = OpenLab(study, Parameters("smoke", None, FAKE.profiles["smoke"]))
-    with pytest.raises(ParameterError, match="mine hangs: rank 1 still"):
+    with pytest.raises(ParameterError, match=f"mine {verdict}: rank 1 has"):
         lab.measure({"mine": print})
     assert list(home.glob("data/runs/*/*")) == []
 

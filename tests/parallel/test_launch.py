@@ -1,5 +1,7 @@
-"""What a caller of `launch` gets: rows, ends, retries and the first failure. What is left behind:
-test_leftovers.py."""
+"""What a caller of `launch` gets: rows, ends and the first failure.
+
+What is left behind: test_leftovers.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores
-from labkit.parallel.launch import PointEnd, RankError, Retry, Row, launch, run_ranks
+from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
 from labkit.parallel.ranks import group, results
 from labkit.parallel.ranks.results import current_alternative
 from tests.parallel.waiting import is_gone
@@ -303,80 +305,32 @@ def test_a_failure_costs_its_point_and_the_next_gets_new_ranks() -> None:
     assert all(is_gone(pid) for pid in set.union(*pids))
 
 
-def one_after_another(
-    alternatives: dict[str, Callable[[], None]], point: str
-) -> Iterator[dict[str, Any]]:
-    """A worker that calls alternatives on rank 1 only, and then yields which took part."""
-    for name, call in alternatives.items():
-        if (reason := current_alternative.excluded_reason(name)) is not None:
-            yield {"name": name, "reason": reason}
-            continue
-        current_alternative.begin(name)
-        try:
-            if dist.get_rank() == 1 and point == "fails":
-                call()
-        except Exception as error:
-            current_alternative.explain(f"failed: {error}")
-            raise
-        dist.barrier()
-        current_alternative.end()
-        yield {"name": name, "reason": None}
-
-
-def test_a_point_is_measured_again_without_the_alternatives_that_failed() -> None:
-    alternatives: dict[str, Callable[[], None]] = {
-        "first": int,
-        "a": raise_here,
-        "b": exit_3,
-        "other": int,
-        "c": os.abort,
-    }
-    reasons = {
-        "a": "failed: here",
-        "b": "failed: rank 1 exited with code 3",
-        "c": "failed: rank 1 was killed by SIGABRT",
-    }
-    items = list(launch(partial(one_after_another, alternatives), ["fails", "works"], world_size=2))
-    retries = [item for item in items if isinstance(item, Retry)]
-    assert [(item.index, item.alternative, item.reason) for item in retries] == [
-        (0, *each) for each in reasons.items()
-    ]
-    last = items.index(retries[-1])
-    measured = [
-        item.values
-        for item in items[last:]
-        if isinstance(item, Row) and item.index == 0 and item.rank == 0
-    ]
-    assert {row["name"]: row["reason"] for row in measured} == {
-        "first": None,
-        "other": None,
-    } | reasons
-    assert [item.status for item in items if isinstance(item, PointEnd)] == ["ok", "ok"]
-    after = [item.values["reason"] for item in items if isinstance(item, Row) and item.index == 1]
-    assert after == [None] * 10  # the next point is measured with all of them
-
-
 @pytest.mark.parametrize(
-    ("how", "status"),
-    [(get_killed, "failed"), (raise_memory_error, "oom"), (lose_peer, "failed"), (hang, "timeout")],
+    ("how", "status", "reason"),
+    [
+        (raise_here, "failed", "rank 1: ValueError: here, in second"),
+        (exit_3, "failed", "rank 1 exited with code 3, in second"),
+        (os.abort, "failed", "rank 1 was killed by SIGABRT, in second"),
+        (get_killed, "failed", "rank 1 was killed by SIGKILL, in second"),
+        (raise_memory_error, "oom", "rank 1: MemoryError, in second"),
+        (hang, "timeout", "ranks 0, 1 still running after 1 s (timeout_s), in second"),
+    ],
 )
-def test_what_is_no_alternatives_failure_costs_the_point(
-    how: Callable[[], None], status: str
+def test_a_failure_names_the_alternative_that_was_running(
+    how: Callable[[], None], status: str, reason: str
 ) -> None:
-    worker = partial(one_after_another, {"first": int, "second": how})
-    items = list(launch(worker, ["fails"], world_size=2, timeout_s=3))
-    assert [item.status for item in items if isinstance(item, PointEnd)] == [status]
-    assert not [item for item in items if isinstance(item, Retry)]
+    def worker(point: str) -> Iterator[dict[str, Any]]:
+        for name in ("first", "second", "third"):
+            with current_alternative.running(name):
+                if (point, name, dist.get_rank()) == ("fails", "second", 1):
+                    how()
+                dist.barrier()
+        yield {"running": current_alternative.name}
 
-
-def test_a_point_is_not_measured_again_for_ever() -> None:
-    def blames_an_excluded_one(point: str) -> None:
-        current_alternative.begin("gone")
-        current_alternative.explain("failed: always")
-        raise ValueError
-
-    items = list(launch(blames_an_excluded_one, ["fails"], world_size=1, backend=None))
-    assert [type(item) for item in items] == [Retry, PointEnd]
+    timeout_s = 1 if status == "timeout" else 60
+    rows, ends = drain(worker, ["fails", "works"], world_size=2, timeout_s=timeout_s)
+    assert [(end.status, end.reason) for end in ends] == [(status, reason), ("ok", None)]
+    assert [row.values for row in rows if row.index == 1] == [{"running": ""}] * 2
 
 
 def test_an_abort_in_cpp_comes_with_its_cause_and_stacks() -> None:

@@ -35,7 +35,7 @@ from contextlib import suppress
 import torch, torch.distributed as dist
 from labkit.__main__ import main
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.launch import Retry, Row, launch, run_ranks
+from labkit.parallel.launch import Row, launch, run_ranks
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.results import current_alternative
 
@@ -52,11 +52,10 @@ def worker(point):
         "place": [torchrun.ranks_here(2), torchrun.read_variable("LOCAL_RANK")]}
     if point == "fails" and rank == 1:
         raise ValueError("rank 1 has had enough")
-    if point == "one fails" and current_alternative.excluded_reason("one") is None:
+    if point == "one fails":
         current_alternative.begin("one")
         if rank == 1:
-            current_alternative.explain("failed: deliberately")
-            raise ValueError("one")
+            raise ValueError("deliberately")
         all_reduce(torch.ones(1))
     if point == "fails beside a hang":
         if rank == 0:
@@ -80,8 +79,6 @@ def die_between():
     return items
 
 def plain(item):
-    if isinstance(item, Retry):
-        return ["retry", item.index, item.alternative, item.reason]
     if isinstance(item, Row):
         return ["row", item.index, item.rank, item.values]
     return ["end", item.index, item.status, item.reason, item.facts]
@@ -188,10 +185,10 @@ def test_another_world_size_is_refused_on_every_rank(ranks: list[dict[str, Any]]
 
 def test_all_ranks_agree_on_a_failure_and_carry_on(ranks: list[dict[str, Any]]) -> None:
     failed = ["failed", "rank 1: ValueError: rank 1 has had enough"]
-    fine = [[index, "ok", None] for index in range(6)]
-    assert ends(ranks[0]["fails"]) == [fine[0], [1, *failed], [2, *failed], *fine[3:]]
-    retries = [item[1:] for item in ranks[0]["fails"] if item[0] == "retry"]
-    assert retries == [[4, "one", "failed: deliberately"]]
+    fine = ["ok", None]
+    named = ["failed", "rank 1: ValueError: deliberately, in one"]
+    expected = [fine, failed, failed, fine, named, fine]
+    assert ends(ranks[0]["fails"]) == [[index, *end] for index, end in enumerate(expected)]
     assert ends(ranks[0]["fails at the end"]) == [[0, *failed]]
 
 

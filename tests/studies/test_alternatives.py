@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.parallel.collectives import ring_all_reduce
-from labkit.parallel.launch import Retry, Row, launch
+from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.studies.shared.alternatives import describe_failure, row_of, time_guarded
 
 NO_PLAN = r"failed: ValueError: no plan, line \d+ of test_alternatives.py"  # where it was raised
@@ -59,47 +59,55 @@ def test_an_error_in_its_inputs_is_an_alternatives_failure_and_one_of_options_is
         time_guarded({"one": {"call": int}}, device="cpu", warmup=0, repeats=0)
 
 
-def _in_turns(_):
-    """On all ranks two are out of memory, the second with a message on its way, and one leaves a
-    collective halfway."""
-
-    def out_of_memory():
-        raise MemoryError("no more")
-
-    def out_of_memory_later():
-        if dist.get_rank() == 1:
-            sent.append(dist.isend(torch.full((4,), 9.0), 0))
-        raise MemoryError("no more")
-
-    def next_message():
-        if dist.get_rank() == 1:
-            sent.append(dist.isend(torch.full((4,), 1.0), 0))
-            return None
-        dist.recv(tensor := torch.zeros(4), 1)
-        return tensor.tolist()
-
-    def halfway():  # the ranks' tensors differ in length
-        ring_all_reduce(torch.ones(100 * (1 + dist.get_rank())))
-
-    def right():
-        ring_all_reduce(tensor := torch.full((4,), float(dist.get_rank())))
-        return tensor.tolist()
-
-    sent = []
-    for action in (out_of_memory, out_of_memory_later, next_message, halfway, right):
-        row = row_of(action.__name__, lambda action=action: {"result": action()}, device="cpu")
-        yield {"name": action.__name__, "result": row.get("check", row.get("result"))}
+def refused():
+    raise RuntimeError("only with a GPU")
 
 
-def test_a_collective_that_all_ranks_left_halfway_costs_no_later_alternative():
-    items = list(launch(_in_turns, [None], world_size=2))
-    at = max(number for number, item in enumerate(items) if isinstance(item, Retry))
-    result = {
-        item.values["name"]: item.values["result"]
-        for item in items[at:]
-        if isinstance(item, Row) and not item.rank
-    }
-    assert result["out_of_memory"] == result["out_of_memory_later"] == "out of memory: no more"
-    assert result["next_message"] == [1.0] * 4
-    assert re.match(r"failed: RuntimeError: .*rank \d sent \d+ bytes", result["halfway"])
-    assert result["right"] == [0.5] * 4
+def too_large():
+    raise MemoryError("no more")
+
+
+def halfway():  # the ranks' tensors differ in length
+    ring_all_reduce(torch.ones(100 * (1 + dist.get_rank())))
+
+
+def out_of_memory_halfway():
+    ring_all_reduce(torch.ones(100))
+    raise MemoryError("no more")
+
+
+def refused_by_one():
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+
+
+def right():
+    ring_all_reduce(tensor := torch.full((4,), float(dist.get_rank())))
+    return tensor.tolist()
+
+
+def _check_in_turn(actions):
+    for action in actions:
+        yield row_of(action.__name__, lambda action=action: {"result": action()}, device="cpu")
+
+
+def test_what_all_ranks_refuse_is_left_out_and_any_other_failure_ends_the_point():
+    """After the others a later alternative could meet messages that are still on their way."""
+    ends_the_point = [halfway, out_of_memory_halfway, refused_by_one]
+    points = [[refused, too_large, right], *([action] for action in ends_the_point)]
+    rows = []
+    ends = []
+    for item in launch(_check_in_turn, points, world_size=2):
+        if isinstance(item, PointEnd):
+            ends.append(item)
+        if isinstance(item, Row) and (item.index, item.rank) == (0, 0):
+            rows.append(item.values)
+    line = r"line \d+ of test_alternatives.py"
+    assert re.fullmatch(rf"failed: RuntimeError: only with a GPU, {line}", rows[0]["check"])
+    assert rows[1:] == [{"check": "out of memory: no more"}, {"result": [0.5] * 4}]
+    assert [end.status for end in ends] == ["ok", "failed", "oom", "failed"]
+    assert re.fullmatch(rf"rank \d: RuntimeError: .* sent .*, {line}, in halfway", ends[1].reason)
+    assert ends[2].failure.alternative == "out_of_memory_halfway"
+    assert re.fullmatch(
+        rf"rank 1: ValueError: only here, {line}, in refused_by_one", ends[3].reason
+    )

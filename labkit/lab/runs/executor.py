@@ -21,11 +21,11 @@ from labkit.lab.units import format_seconds
 from labkit.lab.user_plugins import Plugins, worker_with_plugins
 from labkit.machine.description import describe_machine
 from labkit.machine.load import LoadMeter
-from labkit.parallel.launch import PointEnd, RankFailure, Retry, Row, launch, too_many_ranks_reason
+from labkit.parallel.launch import PointEnd, RankFailure, Row, launch, too_many_ranks_reason
 from labkit.parallel.ranks.fork_server import PRELOADED
 from labkit.parallel.ranks.torchrun import broadcast_from_first_rank, is_job_rank
 
-Events = Generator[Row | Retry | PointEnd, None, None]
+Events = Generator[Row | PointEnd, None, None]
 OnOutput = Callable[[str], None] | None
 TOO_LONG = 6
 """Factor over `rounds_s` from which a point is the largest of its series, as on a CPU without
@@ -107,14 +107,6 @@ class Executor:
                             and seconds
                         ):
                             self._rows_s.append(median(seconds) * len(seconds))
-                    case Retry():
-                        self.writer.measure_again(
-                            point, event.alternative, event.reason, _details(event.failure)
-                        )
-                        self._show(
-                            f"{point.title()}: again, without {event.alternative} ({event.reason})"
-                        )
-                        self._rows_s.clear()
                     case PointEnd():
                         self._end(point, event, meter.load().model_copy(update=probe))
                         ended = ended + 1

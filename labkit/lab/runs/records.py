@@ -3,7 +3,6 @@
     {"kind": "header", ...}    once: parameters, machine, source, plan
     {"kind": "row", "point": id, "rank": r, "values": {...}}     as soon as it is measured
     {"kind": "end", "point": id, "status": ..., "reason": ...}   at its end; synced
-    {"kind": "again", "point": id, "alternative": ..., "reason": ...}   starts over
     {"kind": "resumed", "at": ..., "command": ..., "source": ...}   each time a run is resumed
 
 Lists in `values` are samples. Records are validated when read, because a run may come from anybody.
@@ -99,15 +98,6 @@ class End(_PointRecord):
         return self
 
 
-class Again(_PointRecord):
-    """A point starts over without an alternative that failed: its rows so far do not count."""
-
-    kind: Literal["again"]
-    alternative: str
-    reason: str
-    details: str = ""
-
-
 class Resumption(BaseModel, frozen=True):
     """A run was resumed: when, by which command, from which source. Older files lack some
     fields."""
@@ -118,7 +108,7 @@ class Resumption(BaseModel, frozen=True):
     source: Source | None = None
 
 
-Record = Row | End | Again | Resumption
+Record = Row | End | Resumption
 _RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
 
 
@@ -188,19 +178,6 @@ class RunWriter:
             End.model_validate({"kind": "end", "point": point.id, "status": status} | fields)
         )
         self.sync()
-
-    def measure_again(self, point: Point, alternative: str, reason: str, details: str) -> None:
-        """Record that a point starts over without an alternative that failed; `details` as in
-        `End`."""
-        self._append(
-            Again(
-                kind="again",
-                point=point.id,
-                alternative=alternative,
-                reason=reason,
-                details=details,
-            )
-        )
 
     def sync(self) -> None:
         """Write to the disk itself, so that a power cut loses nothing."""

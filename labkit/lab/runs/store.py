@@ -20,7 +20,6 @@ from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import (
     SCHEMA,
-    Again,
     End,
     Resumption,
     Row,
@@ -74,8 +73,6 @@ class Run:
                     rows.setdefault(record.point, []).append(record)
                 case End():
                     ends[record.point] = record
-                case Again():
-                    rows.pop(record.point, None)
                 case Resumption():  # points that had not ended are measured again
                     resumptions.append(record)
                     rows = {point: measured for point, measured in rows.items() if point in ends}

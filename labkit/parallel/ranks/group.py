@@ -2,7 +2,7 @@
 
 The caller holds a connection to the group's leader, which ends the group when it closes, and a pipe
 to each rank. The group's private directory has the rendezvous file, and each rank's output, stacks,
-turn and temporary files.
+current alternative and temporary files.
 
 Under torchrun each process of the job has a group of one rank, and all call the same methods in
 step. They agree on failures. Rank 0's process yields all rows at the end of a point, once every
@@ -59,7 +59,7 @@ class _Rank:
             return None
 
     def read(self, kind: str) -> str:
-        """Return what one of its files has so far, "stacks" or "turn"."""
+        """Return what one of its files has so far, "stacks" or "alternative"."""
         with contextlib.suppress(FileNotFoundError):  # not yet, or the directory was removed
             return (
                 (self.directory / f"rank-{self.number}.{kind}")
@@ -68,11 +68,10 @@ class _Rank:
             )
         return ""
 
-    def turn(self) -> tuple[int, str]:
-        """Return number and alternative of the current turn; 0 if none has begun, "" between two
-        turns."""
-        number, _, name = self.read("turn").partition(" ")
-        # it may be read while the rank writes it
+    def current_alternative(self) -> tuple[int, str]:
+        """Return number and name of what the rank runs; 0 if nothing has begun, "" between two."""
+        number, _, name = self.read("alternative").partition(" ")
+        # It may be read while the rank writes it.
         return int(number) if number.isdecimal() else 0, name
 
     def output(self, start: int = 0) -> tuple[list[str], int]:
@@ -173,15 +172,14 @@ class RankGroup:
             )
         return self._agree()
 
-    def run(self, index: int, excluded: Mapping[str, str]) -> Generator[Row, None, PointEnd]:
-        """Run one point on every rank without the `excluded` alternatives; yield rows as they come,
-        return the end."""
+    def run(self, index: int) -> Generator[Row, None, PointEnd]:
+        """Run one point on every rank; yield rows as they come, return the end."""
         torchrun.begin_step()
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):  # it has died, which the leader reports
-                rank.pipe.send_bytes(json.dumps([index, excluded]).encode())
+                rank.pipe.send_bytes(json.dumps(index).encode())
         rows = self._listen("done", self._plan.timeout_s, index)
         job_rows = []
         if torchrun.is_job_rank():
@@ -294,19 +292,26 @@ class RankGroup:
             return replace(RankFailure(**message["failure"]), output_tail=tail)
         is_memory_full = (oom_kills() or 0) > self._kills_before
         failure = results.death_failure(
-            number, message["code"], message["at"], tail, rank.turn()[1], is_memory_full
+            number,
+            message["code"],
+            message["at"],
+            tail,
+            rank.current_alternative()[1],
+            is_memory_full,
         )
         return replace(failure, traceback=rank.read("stacks"))
 
     def _describe_lateness(self, kind: str, timeout_s: float, missing: list[int]) -> RankFailure:
         late = [self._ranks[number] for number in missing if number in self._ranks]
         message = f"{torchrun.name_ranks(missing)} {LATENESS[kind].format(timeout_s)}"
-        if slowest := results.slowest_alternative([rank.turn() for rank in late]):
-            message += f", in {slowest}"
-        tails = "\n".join(filter(None, (rank.output_tail() for rank in late)))
-        rank = missing[0] if len(missing) == 1 else None
         return RankFailure(
-            rank, "timeout", message, self._dump_stacks(), tails, at=time.monotonic()
+            missing[0] if len(missing) == 1 else None,
+            "timeout",
+            message,
+            traceback=self._dump_stacks(),
+            output_tail="\n".join(filter(None, (rank.output_tail() for rank in late))),
+            alternative=results.slowest_alternative([rank.current_alternative() for rank in late]),
+            at=time.monotonic(),
         )
 
     def _dump_stacks(self) -> str:

@@ -1,7 +1,7 @@
 """Results of a point: its rows, its end, and the failure of a rank that raised, died or hangs.
 
-A worker names the alternative that it is about to call (`current_alternative`). If the rank then
-raises or dies, `launch` measures the point again without it. If ranks hang, the failure names it.
+A worker names the alternative that it is about to call (`current_alternative`). A failure names the
+alternative that was running.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import mmap
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from labkit.machine.gpus import is_nearly_full
+
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 Worker = Callable[[Any], Iterable[Mapping[str, Any]] | None]
 
-TURN_BYTES = 1024
-# CPU allocator on Linux, the same elsewhere, CUDA and NCCL, `new` in C++, and cuBLAS, cuDNN and
-# their like
+CURRENT_BYTES = 1024
+# Texts of the CPU allocator (on Linux, and elsewhere), CUDA and NCCL, `new` in C++, and cuBLAS,
+# cuDNN and their like.
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|std::bad_alloc|_ALLOC_FAILED",
     re.IGNORECASE,
 )
-# gloo, the stores and NCCL, when the process at the other end is gone or never came
+# Texts of gloo, the stores, NCCL and labkit's transports, when the process at the other end is gone
+# or never came.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator"
-    r" was aborted"
-    r"|remote process exited|connectFullMesh failed|ended or failed while this rank waited|waited"
-    r" too long for rank"
-    r"|has refused or ended it|one of the others raised",
+    r" was aborted|remote process exited|connectFullMesh failed"
+    r"|ended or failed while this rank waited|waited too long for rank|has refused or ended it"
+    r"|one of the others raised",
     re.IGNORECASE,
 )
-# no alternative is to blame
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,23 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Retry:
-    """The point is measured again in new ranks, without an alternative that failed: its rows so far
-    do not count."""
-
-    index: int
-    alternative: str
-    reason: str  # for the row of that alternative
-    failure: RankFailure
-
-
-@dataclass(frozen=True)
 class RankFailure:
     """The first thing that went wrong in a group of ranks, without its consequences."""
 
-    rank: int | None  # None if no single rank is to blame, as when all of them hang
+    rank: int | None  # None if no single rank failed, as when all of them hang
     status: Status  # of the point
     message: str  # one line: "rank 1 was killed by SIGKILL", "rank 0: ValueError: ..."
     traceback: str = ""  # full Python traceback; for a timeout or an abort the stacks of the ranks
     output_tail: str = ""  # the last lines the rank wrote to stdout and stderr
-    blamed: Sequence[str] | None = None  # the alternative that failed, and the text for its row
+    alternative: str = ""  # the one that was running; "" if none was
     at: float = 0.0  # seconds, on a clock that the ranks of the group share
-    # it reads like the loss of another rank, whose failure is the cause
+    # Whether it reads like the loss of another rank, whose failure then is the cause.
     is_consequence: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Return one line with rank, cause and the alternative that was running."""
+        return f"{self.message}, in {self.alternative}" if self.alternative else self.message
 
 
 @dataclass(frozen=True)
@@ -91,21 +85,18 @@ class PointEnd:
     @property
     def reason(self) -> str | None:
         """Return one line that names rank and cause; None if all went well."""
-        return self.failure.message if self.failure else None
+        return self.failure.reason if self.failure else None
 
 
 class RankError(RuntimeError):
     """A function that was run on every rank failed; `failure` has rank and cause."""
 
     def __init__(self, failure: RankFailure) -> None:
-        output = (
-            f"last output of the rank:\n{failure.output_tail.rstrip()}"
-            if failure.output_tail
-            else ""
-        )
-        super().__init__(
-            "\n\n".join(filter(None, (failure.message, failure.traceback.rstrip(), output)))
-        )
+        output = failure.output_tail.rstrip()
+        if output:
+            output = f"last output of the rank:\n{output}"
+        parts = (failure.reason, failure.traceback.rstrip(), output)
+        super().__init__("\n\n".join(filter(None, parts)))
         self.failure = failure
 
     def _render_traceback_(self) -> list[str]:
@@ -114,74 +105,72 @@ class RankError(RuntimeError):
 
 
 class CurrentAlternative:
-    """The alternative that this rank works on, by `name`, and those that its point is measured
-    without.
+    """The alternative that this rank is running, by `name`; "" between two.
 
-    A rank that dies or hangs cannot answer: number and name of its turn are in a file that its
-    caller reads.
+    A rank that dies or hangs cannot answer. So its caller finds the name, with a number that counts
+    the alternatives of the point, in a file (`share`).
     """
 
     def __init__(self) -> None:
-        self._memory: bytearray | mmap.mmap = bytearray(TURN_BYTES)
-        # the current alternative, and the text for its row
-        self.blamed: tuple[str, str] | None = None
-        self.begin_point(0, {})
+        self._memory: bytearray | mmap.mmap = bytearray(CURRENT_BYTES)
+        self.begin_point(0)
 
     def __reduce__(self) -> str:
         return "current_alternative"  # a worker that is pickled by value refers to the rank's
 
     def share(self, path: Path) -> None:
-        """Keep the turn in this file, where the caller finds it after the death of this process."""
-        # a full disk must not end the rank
+        """Keep number and name in this file, which outlives the process."""
+        # A full disk must not end the rank, neither here nor at a later write to the mapping: hence
+        # the zeros.
         with contextlib.suppress(OSError), path.open("w+b") as file:
-            file.write(bytes(TURN_BYTES))  # and not later either
+            file.write(bytes(CURRENT_BYTES))
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), TURN_BYTES)
+            self._memory = mmap.mmap(file.fileno(), CURRENT_BYTES)
 
-    def begin_point(self, index: int, excluded: Mapping[str, str]) -> None:
-        """Begin a point without some alternatives, each with the reason."""
+    def begin_point(self, index: int) -> None:
+        """Begin the point of this index, with no alternative running."""
         self._point = index
-        self._turn = 0
-        self._excluded = excluded
+        self._number = 0
         self.end()
 
-    def excluded_reason(self, alternative: str) -> str | None:
-        """Return why the point is measured without this alternative, for its row; None if it takes
-        part."""
-        return self._excluded.get(alternative)
-
     def begin(self, alternative: str) -> str:
-        """Blame this alternative from here on. Returns an id of the turn, the same on all ranks. No
-        system call."""
-        self._turn += 1
+        """Name the alternative from here on, without a system call.
+
+        Returns an id of this call, the same on all ranks.
+        """
+        self._number += 1
         self._set(alternative)
-        return f"turn {self._turn} of point {self._point}"
+        return f"alternative {self._number} of point {self._point}"
 
     def end(self) -> None:
-        """Blame no alternative from here on."""
-        self._set(None)
+        """Name no alternative from here on."""
+        self._set("")
 
-    def explain(self, reason: str) -> None:
-        """Set the text for the alternative's row, in case this turn is the end of the rank's work
-        on the point."""
-        self.blamed = (self.name, reason) if self.name else None
+    @contextlib.contextmanager
+    def running(self, alternative: str) -> Iterator[str]:
+        """Name the alternative inside the block; yield the id of `begin`.
 
-    def _set(self, name: str | None) -> None:
+        After an exception the name stays: the failure that ends the rank shall have it.
+        """
+        yield self.begin(alternative)
+        self.end()
+
+    def _set(self, name: str) -> None:
         self.name = name
-        self.blamed = None
-        self._memory[:] = f"{self._turn} {name or ''}".encode()[:TURN_BYTES].ljust(
-            TURN_BYTES, b"\0"
-        )
+        content = f"{self._number} {name}".encode()[:CURRENT_BYTES]
+        self._memory[:] = content.ljust(CURRENT_BYTES, b"\0")
 
 
 current_alternative = CurrentAlternative()
 
 
-def slowest_alternative(turns: Sequence[tuple[int, str]]) -> str:
-    """Return the alternative of the earliest turn of hanging ranks: the others may wait for it. ""
-    if there is none."""
-    first = min((number for number, _ in turns), default=0)
-    return max((name for number, name in turns if number == first), default="")
+def slowest_alternative(current: Sequence[tuple[int, str]]) -> str:
+    """Return the alternative of the slowest of some hanging ranks, from each one's number and name.
+
+    The others may wait for that rank. "" if it runs none.
+    """
+    slowest = min((number for number, _ in current), default=0)
+    return max((name for number, name in current if number == slowest), default="")
 
 
 def plain_row(row: Any, name: str | None = None) -> Any:
@@ -208,44 +197,51 @@ def plain_row(row: Any, name: str | None = None) -> Any:
 
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
-    """Describe a rank that raised. No alternative is blamed for lack of memory or the loss of
-    another rank."""
-    is_oom = is_out_of_memory(error)
-    is_consequence = _is_consequence(error)
+    """Describe a rank that raised; notes of the error become part of the message."""
     first_line = str(error).strip().partition("\n")[0]
     message = f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": ")
-    trace = "".join(traceback.format_exception(error))
-    blamed = None if is_oom or is_consequence else current_alternative.blamed
     return RankFailure(
-        rank, "oom" if is_oom else "failed", message, trace, "", blamed, at, is_consequence
+        rank,
+        "oom" if is_out_of_memory(error) else "failed",
+        ", ".join([message, *getattr(error, "__notes__", [])]),
+        traceback="".join(traceback.format_exception(error)),
+        alternative=current_alternative.name,
+        at=at,
+        is_consequence=_is_consequence(error),
     )
 
 
 def death_failure(
     rank: int, code: int, at: float, output_tail: str, alternative: str, is_memory_full: bool
 ) -> RankFailure:
-    """Describe a rank that died with an exit code, negative for a signal; `is_memory_full`: as the
-    kernel counted."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    # of an exception that ends the process
-    cpp_errors = re.findall(r"what\(\):\s*(.+)", output_tail)
+    """Describe a rank that died with an exit code, negative for a signal.
+
+    `is_memory_full`: whether the kernel has counted a kill for lack of memory.
+    """
+    message = f"rank {rank} exited with code {code}"
+    if code < 0:
+        message = f"rank {rank} was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL and is_memory_full:
-        cpp_errors = ["out of memory, by the kernel"]
-    message = ": ".join([f"rank {rank} {how}", *cpp_errors[-1:]]).strip()
-    is_oom = _OUT_OF_MEMORY.search(message) is not None
-    is_consequence = _CONSEQUENCE.search(message) is not None
-    is_blamed = alternative and not (is_oom or is_consequence or -code in _FROM_OUTSIDE)
-    blamed = (alternative, f"failed: {message}") if is_blamed else None
+        message += ": out of memory, by the kernel"
+    # An exception of C++ that nobody catches ends the process, and its text is all that is left.
+    elif cpp_errors := re.findall(r"what\(\):\s*(.+)", output_tail):
+        message += f": {cpp_errors[-1].strip()}"
     return RankFailure(
-        rank, "oom" if is_oom else "failed", message, "", output_tail, blamed, at, is_consequence
+        rank,
+        "oom" if _OUT_OF_MEMORY.search(message) else "failed",
+        message,
+        output_tail=output_tail,
+        alternative=alternative,
+        at=at,
+        is_consequence=_CONSEQUENCE.search(message) is not None,
     )
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure to show: a death or an exception before lateness and lost connections,
-    then the earliest.
+    """Return the failure to show.
 
-    Peers of a rank that dies raise "Connection closed by peer", often before its death is noticed.
+    A death or an exception comes before lateness and lost connections, then the earliest: peers of
+    a rank that dies raise "Connection closed by peer", often before its death is noticed.
     """
     return min(
         failures,
@@ -254,19 +250,20 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, by its type or, for a RuntimeError, by its
-    text.
+    """Return whether an error says that memory ran out.
 
-    Not every RuntimeError that speaks of memory does: "an illegal memory access was encountered" is
-    a bug.
+    By its type or, for a RuntimeError, by its text. Not every RuntimeError that speaks of memory
+    does: "an illegal memory access was encountered" is a bug.
     """
-    if isinstance(error, RuntimeError) and "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):
-        from labkit.machine.gpus import is_nearly_full
-
+    # `torch.OutOfMemoryError`, wherever a version of torch has it
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # cuBLAS says so, too, where it finds no memory for its work area
+    if "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):
         return is_nearly_full()
-    is_said = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-    # torch's
-    return is_said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _is_consequence(error: BaseException | None) -> bool:

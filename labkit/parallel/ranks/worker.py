@@ -75,8 +75,8 @@ def run_rank(
             store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
         send("ready", facts=_join_group(plan, rank, store))
         while True:
-            index, excluded = json.loads(caller.recv_bytes())
-            current_alternative.begin_point(index, excluded)
+            index = json.loads(caller.recv_bytes())
+            current_alternative.begin_point(index)
             for row in worker(points[index]) or ():
                 send("row", values=plain_row(row))
             _release_device_memory()
@@ -168,7 +168,7 @@ def _set_up_process(rank: int, directory: Path) -> None:
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    current_alternative.share(directory / f"rank-{rank}.turn")
+    current_alternative.share(directory / f"rank-{rank}.alternative")
     # a rank that is killed costs a point, the caller would cost the rest
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # Linux has it

@@ -32,9 +32,10 @@ from labkit.nn.datasets import (
     read_cifar100,
 )
 from labkit.parallel.messages import gather_json
+from labkit.parallel.ranks.results import current_alternative
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.cifar100.training import ALONE, SYNCHRONIZED, Recipe, Trainer, updates_of
-from labkit.studies.shared.alternatives import guarded_turn, row_of
+from labkit.studies.shared.alternatives import row_of
 from labkit.studies.shared.checkpoints import load_checkpoint, save_checkpoint
 from labkit.studies.shared.checks import largest_error
 
@@ -206,7 +207,7 @@ def _resume(
 def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict[str, Any]:
     """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are
     equal on all ranks."""
-    with guarded_turn(trainer.implementation, trainer.recipe.device):
+    with current_alternative.running(trainer.implementation):
         dist.barrier()
         train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
         (total, n_images), epoch_s = time_once(train_epoch, trainer.recipe.device)
@@ -267,7 +268,7 @@ def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[s
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()
-    with guarded_turn(name, recipe.device):
+    with current_alternative.running(name):
         make = partial(Trainer, name, recipe, seed)
         peak = measure_second_peak(
             make, lambda trainer: trainer.update(images, labels), device=recipe.device

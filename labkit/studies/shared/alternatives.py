@@ -1,16 +1,14 @@
-"""Run and time alternatives so that the failure of one costs no other: its error is the reason in
-its own row.
+"""Run and time alternatives so that the failure of one is the reason in its own row.
 
-`row_of` and `time_guarded` name the current alternative (`ranks.results.current_alternative`). On
-one rank the point continues after a failure. Several ranks may have left collectives halfway, and
-the next alternative would meet these. So if any rank raises, dies or hangs, the point is measured
-again by new ranks without that alternative, whose row has the reason. A rank that alone is out of
-memory costs the point: the other alternatives' tensors may be to blame.
+All name the current alternative (`ranks.results.current_alternative`), which a failure of the point
+then names. On one rank the point goes on without an alternative that raised. On several ranks it
+goes on only if all of them refuse the alternative in the check before measuring. Any later failure,
+or one on some of the ranks, ends the point: collectives may be left halfway, and the next
+alternative would meet their messages.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,46 +26,33 @@ PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same t
 Action = Callable[[], Any]
 
 
-class OutOfMemoryEverywhere(Exception):
-    """All ranks are out of memory in one turn: that alternative needs more than there is."""
-
-
 def row_of(
     alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str
 ) -> dict[str, Any]:
-    """Run `check` and return its columns; a `check` with the reason if this alternative fails now
-    or failed before.
+    """Run `check` and return its columns, or a `check` with the reason why the alternative failed.
 
-    Raises if the device is dead, and on several ranks for every failure.
+    Raises the error if the device is dead, or if other ranks may be waiting for this one.
     """
-    if (reason := current_alternative.excluded_reason(alternative)) is not None:
-        return {"check": reason}
-    try:
-        with guarded_turn(alternative, device):
-            return dict(check())
-    except Exception as error:
-        return {"check": _survive(error, device)}
+    call_id = current_alternative.begin(alternative)
+    with recorded_traffic() as traffic:
+        try:
+            columns = dict(check())
+        except Exception as error:
+            columns = {"check": describe_failure(error, device)}
+            is_halfway = bool(traffic) and _may_interrupt_collective(error)
+            if _is_one_of_several() and (is_halfway or not _do_all_ranks_raise(call_id)):
+                _note_user_line(error)
+                raise
+    current_alternative.end()
+    return columns
 
 
 def count_traffic(run: Action) -> tuple[dict[str, int], list[Collective]]:
-    """Return collectives and the bytes that this rank sends in a run, without the notes by which
-    ranks agree."""
+    """Run it; return the collectives and bytes that this rank sends, without agreements."""
     with recorded_traffic() as traffic:
         run()
     calls = [call for call in traffic if call.is_payload]
     return {"calls": len(calls), "sent_bytes": sum(call.sent_bytes for call in calls)}, calls
-
-
-@contextmanager
-def guarded_turn(alternative: str, device: str) -> Iterator[None]:
-    """Blame this alternative for errors inside the block."""
-    turn = current_alternative.begin(alternative)
-    try:
-        yield
-    except Exception as error:
-        _explain(error, device, turn)
-        raise
-    current_alternative.end()
 
 
 def time_guarded(
@@ -77,22 +62,15 @@ def time_guarded(
     prepare: Callable[[str], Any] | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Time all alternatives in turns: seconds by alternative and phase, and the reasons of those
-    that failed.
+    """Time all alternatives in turns; return seconds by alternative and phase, and failures.
 
-    After a failure the others start again. `prepare` and `options` are those of
-    `time_parts_interleaved`.
+    On one rank the others start again after a failure; on several ranks the error is raised.
+    `prepare` and `options` are those of `time_parts_interleaved`.
     """
-    failed = {
-        name: why
-        for name in alternatives
-        if (why := current_alternative.excluded_reason(name)) is not None
-    }
-    turn = ""
+    failed = dict[str, str]()
 
     def begin(name: str) -> None:
-        nonlocal turn
-        turn = current_alternative.begin(name)
+        current_alternative.begin(name)
         if prepare is not None:
             prepare(name)
 
@@ -102,10 +80,13 @@ def time_guarded(
             samples = time_parts_interleaved(running, device=device, prepare=begin, **options)
             break
         except Exception as error:
-            if (blamed := current_alternative.name) is None:
+            # Without a name no alternative has begun: the options are wrong.
+            failing = current_alternative.name
+            if not failing or _is_one_of_several():
+                _note_user_line(error)
                 raise
-            _explain(error, device, turn)
-            failed[blamed] = _survive(error, device)
+            failed[failing] = describe_failure(error, device)
+            current_alternative.end()
     current_alternative.end()
     return samples, failed
 
@@ -159,12 +140,12 @@ def check_and_time(
     yield from timed_rows(checked, actions, column, device=device, **options)
 
 
-def describe_failure(error: Exception, device: str, where: str = "") -> str:
+def describe_failure(error: Exception, device: str) -> str:
     """Describe an error in one line: "out of memory: ..." or "failed: RuntimeError: ...".
 
     Code in a notebook is named with its line. Raises the error again if the device is dead, as
     after an illegal memory access: CUDA then gives the same error to everything that follows, and
-    innocent alternatives would be blamed.
+    innocent alternatives would be named.
     """
     if torch.device(device).type == "cuda":
         try:
@@ -174,48 +155,39 @@ def describe_failure(error: Exception, device: str, where: str = "") -> str:
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return f"out of memory: {text or type(error).__name__}"
-    return f"failed{where}: {type(error).__name__}: {text}".removesuffix(": ") + user_line(error)
+    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + user_line(error)
 
 
-def _explain(error: Exception, device: str, turn: str) -> None:
-    """Leave the reason for the alternative's row, in case this error ends the point on this rank.
-
-    Raises `OutOfMemoryEverywhere` if all ranks are out of memory.
-    """
-    if not _is_one_of_several():
-        current_alternative.explain(describe_failure(error, device))
-        return
-    everywhere, out_of_memory = _how_all_ranks_raise(turn, is_out_of_memory(error))
-    where = "" if everywhere else f" on rank {dist.get_rank()}"
-    current_alternative.explain(describe_failure(error, device, where))
-    if out_of_memory:
-        raise OutOfMemoryEverywhere(str(error)) from error
-
-
-def _survive(error: Exception, device: str) -> str:
-    """Return the reason of the failed alternative and end its turn; on several ranks raise the
-    error."""
-    if _is_one_of_several():
-        raise error
-    current_alternative.end()
-    return describe_failure(error, device)
+def _note_user_line(error: Exception) -> None:
+    """Add the line of a user's code to an error that ends the point, whose reason then has it."""
+    if line := user_line(error):
+        error.add_note(line.removeprefix(", "))
 
 
 def _is_one_of_several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _how_all_ranks_raise(turn: str, out_of_memory: bool) -> tuple[bool, bool]:
-    """Return whether all ranks raise in this turn, and all for lack of memory; they meet within
-    `PATIENCE_S`."""
+def _may_interrupt_collective(error: Exception) -> bool:
+    """Return whether an error may come from between the messages of a collective.
+
+    There the transports, gloo and NCCL raise a plain RuntimeError or a DistError, and memory may
+    run out. Everything else, such as a wrong argument or a missing compiler, comes before them.
+    """
+    is_of_transport = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return is_of_transport or is_out_of_memory(error)
+
+
+def _do_all_ranks_raise(call_id: str) -> bool:
+    """Return whether every rank raises in this call, within `PATIENCE_S`.
+
+    They meet in the store, since a rank that does not raise may be waiting in a collective.
+    """
     store = distributed_c10d._get_default_store()
-    ranks = dist.get_world_size()
-    key = f"raised in {turn}"
+    key = f"raised in {call_id}"
     deadline = time.monotonic() + PATIENCE_S
-    # first: a rank that sees all raise also sees all of these
-    store.add(f"{key}, out of memory", int(out_of_memory))
-    raised = store.add(key, 1)
-    while raised < ranks and time.monotonic() < deadline:
+    n_raised = store.add(key, 1)
+    while n_raised < dist.get_world_size() and time.monotonic() < deadline:
         time.sleep(0.01)
-        raised = store.add(key, 0)
-    return raised >= ranks, raised >= ranks == store.add(f"{key}, out of memory", 0)
+        n_raised = store.add(key, 0)
+    return n_raised >= dist.get_world_size()
