@@ -39,8 +39,9 @@ from torch.autograd.function import once_differentiable
 from labkit.nn.attention import check_attention_inputs
 from labkit.nn.tiled_attention import tiled_backward, tiled_forward
 from labkit.nn.transformer import RotaryPositions, Transformer
+from labkit.parallel.agreement import agree_per_pass
 from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.exchange import agree, start_exchange
+from labkit.parallel.exchange import start_exchange
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import AUTO, member_group
 
@@ -199,29 +200,27 @@ def _attend(
     transport: str,
 ) -> Tensor:
     members = member_group(group)
-    refusal = None
-    try:
+
+    def describe() -> dict[str, object]:
         check_attention_inputs(q, k, v)
         _count_parts(q.shape[-2] * members.size(), members.size(), layout)
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
                 f"expected as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}"
             )
-    except ValueError as error:
-        refusal = error
-    has_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    description = (
-        f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {is_causal} {layout} {method.__name__}"
-        f" {has_backward}"
-    )
-    agree(
-        "shapes and options",
-        description,
-        members,
-        device=q.device,
-        refusal=refusal,
-        transport=transport,
-    )
+        return {
+            "shape of q": tuple(q.shape),
+            "shape of k and v": tuple(k.shape),
+            "dtype": q.dtype,
+            "is_causal": is_causal,
+            "layout": layout,
+            "transport": transport,
+            "method": method.__name__,
+            "has a backward pass": torch.is_grad_enabled()
+            and any(x.requires_grad for x in (q, k, v)),
+        }
+
+    agree_per_pass("shapes and options", describe, members)
     output: Tensor = _Attention.apply(q, k, v, _Call(method, is_causal, members, layout, transport))
     return output
 

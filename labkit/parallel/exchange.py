@@ -1,23 +1,19 @@
-"""Whole tensors from one rank to another, for rings and pipelines; agreement of all ranks before a
-first message."""
+"""Send whole tensors from one rank to another, for rings and pipelines."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.collectives import all_gather
 from labkit.parallel.prepare import as_vector, disable_compile
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport import AUTO, Step, Transport, find_transport
 
 Group = dist.ProcessGroup | None
 Via = str | Transport
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @disable_compile
@@ -81,51 +77,3 @@ def _complete(
     torch.autograd.graph.increment_version(incoming)
     if original is not None:
         original.copy_(incoming.view(original.shape))
-
-
-def agree(
-    subject: str,
-    description: str,
-    group: Group,
-    *,
-    device: torch.device,
-    refusal: ValueError | None = None,
-    transport: Via = AUTO,
-) -> None:
-    """Raise ValueError on every rank of the group unless all pass the same description of
-    `subject`, and no refusal.
-
-    A collective: one all-gather of two int64 per rank. `refusal`: why this rank cannot go on,
-    raised here.
-    """
-    connection = find_transport(group, device, transport)
-    notes = torch.zeros(connection.world_size, 2, dtype=torch.int64, device=device)
-    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7])
-    notes[connection.rank] = torch.tensor([refusal is not None, digest])
-    all_gather(notes, group, transport=connection)
-    if refusal is not None:
-        raise refusal
-    are_refused, digests = notes.t().tolist()
-    if any(are_refused):
-        rank = are_refused.index(1)
-        raise ValueError(
-            f"expected valid {subject} on every rank, and rank {rank} refused; its error says why"
-        )
-    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-        raise ValueError(
-            f"expected the same {subject} on every rank; those of ranks {others} differ from"
-            " rank 0's"
-        )
-
-
-@disable_compile
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Describe shape, dtype and content: by a checksum that depends on the order of integers, or of
-    rows of floats."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    if values.is_floating_point():
-        values = values.view(INTEGERS[values.itemsize])
-        values = values.flatten(1).sum(1) if values.dim() > 1 else values
-    flat = values.flatten().to(torch.int64)
-    checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
-    return f"{tuple(tensor.shape)} {tensor.dtype} {checksum}"

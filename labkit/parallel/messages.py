@@ -1,33 +1,52 @@
-"""JSON among the ranks of a group, through its store.
+"""Values of all ranks as JSON, through the store of their group.
 
 torch's collectives of objects unpickle a peer's bytes, and a pickle runs code.
 """
 
 import json
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_cpu_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
-def gather_json(
-    value: Any, group: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> list[Any]:
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's JSON-able `value`, by rank of the group (None: all ranks). A collective.
 
-    Ranks meet on `device`; None: the CPU, or the current GPU if the group's backend is NCCL.
+    Takes milliseconds, whatever the length of the values. Raises an error of torch if a rank ends,
+    or if one does not call within the time limit of the group or of its store.
     """
-    members: Any = dist.GroupMember.WORLD if group is None else group
+    members = _members(group)
     store = members.get_group_store()
     rank = members.rank()
-    key = f"JSON {store.add(f'calls of rank {rank}', 1)} of rank"
-    store.set(f"{key} {rank}", json.dumps(value))
-    here = torch.zeros(1, device=device or meeting_device(group))
-    dist.all_reduce(here, group=group)
-    here.item()  # waits for a GPU, too: a store does not notice that a rank is lost
-    return [json.loads(store.get(f"{key} {other}")) for other in range(members.size())]
+    number = store.add(f"JSON calls of rank {rank}", 1)
+    store.set(f"JSON {number} of rank {rank}", json.dumps(value))
+    # A store would wait in vain for a rank that has ended; a collective fails at once.
+    dist.all_reduce(torch.zeros(1, device="cpu"), group=cpu_group(group))
+    # Now every rank has called, so it has read all values of the call before.
+    store.delete_key(f"JSON {number - 1} of rank {rank}")
+    return [json.loads(store.get(f"JSON {number} of rank {r}")) for r in range(members.size())]
 
 
-def meeting_device(group: dist.ProcessGroup | None = None) -> str:
-    """Return the device whose tensors a group's collectives take, "cpu" or "cuda"."""
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+def cpu_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return the group of the same ranks that takes CPU tensors: the group itself, if it can.
+
+    NCCL cannot, so its ranks get a gloo group. The first call is a collective.
+    """
+    members = _members(group)
+    if "cpu:" in dist.get_backend_config(members):
+        return members
+    if members not in _cpu_groups:
+        ranks = dist.get_process_group_ranks(members)
+        # Only the members call: ranks outside of the group know nothing of this.
+        _cpu_groups[members] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_groups[members]
+
+
+def _members(group: dist.ProcessGroup | None) -> Any:
+    return dist.GroupMember.WORLD if group is None else group

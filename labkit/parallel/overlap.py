@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import all_gather, all_reduce
+from labkit.parallel.messages import cpu_group
 from labkit.parallel.transport import (
     AUTO,
     Transport,
@@ -36,9 +37,6 @@ Wait = Callable[[], object]  # waits for the end of an action, and raises its er
 END_OF_PASS = "the end of backward"
 TORCH = "torch"
 _Task = tuple[Future[None], list[Callable[[], None]]]
-_groups_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class BackwardPass:
@@ -227,9 +225,10 @@ class CheckedChannel(Channel):
         self._names = [END_OF_PASS, *names]
         self._error: RuntimeError | None = None
         if device.type != "cpu":
-            group = _group_on_cpu(member_group(group))
             preference = AUTO
-        self.between_cpus = find_transport(group, torch.device("cpu"), preference)
+        self.between_cpus = find_transport(
+            cpu_group(member_group(group)), torch.device("cpu"), preference
+        )
         """For integers, between CPUs, in the caller's thread."""
 
     def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
@@ -288,13 +287,3 @@ def _run_task(task: _Task) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-
-
-def _group_on_cpu(members: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the same ranks' gloo group, made once. A collective."""
-    if members not in _groups_on_cpu:
-        ranks = dist.get_process_group_ranks(members)
-        _groups_on_cpu[members] = dist.new_group(
-            ranks, backend="gloo", use_local_synchronization=True
-        )
-    return _groups_on_cpu[members]

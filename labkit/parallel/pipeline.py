@@ -21,9 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.parallel.agreement import (
+    agree_once,
+    agree_per_pass,
+    describe_parameter,
+    describe_values,
+)
 from labkit.parallel.collectives import all_reduce
-from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
-from labkit.parallel.exchange import agree, describe_tensor, exchange
+from labkit.parallel.data_parallel.consistency import broadcast
+from labkit.parallel.exchange import exchange
 from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.transport import AUTO, find_transport, member_group
@@ -103,31 +109,31 @@ class Pipeline(nn.Module):
             if costs is None
             else list(costs)
         )
-        refusal = None
-        try:
+        named = {
+            f"{number}.{name}": parameter
+            for number, layer in enumerate(layers)
+            for name, parameter in layer.named_parameters()
+        }
+
+        def describe() -> dict[str, object]:
             self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=chunks)
             if len(layers) < chunks * self.ranks or len(costs) != len(layers):
                 raise ValueError(
                     f"expected {chunks * self.ranks} layers or more with a cost each, got"
                     f" {len(layers)}"
                 )
-        except ValueError as error:
-            refusal = error
-        settings = {
-            "schedule": schedule,
-            "micro_batches": micro_batches,
-            "chunks": chunks,
-            "costs": costs,
-        }
-        settings |= {"recompute": recompute, "transport": transport}
-        named = [
-            (f"{i}.{name}", p)
-            for i, layer in enumerate(layers)
-            for name, p in layer.named_parameters()
-        ]
-        self.device = next((p.device for _, p in named), torch.device("cpu"))
-        tensors = [describe(name, p) for name, p in named]
-        check_same_on_all_ranks("pipeline", settings, tensors, group, refusal)
+            return {
+                "schedule": schedule,
+                "micro_batches": micro_batches,
+                "chunks": chunks,
+                "costs": costs,
+                "recompute": recompute,
+                "transport": transport,
+                **{name: describe_parameter(parameter) for name, parameter in named.items()},
+            }
+
+        agree_once("pipeline", describe, members)
+        self.device = next((p.device for p in named.values()), torch.device("cpu"))
         broadcast(
             dict.fromkeys(
                 each for layer in layers for each in (*layer.parameters(), *layer.buffers())
@@ -185,17 +191,11 @@ class Pipeline(nn.Module):
 
         Raises ValueError, on all ranks, for another batch, and if shapes differ between ranks.
         """
-        signature = f"{describe_tensor(inputs)}, {describe_tensor(targets)}"
+        batch = {"inputs": describe_values(inputs), "targets": describe_values(targets)}
         batches = (
             f"{tuple(inputs.shape)} {inputs.dtype} {torch.is_autocast_enabled(self.device.type)}"
         )
-        agree(
-            "inputs and targets",
-            signature,
-            self.group,
-            device=self.device,
-            transport=self._transport,
-        )
+        agree_per_pass("inputs and targets", lambda: batch, self.group)
         if (
             inputs.dim() < 1
             or len(inputs) % self.micro_batches

@@ -99,6 +99,11 @@ def as_vector(
     ), None
 
 
+def strides_like(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient: the tensor's if it is dense, else contiguous ones."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def check_into(into: torch.Tensor | None, tensor: torch.Tensor, transport: Transport) -> None:
     """Raise ValueError unless `into`, if there is one, can hold this rank's shard of the tensor."""
     if into is None:

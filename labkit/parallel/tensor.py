@@ -43,9 +43,14 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from labkit.nn.transformer import Matrix, RMSNorm, Transformer
+from labkit.parallel.agreement import (
+    agree_once,
+    agree_per_pass,
+    describe_parameter,
+    describe_values,
+)
 from labkit.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from labkit.parallel.data_parallel.consistency import broadcast, check_same_on_all_ranks, describe
-from labkit.parallel.exchange import agree, describe_tensor
+from labkit.parallel.data_parallel.consistency import broadcast
 from labkit.parallel.transport import AUTO, CHOICES, member_group
 
 Group = dist.ProcessGroup | None
@@ -86,12 +91,16 @@ class TensorParallel(nn.Module):
     ) -> None:
         super().__init__()
         members = member_group(group)
-        refusal = _find_refusal(model, members.size(), transport)
-        tensors = (
-            [] if refusal else [describe(name, tensor) for name, tensor in model.named_parameters()]
-        )
-        options = {"sequence_parallel": sequence_parallel, "transport": transport}
-        check_same_on_all_ranks("model", options, tensors, group, refusal)
+
+        def describe() -> dict[str, object]:
+            _check_model(model, members.size(), transport)
+            return {
+                "sequence_parallel": sequence_parallel,
+                "transport": transport,
+                **{name: describe_parameter(tensor) for name, tensor in model.named_parameters()},
+            }
+
+        agree_once("model", describe, members)
         broadcast([*model.parameters(), *model.buffers()], members)
         self.module: Any = model
         self.sequence_parallel = sequence_parallel
@@ -108,9 +117,7 @@ class TensorParallel(nn.Module):
         leave = halves[::-1] if self.sequence_parallel else (ranks.sum, _view)
         first_row = sum(self._cuts["embedding.weight"][1][: ranks.group.rank()])
         model.embedding = _VocabularyEmbedding(model.embedding.weight, first_row)
-        blocks = [
-            block for layer in model.layers for block in (layer.attention, layer.feed_forward)
-        ]
+        blocks = [b for layer in model.layers for b in (layer.attention, layer.feed_forward)]
         for block in (*blocks, model.output):
             block.register_forward_pre_hook(lambda _, inputs: _Conjugate.apply(*inputs, *enter))
         for block in (*blocks, model.embedding):
@@ -144,25 +151,17 @@ class TensorParallel(nn.Module):
         return loss
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
-        tensors = [tokens] if targets is None else [tokens, targets]
-        description = ", ".join(map(describe_tensor, tensors))
+        batch = {"tokens": describe_values(tokens)}
+        if targets is not None:
+            batch["targets"] = describe_values(targets)
+        agree_per_pass("tokens and targets", lambda: batch, self._ranks.group)
         p = self._ranks.group.size()
-        transport = AUTO if self._ranks.transport == TORCH else self._ranks.transport
-        agree(
-            "tokens and targets",
-            description,
-            self._ranks.group,
-            device=tokens.device,
-            transport=transport,
-        )
         if self.sequence_parallel and tokens.dim() == 2 and tokens.shape[1] % p:
             raise ValueError(
                 f"expected a sequence that {p} ranks divide, got {tokens.shape[1]} tokens"
             )
         if targets is not None and (targets.shape != tokens.shape or targets.dtype != torch.int64):
-            raise ValueError(
-                f"expected int64 targets in the shape of the tokens, got {description}"
-            )
+            raise ValueError(f"expected int64 targets in the shape of the tokens, got {batch}")
         last = self.module.shape.vocabulary - 1
         for indices in (tokens, tokens[:0] if targets is None else targets[targets != IGNORED]):
             if indices.numel() and (indices.min() < 0 or indices.max() > last):
@@ -189,7 +188,7 @@ class TensorParallel(nn.Module):
         }
 
 
-def _find_refusal(model: Any, p: int, transport: str) -> ValueError | None:
+def _check_model(model: Any, p: int, transport: str) -> None:
     expected = ""
     if transport not in TRANSPORTS:
         expected = f"a transport among {', '.join(TRANSPORTS)}, got {transport!r}"
@@ -206,7 +205,8 @@ def _find_refusal(model: Any, p: int, transport: str) -> ValueError | None:
             f"a vocabulary and d_ff of {p} rows or more, got {model.shape.vocabulary} and"
             f" {model.shape.d_ff}"
         )
-    return ValueError(f"expected {expected}") if expected else None
+    if expected:
+        raise ValueError(f"expected {expected}")
 
 
 def _cut_parameters(model: Any, ranks: _Ranks) -> dict[str, tuple[int, list[int]]]:

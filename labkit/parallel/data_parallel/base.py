@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import (
     UnevenInputs,
     broadcast,
     check_module,
-    check_replicas,
+    describe_model,
 )
 from labkit.parallel.overlap import (
     TORCH,
@@ -52,26 +53,23 @@ class UnusedParameterError(RuntimeError):
 
 
 class DataParallel(nn.Module, UnevenInputs):
-    """Base of the wrappers. `module` is the model; names in a `state_dict` begin with "module.", as
-    torch's do.
+    """Base of the wrappers. Names in a `state_dict` begin with "module.", as torch's do.
 
     Args:
-        module: the same on all ranks except for its values. Parameters that are frozen now must
-        stay frozen; others may
-            be frozen for a while. A new wrapper of it replaces this one. Copy or save
-            `wrapper.module`.
-        device_ids: None, or the model's one device, as torch's wrapper takes it. group: the process
-        group; None: all ranks. Also as `process_group`. find_unused: parameters may get no gradient
-        in a pass, different ones on each rank. It costs one small
-            collective per pass; without it such a pass raises UnusedParameterError. Also as
-            `find_unused_parameters`.
+        module: the model, the same on all ranks except for its values. Parameters that are frozen
+            now must stay frozen; others may be frozen for a while. A new wrapper of it replaces
+            this one. Copy or save `wrapper.module`.
+        device_ids: None, or the model's one device, as torch's wrapper takes it.
+        group: the process group; None: all ranks. Also as `process_group`.
+        find_unused: parameters may get no gradient in a pass, different ones on each rank. Costs
+            one small collective per pass; without it such a pass raises UnusedParameterError. Also
+            as `find_unused_parameters`.
         broadcast_buffers: before each forward pass in training mode, buffers become rank 0's.
         finish_in_backward: if False, call `finish_gradient_synchronization()` after each
-        `backward()`, to measure how
-            long a step waits for it.
+            `backward()`, to measure how long a step waits for it.
         all_reduce: "torch" (torch.distributed), or labkit's all-reduce over a transport: "shared"
-        (memory shared by the
-            ranks of one host), "point_to_point", or "auto": shared if possible.
+            (memory shared by the ranks of one host), "point_to_point", or "auto": shared if
+            possible.
 
     Raises ValueError, on all ranks, if model or arguments differ between them or `check_module`
     refuses the model. Forward and backward raise RuntimeError or ValueError with the parameter's
@@ -108,7 +106,7 @@ class DataParallel(nn.Module, UnevenInputs):
         }
         self._names = list(trained)
         self._backward_order = list(trained.values())
-        check_replicas(module, partial(self._check, device_ids, all_reduce), group)
+        agree_once("model", partial(self._describe, device_ids, all_reduce), group)
         self._all_reduce = BackgroundAllReduce(
             all_reduce, group, (p.device for p in trained.values())
         )
@@ -120,22 +118,25 @@ class DataParallel(nn.Module, UnevenInputs):
         self._ready = [False] * len(trained)
         self._hooks = GradientHooks(self, type(self)._mark_ready, self._backward_order)
 
-    def _check(
+    def _describe(
         self, device_ids: Sequence[int | torch.device] | None, all_reduce: str
     ) -> dict[str, object]:
-        """Return the settings that must be the same on every rank. Raises ValueError for invalid
-        ones."""
+        """Describe what must be the same on every rank. Raises ValueError if it is invalid."""
         check_module(self.module, device_ids)
         if all_reduce not in (names := (TORCH, *CHOICES)):
             raise ValueError(f"all_reduce must be one of {', '.join(names)}; got {all_reduce!r}")
         dtypes = {p.dtype for p in self._backward_order} - {*FLOAT_TYPES}
         if all_reduce != TORCH and dtypes:
             raise ValueError(
-                "labkit's all-reduce adds real floating-point numbers, got"
-                f" {', '.join(map(str, dtypes))}"
+                f"labkit's all-reduce adds real numbers, got {', '.join(map(str, dtypes))}"
             )
-        settings = {"find_unused": self.find_unused, "broadcast_buffers": self.broadcast_buffers}
-        return {"wrapper": type(self).__name__, "all_reduce": all_reduce, **settings}
+        return {
+            "wrapper": type(self).__name__,
+            "all_reduce": all_reduce,
+            "find_unused": self.find_unused,
+            "broadcast_buffers": self.broadcast_buffers,
+            **describe_model(self.module),
+        }
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -225,11 +226,7 @@ class DataParallel(nn.Module, UnevenInputs):
             parameters[index].grad = None
         has_gradient = [parameter.grad is not None for parameter in parameters]
         self._finish(
-            [
-                index
-                for index, is_ready in enumerate(self._ready)
-                if not (is_ready and self._overlaps)
-            ]
+            [i for i, is_ready in enumerate(self._ready) if not (is_ready and self._overlaps)]
         )
         if self._mean_factor != 1:
             torch._foreach_mul_(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.data_parallel.consistency import strides_like
+from labkit.parallel.prepare import strides_like
 
 MIB = 2**20
 

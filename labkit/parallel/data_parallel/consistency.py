@@ -2,7 +2,7 @@
 join the others."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parameter import is_lazy
 
-from labkit.parallel.messages import gather_json
+from labkit.parallel.agreement import agree_per_pass, describe_parameter
 from labkit.parallel.transport import member_group
 
 # a broadcast packs small tensors into vectors of this size, two of which are in flight
@@ -73,57 +73,13 @@ def check_values(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_replicas(
-    module: nn.Module, check: Callable[[], Mapping[str, object]], group: dist.ProcessGroup | None
-) -> None:
-    """Raise ValueError, on every rank or on none, unless models and settings are the same. A
-    collective.
+def describe_model(module: nn.Module) -> dict[str, str]:
+    """Describe what data-parallel replicas have in common: all but the values.
 
-    `check` returns the settings, or raises its error. Compares names, shapes, dtypes,
-    `requires_grad`, and the strides of trained parameters, since gradients are averaged in the
-    order of memory.
+    Strides of gradients, too, since gradients are averaged in the order of memory.
     """
-    try:
-        settings = check()
-    except Exception as refusal:
-        check_same_on_all_ranks("model", {}, [], group, refusal)
-    else:
-        state = [*module.named_parameters(), *module.named_buffers()]
-        described = [describe(name, tensor) for name, tensor in state]
-        check_same_on_all_ranks("model", settings, described, group, device=state[0][1].device)
-
-
-def check_same_on_all_ranks(
-    what: str,
-    settings: Mapping[str, object],
-    tensors: Iterable[str],
-    group: dist.ProcessGroup | None,
-    refused: Exception | None = None,
-    device: torch.device | None = None,
-) -> None:
-    """Raise ValueError, on every rank or on none, unless settings and descriptions of tensors are
-    equal. A collective.
-
-    A rank that cannot go on passes its error as `refused`: it is raised there, and the other ranks
-    raise ValueError. `device`: as for `gather_json`.
-    """
-    described = [*(f"{name}={value}" for name, value in settings.items()), *tensors]
-    by_rank = gather_json(None if refused else described, group, device)
-    if refused is not None:
-        raise refused
-    if None in by_rank:
-        raise ValueError(
-            f"expected the same {what} on every rank; one of the others raised an error"
-        )
-    if len(numbers := {*map(len, by_rank)}) > 1:
-        raise ValueError(
-            f"expected the same {what} on every rank, got {sorted(numbers)} tensors and settings"
-        )
-    for first, *others in zip(*by_rank, strict=True):
-        if {*others} - {first}:
-            raise ValueError(
-                f"expected the same {what} on every rank; they differ at {first} (rank 0's)"
-            )
+    state = [*module.named_parameters(), *module.named_buffers()]
+    return {name: describe_parameter(tensor) for name, tensor in state}
 
 
 @torch.no_grad()
@@ -138,18 +94,6 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
                 member_group(group), list(detached), COALESCED_BYTES, source
             )
-
-
-def strides_like(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor made like this one: its own if it is dense, else contiguous
-    ones."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def describe(name: str, tensor: Tensor) -> str:
-    """Describe a parameter or buffer: shape, dtype, and strides of a gradient."""
-    trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
-    return f"{name}: {tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 
 
 class UnevenInputs(Joinable, JoinHook):
@@ -213,11 +157,8 @@ class UnevenInputs(Joinable, JoinHook):
     def _exchange(self, state: int) -> tuple[int, int]:
         """Return the last active rank, whose buffers are broadcast as in torch, and its state. A
         collective."""
-        states = torch.zeros(
-            dist.get_world_size(self.group), dtype=torch.int32, device=self.join_device
-        )
-        states[dist.get_rank(self.group)] = state
-        dist.all_reduce(states, group=self.group)
-        active = [rank for rank, value in enumerate(states.tolist()) if value]
+        rows = agree_per_pass("wrapper", dict, self.group, numbers=[state])
+        states = [number for (number,) in rows]
+        active = [rank for rank, value in enumerate(states) if value]
         self._mean_factor = len(states) / len(active) if self._divides_by_active else 1.0
-        return active[-1], int(states[active[-1]])
+        return active[-1], states[active[-1]]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.base import DataParallel
 from labkit.parallel.data_parallel.buckets import MIB, Bucket, assign_buckets, count_references
-from labkit.parallel.data_parallel.consistency import strides_like
 from labkit.parallel.overlap import Wait
+from labkit.parallel.prepare import strides_like
 
 CommHook = Callable[[Any, Bucket], torch.futures.Future[Any]]
 ONE_BYTE_MB = 1 / MIB
@@ -96,10 +96,10 @@ class BucketedDDP(DataParallel):
             ("mean", 1) if self._all_reduce.channels else ("sum", self.world_size)
         )
 
-    def _check(self, *arguments: Any) -> dict[str, object]:
+    def _describe(self, *arguments: Any) -> dict[str, object]:
         if not min(self._sizes_mb) > 0:
             raise ValueError(f"expected bucket sizes above 0 MB, got {self._sizes_mb}")
-        return super()._check(*arguments) | {"bucket sizes": self._sizes_mb}
+        return super()._describe(*arguments) | {"bucket sizes": self._sizes_mb}
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let `hook(state, bucket)`, written for torch's wrapper, average buckets."""

@@ -33,8 +33,7 @@ _OUT_OF_MEMORY = re.compile(
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed? ?out|communicator"
     r" was aborted|remote process exited|connectFullMesh failed"
-    r"|ended or failed while this rank waited|waited too long for rank|has refused or ended it"
-    r"|one of the others raised",
+    r"|ended or failed while this rank waited|waited too long for rank|has refused or ended it",
     re.IGNORECASE,
 )
 
@@ -267,8 +266,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether an error, or the one it was raised from, is the loss of another rank."""
+    """Return whether an error, or the one it was raised from, is due to another rank."""
     while error is not None:
+        if getattr(error, "is_consequence", False):
+            return True
         if isinstance(error, RuntimeError | OSError) and _CONSEQUENCE.search(str(error)):
             return True
         error = error.__cause__

@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from labkit.parallel.data_parallel.consistency import broadcast, check_module, check_replicas
+from labkit.parallel.agreement import agree_once
+from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
 from labkit.parallel.overlap import CheckedChannel
 from labkit.parallel.prepare import FLOAT_TYPES
 from labkit.parallel.sharding.partition import Part, Units, find_units, partition
@@ -113,12 +114,16 @@ class FSDP(nn.Module):
         options = Options(*dtypes, *reshard, prefetch, transport)
         parts = list[Part]()
 
-        def check() -> dict[str, object]:
+        def describe() -> dict[str, object]:
             _check(module, options)
             parts.extend(partition(find_units(module, units)))
-            return vars(options) | {"units": [part.name for part in parts]}
+            return {
+                **vars(options),
+                "units": [part.name for part in parts],
+                **describe_model(module),
+            }
 
-        check_replicas(module, check, group)
+        agree_once("model", describe, group)
         device = next(module.parameters()).device
         names = [part.name for part in parts]
         # or ValueError, before any change

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.parallel.collectives import add_steps, copy_steps
-from labkit.parallel.data_parallel.consistency import strides_like
-from labkit.parallel.prepare import cut, shard_sizes
+from labkit.parallel.prepare import cut, shard_sizes, strides_like
 from labkit.parallel.traffic import count_traffic
 from labkit.parallel.transport.base import Step, Transport, checksum
 

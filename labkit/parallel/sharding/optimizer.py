@@ -26,7 +26,7 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from labkit.parallel.data_parallel.consistency import check_same_on_all_ranks, describe
+from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.sharding.gather import own_rows, plan_gather
 from labkit.parallel.sharding.sharded import (
@@ -242,19 +242,23 @@ class ShardedOptimizer(Optimizer):
     def _run_on_all_ranks(self, action: Callable[[], None], settings: dict[str, object]) -> None:
         """Run the action, and compare the parameter groups between ranks. If one rank raises, all
         raise."""
-        refusal: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            refusal = ValueError(str(error)) if isinstance(error, TypeError) else error
-        groups = [] if refusal else self.param_groups
-        plain = (bool, int, float, str, tuple)
-        described = [describe("a parameter", p) for group in groups for p in group["params"]]
-        described += [
-            f"{k}: {v}" for group in groups for k, v in group.items() if isinstance(v, plain)
-        ]
-        device = self._parameters[0].device if groups else None
-        check_same_on_all_ranks("optimizer", settings, described, self._group, refusal, device)
+
+        def describe() -> dict[str, object]:
+            try:
+                action()
+            except TypeError as error:  # torch's, for an argument that its optimizer does not have
+                raise ValueError(str(error)) from error
+            description = dict(settings)
+            for number, group in enumerate(self.param_groups):
+                for name, value in group.items():
+                    if isinstance(value, bool | int | float | str | tuple):
+                        description[f"{name} of group {number}"] = value
+                for index, parameter in enumerate(group["params"]):
+                    name = f"parameter {index} of group {number}"
+                    description[name] = describe_parameter(parameter)
+            return description
+
+        agree_once("optimizer", describe, self._group)
 
     def _make_shards(self) -> None:
         for p in self._parameters:

@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from labkit.parallel.data_parallel.consistency import check_values, strides_like
-from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.data_parallel.consistency import check_values
+from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import own_rows
 
 # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}

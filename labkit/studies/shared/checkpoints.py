@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.messages import gather_json, meeting_device
+from labkit.parallel.messages import cpu_group, gather_json
 
 
 def save_checkpoint(path: Path | None, state: Any) -> None:
@@ -39,8 +39,6 @@ def load_checkpoint(path: Path | None) -> Any | None:
     )
     if not (length := gather_json(len(content))[0]):
         return None
-    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(meeting_device())
-    dist.broadcast(tensor, src=0)
-    return torch.load(
-        io.BytesIO(tensor.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
-    )
+    tensor = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+    dist.broadcast(tensor, src=0, group=cpu_group())
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -1,0 +1,165 @@
+"""The way in which ranks agree before they communicate: all go on, or all raise one error.
+
+Ranks that call different collectives, or pass tensors of different shapes, hang or mix up their
+numbers. So ranks first compare a description of what they are about to do:
+
+    def describe():
+        if bucket_mb <= 0:
+            raise ValueError(f"expected bucket_mb > 0, got {bucket_mb}")
+        return {"bucket_mb": bucket_mb, "weight": describe_parameter(model.weight)}
+
+    agree_once("model", describe, group)
+
+`describe` returns what must be equal, by name, or raises the reason why this rank cannot go on.
+A rank that has a reason raises it; all others raise ValueError with the number of that rank and its
+reason, or with the first name that differs. Every rank has then left the call, so a program that
+catches the error can go on.
+
+Which of the two functions:
+
+``agree_once``       when a model is wrapped, an optimizer made, a setting changed. Takes
+                     milliseconds: descriptions of any length travel as text.
+``agree_per_pass``   in a forward or backward pass, for what can change between two passes. Takes
+                     one all-gather of a few integers; text travels only if there is an error.
+
+Both are collectives of the group, between CPUs: they never wait for a GPU, and work in groups of
+NCCL, too. `messages.gather_json` is for values that may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.parallel.collectives import all_gather
+from labkit.parallel.messages import cpu_group, gather_json
+from labkit.parallel.prepare import disable_compile, strides_like
+from labkit.parallel.transport import AUTO, find_transport, member_group
+
+Group = dist.ProcessGroup | None
+Describe = Callable[[], Mapping[str, object]]
+
+_CPU = torch.device("cpu")
+_BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+class OtherRankRefused(ValueError):
+    """Another rank cannot go on; the message has its number and its reason."""
+
+    is_consequence = True  # a group of ranks that failed shows the other rank's error instead
+
+
+@disable_compile
+def agree_once(subject: str, describe: Describe, group: Group = None) -> None:
+    """Compare the ranks' descriptions of `subject`, such as "model", as text. A collective.
+
+    Raises ValueError on all ranks if descriptions differ. If `describe` raises on some ranks, their
+    error is raised there, and ValueError with the reason of the first of them on the others.
+    """
+    description, problem = _call(describe)
+    _compare(subject, description, problem, group)
+
+
+@disable_compile
+def agree_per_pass(
+    subject: str,
+    describe: Describe,
+    group: Group = None,
+    *,
+    numbers: Sequence[int] = (),
+    transport: str = AUTO,
+) -> list[list[int]]:
+    """Compare the ranks' descriptions of `subject` by a checksum. A collective, errors as above.
+
+    Returns the int64 `numbers` of every rank, as many on each, by rank: they may differ.
+    `transport`: between CPUs, as for `find_transport`.
+    """
+    description, problem = _call(describe)
+    connection = find_transport(cpu_group(member_group(group)), _CPU, transport)
+    rows = torch.zeros(connection.world_size, 2 + len(numbers), dtype=torch.int64, device=_CPU)
+    row = [problem is not None, _checksum(description), *numbers]
+    rows[connection.rank] = torch.tensor(row, device=_CPU)
+    all_gather(rows, transport=connection)
+    by_rank = rows.tolist()
+    if any(row[:2] != [False, by_rank[0][1]] for row in by_rank):
+        # All ranks see the same rows, so all are here: now time does not matter, but the text does.
+        _compare(subject, description, problem, group)
+    return [row[2:] for row in by_rank]
+
+
+def describe_parameter(tensor: Tensor) -> str:
+    """Describe a parameter or buffer, except for its values: shape, dtype, strides of a gradient."""
+    trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
+    return f"{tuple(tensor.shape)}, {tensor.dtype}, {trained}"
+
+
+@disable_compile
+def describe_values(tensor: Tensor) -> str:
+    """Describe shape, dtype and values, by a checksum. On a GPU it waits for the tensor.
+
+    The checksum depends on the order of integers, or of rows of floats.
+    """
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if values.is_floating_point():
+        values = values.view(_BIT_PATTERNS[values.itemsize])
+        # The weights below would take eight times the memory of a batch of images.
+        values = values.flatten(1).sum(1) if values.dim() > 1 else values
+    flat = values.flatten().to(torch.int64)
+    checksum = int((flat * torch.arange(1, flat.numel() + 1, device=flat.device)).sum())
+    return f"{tuple(tensor.shape)} {tensor.dtype} {checksum}"
+
+
+def _call(describe: Describe) -> tuple[dict[str, str], Exception | None]:
+    """Return what `describe` returns, as text, and what it raises."""
+    try:
+        return {name: str(value) for name, value in describe().items()}, None
+    except Exception as problem:
+        return {}, problem
+
+
+def _checksum(description: Mapping[str, str]) -> int:
+    """Return a number of 56 bits, the same in every process (unlike `hash`)."""
+    text = json.dumps([*description.items()])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _compare(
+    subject: str, description: Mapping[str, str], problem: Exception | None, group: Group
+) -> None:
+    reason = None if problem is None else _one_line(problem)
+    by_rank = gather_json([reason, [*description.items()]], member_group(group))
+    if problem is not None:
+        raise problem
+    for rank, (other_reason, _) in enumerate(by_rank):
+        if other_reason is not None:
+            raise OtherRankRefused(f"rank {rank}: {other_reason}")
+    first = by_rank[0][1]
+    for rank, (_, items) in enumerate(by_rank):
+        if items != first:
+            raise ValueError(
+                f"expected the same {subject} on every rank; {_difference(first, rank, items)}"
+            )
+
+
+def _one_line(problem: Exception) -> str:
+    """Return the first line of an error, with its type unless it is for a caller's mistake."""
+    line = next(iter(str(problem).splitlines()), "")
+    return line if isinstance(problem, ValueError) else f"{type(problem).__name__}: {line}"
+
+
+def _difference(first: list[list[str]], rank: int, items: list[list[str]]) -> str:
+    """Return what rank 0 has first that another rank has not, or has differently."""
+    here, there = dict(first), dict(items)
+    for name in [*here, *there]:
+        if name not in there:
+            return f"rank 0 has {name}, rank {rank} does not"
+        if name not in here:
+            return f"rank {rank} has {name}, rank 0 does not"
+        if here[name] != there[name]:
+            return f"rank 0 has {name}={here[name]}, rank {rank} has {there[name]}"
+    return f"rank {rank} has the same names as rank 0 in another order"
