@@ -4,17 +4,19 @@ codes."""
 import atexit
 import errno
 import gc
+import logging
 import os
+import select
 import shlex
+import signal
 import sys
-from collections.abc import Iterable
+import warnings
 from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from labkit.check.commands import check, hand_in, notebook
@@ -26,8 +28,10 @@ from labkit.lab.commands.console import (
     out,
     print_json,
     print_load,
+    print_table,
     progress,
     require_device,
+    require_loopback,
 )
 from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
@@ -60,17 +64,28 @@ def main() -> None:
     # Imported objects are never garbage: collecting them takes a second, and another one at exit.
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)
+    # Without a home folder it says on every command that its fonts are cached elsewhere.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     os.environ.pop("MPLBACKEND", None)  # figures are files; matplotlib raises for an unknown name
     # jsonschema, which checks notebooks, would take a second to build a parser of addresses that no
     # notebook has.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+    # The fork server lives until this process ends, and so does the socket to it.
+    warnings.filterwarnings("ignore", category=ResourceWarning)
     try:
         status = app(standalone_mode=False)  # typer would draw a box around a wrong option
+        sys.stdout.flush()
     except KeyboardInterrupt:  # for example during imports
         err.print("interrupted")
         status = 130
     except ParameterError as error:
         status = _print_error(str(error), 2)
+    except (BrokenPipeError, SystemExit):  # click ends with status 1 for a broken pipe
+        if not _has_reader_left():  # a pipe between processes of labkit
+            raise
+        # Python flushes once more at its end, and would print the error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
@@ -80,6 +95,13 @@ def main() -> None:
             raise
         status = _print_error(" ".join(error.format_message().split()), 2)
     raise SystemExit(status)
+
+
+def _has_reader_left() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more, as with `head -1`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _print_error(message: str, status: int) -> int:
@@ -119,16 +141,7 @@ def list_labs(as_json: Json = False) -> None:
     if as_json:
         print_json("list", labs=labs)
         return
-    _print_table([(lab["name"], lab["summary"]) for lab in labs])
-
-
-def _print_table(rows: Iterable[Iterable[Any]], *names: str) -> None:
-    table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
-    if not names:
-        table.add_column(style="bold")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table, soft_wrap=False)
+    print_table([(lab["name"], lab["summary"]) for lab in labs])
 
 
 @app.command()
@@ -145,9 +158,9 @@ def doctor(as_json: Json = False) -> None:
             plans=[dict(zip(names, row, strict=True)) for row in rows],
         )
         return
-    _print_table(machine_rows())
+    print_table(machine_rows())
     out.print()
-    _print_table(rows, *(name.replace("_", " ") for name in names))
+    print_table(rows, *(name.replace("_", " ") for name in names))
 
 
 @app.command()
@@ -170,6 +183,7 @@ def measure(
         )
     profile = profile or "quick"
     config = study.configure(profile, parse_assignments(settings or []))
+    require_loopback()
     if resume is None:
         require_device(getattr(config, "device", None))
         calibrate_first([study], profile)
@@ -232,6 +246,7 @@ def report(
     parameters |= {
         name: value for name, value in (("profile", profile), ("run", run)) if value is not None
     }
+    require_loopback()
     output = output or project.project_root() / "reports"
     check_report(studies, parameters, output)
     for study in studies:

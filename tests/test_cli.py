@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ import pytest
 
 from labkit import __version__
 from labkit.lab import project
+from labkit.lab.commands.console import number
 from labkit.lab.pages import report
 from labkit.lab.pages.report import LabResult
 from labkit.lab.project import committed_notebook, notebook_path, recorded_directory
@@ -287,3 +289,60 @@ def test_measure_says_why_points_were_skipped_and_they_are_no_failure(
     assert status == 0
     assert "skipped" in said
     assert re.search(r"^  1 skipped: needs what this machine has not", complaints, re.MULTILINE)
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly(tmp_path):
+    line = f"{sys.executable} -m labkit doctor | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_piped_table_has_one_line_per_row_however_narrow_the_terminal_is(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    status, said, _ = command("list")
+    assert status == 0
+    assert [line.split()[0] for line in said.splitlines()] == list(LABS)
+    assert all(load_lab(lab).summary in said for lab in LABS)
+
+
+STRICT = ("-W", "error", "-m", "labkit", "measure", "all_reduce", "--profile", "smoke")
+
+
+def test_a_command_says_nothing_of_warnings_or_of_a_missing_home(home):
+    """Warnings as errors would be printed by processes that end with sockets open."""
+    environment = os.environ | {"HOME": "/proc/none", "PYTHONWARNINGS": "error"}
+    result = subprocess.run(
+        [sys.executable, *STRICT, *_set(TWO_RANKS, "sizes_bytes=[64]")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert result.returncode == 0
+    assert not any(word in result.stderr for word in ("Traceback", "atplotlib", "Warning"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("arguments", [["check"], ["measure", "all_reduce", "--profile", "smoke"]])
+def test_a_file_system_without_locks_is_one_line(arguments, number, command, home, monkeypatch):
+    monkeypatch.setattr(
+        "labkit.lab.project.fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number)))
+    )
+    status, _, complaints = command(*arguments)
+    assert (status, "Traceback" in complaints) == (2, False)
+    assert "export LABKIT_HOME" in complaints.splitlines()[-1]
+    assert not all_runs()
+
+
+def test_a_machine_that_cannot_reach_itself_is_one_line(command, monkeypatch):
+    refused = OSError(errno.ENETUNREACH, "Network is unreachable")
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=refused))
+    for arguments in (["measure", "all_reduce"], ["report", "limits"], ["check"]):
+        status, _, complaints = command(*arguments)
+        assert (status, len(complaints.splitlines())) == (1, 1)
+        assert "Network is unreachable" in complaints
+
+
+def test_what_the_clock_dates_in_the_future_has_no_age():
+    measured = datetime.now(UTC) + timedelta(days=1)
+    assert number("a", 1.0, "s", measured=measured)["age_s"] is None

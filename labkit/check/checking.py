@@ -1,7 +1,6 @@
 """The course of a check: correctness of every implementation first, then the fixed set, then the
 baseline."""
 
-import fcntl
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,13 @@ from labkit.lab.config import (
 )
 from labkit.lab.declaration import Lab
 from labkit.lab.point import Point, repeat_in_sessions
-from labkit.lab.project import check_writable, project_root, runs_directory, write_file
+from labkit.lab.project import (
+    check_writable,
+    lock_file,
+    project_root,
+    runs_directory,
+    write_file,
+)
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.store import Run, find_run
@@ -141,7 +146,7 @@ def check_machine(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno(), folder / "lock")
         except BlockingIOError:
             raise ParameterError(
                 "another check runs here: start this one when that has ended"

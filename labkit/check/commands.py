@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import document, err, number, out, print_load
+from labkit.lab.commands.console import document, err, number, out, print_load, require_loopback
 from labkit.lab.config import ParameterError
 from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
@@ -80,6 +80,7 @@ def check(
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         check_writable(bundle.parent)
     baseline = [] if save else load_baseline(against)
+    require_loopback()
     print_load()
     try:
         with terminal_line(err, "check") as show:

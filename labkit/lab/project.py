@@ -1,6 +1,7 @@
 """Paths: files that come with labkit, and the folder of a user's results."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -80,6 +81,25 @@ def check_writable(*folders: Path) -> None:
             raise ParameterError(
                 f"{folder} cannot be written ({error.strerror}){way_out}"
             ) from None
+
+
+def lock_file(descriptor: int, path: Path) -> None:
+    """Lock an open file for this process.
+
+    BlockingIOError if another process has locked it; ParameterError, with the way out, on a file
+    system without locks, as some of NFS and of containers.
+    """
+    from labkit.lab.config import ParameterError
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ParameterError(
+            f"{path} cannot be locked ({error.strerror}); `export LABKIT_HOME=FOLDER` sends runs,"
+            " figures and reports to another file system"
+        ) from None
 
 
 def check_page(page: Path) -> None:

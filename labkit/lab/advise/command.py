@@ -41,6 +41,8 @@ def advise(
             if page is not None:
                 _write_page(report, page)
                 lines.append(f"page: {path_from_here(page)}")
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         if is_full_disk(error):
             raise  # it names the file

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 if TYPE_CHECKING:
     from labkit.lab.compare import Pair
@@ -22,8 +23,36 @@ FORMAT = 1
 # Text is printed as it is: names may have brackets and colons, and long lines are the terminal's to
 # wrap.
 AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-out = Console(**AS_IT_IS)
-err = Console(stderr=True, **AS_IT_IS)
+
+
+class _Console(Console):
+    """A console whose reader may leave early, as `head -1` does: the command ends quietly."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+out = _Console(**AS_IT_IS)
+err = _Console(stderr=True, **AS_IT_IS)
+PIPED_WIDTH = 10_000
+"""Columns of a table that is not printed in a terminal: one line per row, which `grep` finds."""
+
+
+def print_table(rows: Iterable[Iterable[str]], *names: str) -> None:
+    """Print rows under these names as an aligned table; without names the first column is bold."""
+    table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
+    if not names:
+        table.add_column(style="bold")
+    for row in rows:
+        table.add_row(*row)
+    if out.is_terminal:
+        out.print(table, soft_wrap=False)
+        return
+    wide = Console(width=PIPED_WIDTH, **AS_IT_IS)
+    with wide.capture() as text:
+        wide.print(table, soft_wrap=False)
+    for line in text.get().splitlines():
+        out.print(line.rstrip())
 
 
 @contextmanager
@@ -88,6 +117,18 @@ def require_device(device: object) -> None:
         raise typer.Exit(1)
 
 
+def require_loopback() -> None:
+    """End the command with status 1 and one line if ranks and kernels could not talk to it."""
+    from labkit.machine.loopback import no_loopback_reason
+
+    if reason := no_loopback_reason():
+        err.print(
+            f"127.0.0.1 cannot be reached ({reason}), and ranks and kernels talk through it;"
+            " `ip link set lo up` starts it"
+        )
+        raise typer.Exit(1)
+
+
 def print_json(command: str, numbers: Iterable[dict[str, Any]] = (), **facts: Any) -> None:
     """Print the document of a command."""
     print(json.dumps(document(command, numbers, **facts)))
@@ -123,7 +164,10 @@ def number(
 ) -> dict[str, Any]:
     """Return a number with its interval, unit, validity and age; unknown and infinite values are
     null."""
-    age_s = None if measured is None else round((datetime.now(UTC) - measured).total_seconds())
+    age_s = None
+    # A clock that was set back dates runs in the future: their age is unknown.
+    if measured is not None and measured <= (now := datetime.now(UTC)):
+        age_s = round((now - measured).total_seconds())
     ends = {name: _finite(end) for name, end in (("value", value), ("low", low), ("high", high))}
     others = {
         name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()

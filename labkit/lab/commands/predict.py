@@ -45,6 +45,8 @@ def predict(
         if output is not None:
             with output.open("w", newline="", encoding="utf-8") as file:
                 write_rows(predicted, file)
+    except BrokenPipeError:
+        raise  # the reader has left, which is no mistake
     except (OSError, ValueError) as error:
         if is_full_disk(error):
             raise OSError(error.errno, error.strerror, str(output or "standard output")) from None

@@ -32,7 +32,8 @@ from labkit.lab.runs.progress import PROGRESS_MIME, MeasuringInterrupted, Progre
 # A kernel of torch, pandas and matplotlib has a million objects, and none of them is garbage:
 # Python would look through them a dozen times while it imports, and once more at its end.
 KERNEL_START = (
-    "__import__('gc').set_threshold(50_000);"
+    "__import__('logging').getLogger('matplotlib').setLevel('ERROR');"  # as the command line
+    " __import__('gc').set_threshold(50_000);"
     " __import__('atexit').register(__import__('gc').freeze);"
     " __import__('labkit.parallel.ranks.fork_server', fromlist=['']).PRELOADED.extend({})"
 )

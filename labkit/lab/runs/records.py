@@ -8,7 +8,6 @@
 Lists in `values` are samples. Records are validated when read, because a run may come from anybody.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 from labkit.costs.calibration import Calibration
 from labkit.lab.config import ParameterError
 from labkit.lab.point import Point
+from labkit.lab.project import lock_file
 from labkit.machine.description import Machine
 from labkit.machine.load import Load
 from labkit.machine.source import Source
@@ -142,7 +142,12 @@ class RunWriter:
                     )
                     break
         writer = cls(path, descriptor)
-        writer._lock()
+        try:
+            lock_file(descriptor, path)
+        except ParameterError:
+            writer.close()
+            path.unlink()  # it would be a run without a header
+            raise
         writer._append(header)
         writer.sync()
         return writer
@@ -154,7 +159,7 @@ class RunWriter:
         with _errors_named(path):
             writer = cls(path, os.open(path, os.O_RDWR | os.O_APPEND))
         try:
-            writer._lock()
+            lock_file(writer._descriptor, path)
         except BlockingIOError:
             writer.close()
             raise RunFileError(f"{path}: another process is writing this run") from None
@@ -194,9 +199,6 @@ class RunWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _lock(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _append(self, record: BaseModel) -> None:
         values = record.model_dump(exclude_unset=not isinstance(record, RunHeader))

@@ -166,7 +166,7 @@ def _kill_member(session: int, pid: int) -> bool:
 
 def _fork_leaders(control: socket.socket) -> None:
     """Fork a leader per group, and clean up after leaders, until the last process that holds
-    `control` ends."""
+    `control` ends; never return."""
     leaders: dict[int, Path] = {}  # process id -> the group's directory
     ended, _waking = _watch_children()
     has_callers = True
@@ -190,6 +190,7 @@ def _fork_leaders(control: socket.socket) -> None:
                 leaders[leader] = Path(request["directory"])
             for descriptor in descriptors:
                 os.close(descriptor)
+    os._exit(0)  # at a normal end Python may warn of the sockets, which are open
 
 
 def _lead_group(
