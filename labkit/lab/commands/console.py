@@ -38,7 +38,7 @@ PIPED_WIDTH = 10_000
 """Columns of a table that is not printed in a terminal: one line per row, which `grep` finds."""
 
 
-def print_table(rows: Iterable[Iterable[str]], *names: str) -> None:
+def print_table(rows: Iterable[Iterable[Any]], *names: str) -> None:
     """Print rows under these names as an aligned table; without names the first column is bold."""
     table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
     if not names:
