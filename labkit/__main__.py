@@ -229,7 +229,7 @@ def report(
 ) -> None:
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.execute import Kernel
-    from labkit.lab.pages.record import write_index
+    from labkit.lab.pages.index import write_index
     from labkit.lab.pages.report import check_report, report_lab
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds

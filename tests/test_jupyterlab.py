@@ -9,8 +9,9 @@ from contextlib import closing
 import nbformat
 import pytest
 
-from labkit.lab.pages.record import PAGE_MIME
+from labkit.lab.pages.record import RUN_MIME
 from labkit.lab.project import notebook_path, recorded_directory
+from labkit.lab.runs.store import Run
 from labkit.machine.description import describe_machine
 from tests.jupyterlab import Notebook, Server, until
 
@@ -68,8 +69,8 @@ def _measuring(cells):
     return cell
 
 
-def _page_record(notebook, server):
-    """What the finished notebook leaves for the index, after a look at everything else it shows."""
+def _run_of(notebook, server):
+    """The run of the finished notebook, after a look at everything else it shows."""
     until(
         lambda: all(any(map(str.isdigit, prompt)) for prompt in notebook.prompts()),
         "every cell to have run",
@@ -82,11 +83,11 @@ def _page_record(notebook, server):
     (line,) = _measuring(cells).outputs
     assert "points planned" in line.data["text/html"]
     (record,) = [
-        output.data[PAGE_MIME]
+        output.data[RUN_MIME]
         for output in _outputs(cells, "display_data")
-        if PAGE_MIME in output.data
+        if RUN_MIME in output.data
     ]
-    return record
+    return Run.load(server.root / record["run"])
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,9 @@ def _calibrate(folder):
 def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, notebook):
     notebook.write_parameters(SMALL)
     notebook.run_all()
-    record = _page_record(notebook, server)
-    assert set(record["coverage"]) == {"ok"}
-    assert "3 ranks" in record["answers"][0]["scope"]
+    run = _run_of(notebook, server)
+    assert set(run.coverage()["status"]) == {"ok"}
+    assert set(run.frame()["world_size"]) == {3}
     assert notebook.alignment_of(".labkit-card td") == "left"
 
     notebook.write_parameters(LONG)
@@ -143,9 +144,9 @@ def test_run_all_then_interrupt_a_longer_sweep_then_another_parameter(server, no
 
     notebook.write_parameters(SMALL.replace("[3]", "[2]"))
     notebook.run_all()
-    record = _page_record(notebook, server)
-    assert set(record["coverage"]) == {"ok"}
-    assert "2 ranks" in record["answers"][0]["scope"]
+    run = _run_of(notebook, server)
+    assert set(run.coverage()["status"]) == {"ok"}
+    assert set(run.frame()["world_size"]) == {2}
 
     notebook.write_parameters(_parameters(notebook_path(LAB)))
     assert notebook.clear_and_save() == notebook_path(LAB).read_bytes()

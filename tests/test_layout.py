@@ -112,9 +112,7 @@ def test_studies_never_import_one_another():
 LONG = {
     "check/comparison.py": 346,
     "lab/advise/report.py": 389,
-    "lab/answers.py": 353,
     "lab/compare.py": 351,
-    "lab/pages/record.py": 336,
     "nn/flash_attention.py": 357,
     "parallel/collectives.py": 417,
     "parallel/context.py": 370,

@@ -20,11 +20,14 @@ from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
 from labkit.lab.pages.execute import ENGINE, Kernel, notebook_parameters
-from labkit.lab.pages.record import read_notebook_record, write_index
+from labkit.lab.pages.html import mark_code
+from labkit.lab.pages.index import write_index
+from labkit.lab.pages.record import PageRecord
 from labkit.lab.pages.report import report_lab
 from labkit.lab.parameters import COMMON_PARAMETERS
 from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory, shipped
 from labkit.lab.runs.store import Run
+from labkit.lab.wording import headline, statement
 from labkit.studies import LABS, load_lab
 from tests.browser import CONTRASTS, OVERLAPS, TOO_WIDE, barriers, fetch_axe
 from tests.cases import thinned
@@ -140,18 +143,23 @@ def test_every_question_is_a_heading_above_the_cell_that_answers_it(lab):
         )
 
 
+def run_of(lab, report):
+    """The run of a page; its path is relative to the report's home, or to what comes with
+    labkit."""
+    record = PageRecord.model_validate_json((report / f"{lab}.json").read_bytes())
+    paths = [root / record.run for root in (report / "home", shipped())]
+    return Run.load(next(path for path in paths if path.is_file()))
+
+
 @pytest.mark.parametrize("lab", thinned(LABS, lambda lab: lab in MEASURED + DRAWN))
 def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(lab, report):
     executed = report / "notebooks" / f"{lab}.ipynb"
-    record = read_notebook_record(executed)
+    run = run_of(lab, report)
     html = (report / f"{lab}.html").read_text()
-    assert record.coverage.get("failed", 0) == 0
-    assert [answer.id for answer in record.answers] == [
-        question.id for question in load_lab(lab).questions
-    ]
-    for answer in record.answers:
-        check_headline(answer.headline)
-        assert f'id="answer-{answer.id}"' in html
+    assert "failed" not in set(run.coverage()["status"])
+    for name, answer in load_lab(lab).answers(run.results()).items():
+        check_headline(headline(answer))
+        assert f'id="answer-{name}"' in html
     links = re.findall(
         r'<a download="[\w.-]+\.csv" href="data:text/csv;base64,([^"]*)">', html.replace("\n", " ")
     )
@@ -163,13 +171,14 @@ def test_a_page_has_every_answer_and_where_its_numbers_come_from_without_noise(l
     assert "$\\" not in html  # no formula is left as TeX
     anchors = re.findall(r'href="#([^"]+)"', html)
     assert {anchor for anchor in anchors if f'id="{anchor}"' not in html} == set()
-    assert f"labkit report {lab} --profile {record.profile}" in html[html.index("<footer>") :]
+    assert f"labkit report {lab} --profile {run.header.profile}" in html[html.index("<footer>") :]
     cells = nbformat.read(executed, as_version=4).cells
     kinds = {output.output_type for cell in cells for output in cell.get("outputs", [])}
     assert not {"error", "stream"} & kinds
 
 
-def test_the_index_is_made_of_records_alone_and_links_every_lab(report, tmp_path):
+def test_the_index_is_made_of_runs_and_links_every_lab(report, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_HOME", str(report / "home"))
     records = list(report.glob("*.json"))
     for record in records:
         shutil.copy(record, tmp_path)
@@ -256,15 +265,11 @@ def test_tables_are_sorted_figures_say_their_values_and_the_steps_of_an_all_redu
     assert errors == []
 
 
-def test_a_drawn_run_has_its_answers(report):
-    record = read_notebook_record(report / "notebooks" / "memory.ipynb")
-    run = Run.load(
-        next(path for root in (report / "home", shipped()) if (path := root / record.run).is_file())
-    )
-    answers = load_lab("memory").answers(run.results())
-    assert [answer.headline for answer in record.answers] == [
-        answer.headline for answer in answers.values()
-    ]
+def test_a_drawn_page_has_the_answers_of_its_run(report):
+    run = run_of("memory", report)
+    html = (report / "memory.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    for answer in load_lab("memory").answers(run.results()).values():
+        assert re.sub("<[^>]*>", "", mark_code(statement(answer))) in re.sub("<[^>]*>", "", html)
 
 
 # The tour for newcomers

@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 
 from labkit.check.archives import CARD, MAX_BYTES
-from labkit.lab.answers import Answer
 from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import table
 from labkit.lab.pages.html import render
 from labkit.lab.project import kind_of_path, write_file

@@ -1,5 +1,4 @@
-"""Questions and answers: a lab declares what it compares, checks or reports; one template per kind
-words the answer.
+"""Questions: a lab declares what it compares, checks or reports, and gets an answer made of fields.
 
 `Compare` asks whether an alternative beats a baseline, and in which configurations. Its verdict
 takes four steps:
@@ -12,39 +11,39 @@ takes four steps:
    the question. Else it counts for neither.
 3. Choice (`Metric.best`): of several alternatives, the answer names the one with most wins minus
    losses over their common configurations. Ties go to the best mean ratio; within 3%, to the first.
-4. Count (`_judge`): "yes" if it is better in more than half of its configurations and worse in
+4. Count (`_decide`): "yes" if it is better in more than half of its configurations and worse in
    none, "no" if it is worse in some and better in none, "no clear difference" if it is better and
    worse in none, else "it depends"; "undecided" if there are too few repeats for any p-value.
 
 `Check` asks whether measurements match predictions, within a factor. `Report` says how large
-something is.
+something is. `labkit.lab.facts` has the fields of answers, `labkit.lab.wording` their sentences.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from pandas.api.types import is_float_dtype
+from scipy.special import ndtri
 
+from labkit.bench.intervals import CONFIDENCE
+from labkit.lab.facts import (
+    Agreement,
+    Answer,
+    Comparison,
+    Counts,
+    Finding,
+    Region,
+    Verdict,
+    find_region,
+    find_scope,
+)
 from labkit.lab.figures import Figure
 from labkit.lab.metric import Metric, Results, Table
-from labkit.lab.units import counted, format_factor, format_value, label
-from labkit.lab.wording import describe_region, describe_scope, phrasing, quotable
+from labkit.lab.units import label
 
-Verdict = Literal[
-    "yes",
-    "no",
-    "it depends",
-    "no clear difference",
-    "undecided",
-    "measured",
-    "counted",
-    "predicted",
-    "not measured",
-]
 TOPICS = {
     "precision": "Precision",
     "attention": "Attention",
@@ -66,23 +65,10 @@ NO_CALIBRATION = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer of a run to a question."""
-
-    verdict: Verdict
-    headline: str
-    """One sentence of at most 25 words and two numbers, the verdict first."""
-    table: pd.DataFrame | None = field(default=None, repr=False, compare=False)
-    advice: str | None = None
-    effect: float = 1.0
-    """Median of the ratios that the headline is about; 1 if nothing differs."""
-    change: str | None = None
-    """The ratio in words: "1.4 to 2.1 times faster"."""
-    scope: str = ""
-    """Configurations that the headline covers, counted and named."""
-    notes: tuple[str, ...] = ()
-    """Wrong results, failures, refusals, and other caveats that a reader would act on."""
+RELEVANT_GAIN = 0.1
+"""A gain that a reader would change the configuration for."""
+POWER = 0.8
+"""Probability with which the named number of further rounds shows such a gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +84,8 @@ class Question:
     """Whether everybody expects the answer. The index page does not list it among the largest
     differences."""
     advice: str | None = None
-    """Template for an answer that finds something better; filled like the headline."""
+    """Template for an answer that finds something better: `{name}` is the best alternative,
+    `{where}` the region."""
     needs_calibration: bool = False
     """Whether the answer uses the machine's calibration."""
 
@@ -109,12 +96,14 @@ class Question:
     def answer(self, results: Results) -> Answer:
         """Answer from the results of a run; "not measured", with reasons, if they have no rows for
         it."""
-        reason = (
-            NO_CALIBRATION if self.needs_calibration and results.calibration is None else NO_ROWS
-        )
-        return self.find(results) or Answer(
-            "not measured", f"Not measured: {reason}", notes=results.missing
-        )
+        answer = self.find(results)
+        if answer is None:
+            lacks_calibration = self.needs_calibration and results.calibration is None
+            reason = NO_CALIBRATION if lacks_calibration else NO_ROWS
+            return Answer(verdict="not measured", reason=reason, notes=results.missing)
+        # Other programs change ratios, too: 3 of 7 of a quiet run lay outside a busy run's
+        # intervals.
+        return replace(answer, advice=None) if results.is_busy else answer
 
     def find(self, results: Results) -> Answer | None:
         """Return the answer, or None without rows."""
@@ -128,134 +117,119 @@ class Compare(Question):
     metric: Metric
     baseline: Any
     among: Sequence[Any] | None = None
-    """Alternatives of this question; None: all that were measured."""
+    """labkit's alternatives of this question; None: all that were measured. A reader's own take
+    part in any case."""
+    noun: str = "alternative"
+    """What the alternatives are, in the singular."""
     keep: str | None = None
-    """Advice if nothing is better."""
+    """Advice if a gain of 10% is excluded everywhere."""
 
     def find(self, results: Results) -> Answer | None:
         metric = self.metric
-        compared = None if self.among is None else {self.baseline, *self.among}
+        among = None if self.among is None else (*self.among, *results.user_alternatives)
+        compared = None if among is None else {self.baseline, *among}
         notes = (*metric.failures(results.frame, compared), *results.missing)
-        table = metric.ratios_to(self.baseline, results.frame, self.among)
+        table = metric.ratios_to(self.baseline, results.frame, among)
         if table.empty:
-            return (
-                Answer("not measured", f"Not measured: {NO_ROWS}", notes=notes) if notes else None
-            )
-        best = metric.best(table)
-        rows = table if best is None else table[table[metric.compare] == best]
+            if not notes:
+                return None
+            return Answer(verdict="not measured", reason=NO_ROWS, notes=notes)
+        leaders = metric.leaders(table)
+        rows = table[table[metric.compare] == leaders[0]] if leaders else table
         better = rows[rows["verdict"] == "faster"]
         worse = rows[rows["verdict"] == "slower"]
-        is_undecided = bool(rows["p"].isna().all())
-        no_winner = rows[metric.compare].nunique() > 1
-        verdict, headline = _judge(len(rows), len(better), len(worse), is_undecided, no_winner)
-        quoted = better if len(better) else worse
-        words = self._words(rows, better, quoted)
-        n_alternatives = table[metric.compare].nunique()
-        words["name"] = (
-            f"any of {n_alternatives} alternatives" if best is None else self._name(best, results)
-        )
-        words["baseline"] = self._name(self.baseline, results)
-        count = _count(words, rows, better, worse, "comparisons" if no_winner else "configurations")
-        advice = self.keep
-        if verdict in ("yes", "it depends"):
-            advice = (
-                self.advice.format_map(words) if self.advice and len(better) > len(worse) else None
-            )
-        ratios = quotable(quoted)["ratio"].astype(float)
-        return Answer(
-            verdict,
-            headline.format_map(words),
-            table.assign(
-                verdict=table["verdict"].replace(
-                    {"faster": words["better"], "slower": words["worse"]}
-                )
-            ),
-            advice=None if is_undecided else advice,
-            effect=float(np.exp(np.log(ratios).median())) if len(quoted) else 1.0,
-            # "2 times faster" from "is 2 times faster than"
-            change=re.sub(r" (than|as|of)$", "", words["change"].partition(" ")[2]) or None,
-            scope=": ".join(filter(None, (count, describe_scope(rows, metric.configuration)))),
+        counts = Counts(len(rows), len(better), len(worse))
+        has_p_values = bool(rows["p"].notna().any())
+        verdict = _decide(counts, has_p_values=has_p_values, has_winner=bool(leaders))
+        # The range covers exactly the rows that are counted.
+        ratios = (better if len(better) else worse)["ratio"].astype(float)
+        answer = Comparison(
+            verdict=verdict,
+            quantity=metric.value,
+            subject=self._name(leaders[0], results) if leaders else None,
+            baseline=self._name(self.baseline, results),
+            noun=self.noun,
+            n_alternatives=table[metric.compare].nunique(),
+            counts=counts,
+            region=find_region(rows, better, metric.configuration),
+            ties=tuple(self._name(name, results) for name in leaders[1:]),
+            scope=find_scope(rows, metric.configuration),
             notes=notes,
+            table=table,
+        )
+        if len(ratios):
+            return replace(
+                answer,
+                direction="better" if len(better) else "worse",
+                low=float(ratios.min()),
+                high=float(ratios.max()),
+                effect=float(np.exp(np.log(ratios).median())),
+                advice=self._advice(answer, table),
+                overtaken=self._overtaken(table, rows, results) if len(better) else (),
+            )
+        rounds = metric.samples(results.frame)["repeat"].nunique() if not metric.exact else 0
+        return replace(
+            answer, advice=self._advice(answer, table), rounds_more=_rounds_more(rows, rounds)
         )
 
-    def _words(
-        self, rows: pd.DataFrame, better: pd.DataFrame, quoted: pd.DataFrame
-    ) -> dict[str, str]:
-        """Return values for the placeholders of headlines and advice, except names."""
-        phrases = phrasing(self.metric.value)
-        region = describe_region(rows, better, self.metric.configuration) if len(better) else None
-        some = "in most configurations" if 2 * len(better) > len(rows) else "in some configurations"
-        return {
-            "change": phrases.clause(quoted) if len(quoted) else "",
-            "better": phrases.better,
-            "worse": phrases.worse,
-            "noun": phrases.noun,
-            "region": region if region and len(re.findall(r"\d+", region)) <= 1 else some,
-            "where": (
-                ""
-                if len(better) == len(rows)
-                else f" {region}"
-                if region
-                else f" ({phrases.better} {some})"
-            ),
-        }
+    def _advice(self, answer: Comparison, table: pd.DataFrame) -> str | None:
+        """Choose the template of the advice: to change, to keep, or none."""
+        if answer.verdict == "undecided":
+            return None
+        if answer.is_better:
+            return self.advice if answer.counts.better > answer.counts.worse else None
+        excludes_gain = bool((table["low"] >= 1 - RELEVANT_GAIN).all())
+        return self.keep if excludes_gain else None
+
+    def _overtaken(
+        self, table: pd.DataFrame, rows: pd.DataFrame, results: Results
+    ) -> tuple[tuple[str, Region | None], ...]:
+        """Name alternatives that are clearly better than the named one in some configurations."""
+        metric = self.metric
+        keys = list(metric.configuration)
+        others = table[(table["verdict"] == "faster") & ~table.index.isin(rows.index)]
+        if not keys or others.empty:
+            return ()
+        fastest = others.loc[others.groupby(keys, dropna=False)["ratio"].idxmin()]
+        at = rows[[*keys, "low"]].reset_index().rename(columns={"low": "named_low"})
+        pairs = fastest.merge(at, on=keys)
+        pairs = pairs[pairs["high"] < pairs["named_low"]]
+        return tuple(
+            (self._name(name, results), find_region(rows, rows.loc[some["index"]], keys))
+            for name, some in pairs.groupby(metric.compare, sort=False)
+        )
 
     def _name(self, alternative: Any, results: Results) -> str:
         return results.names.get(alternative) or label(self.metric.compare, alternative)
 
 
-def _judge(
-    n: int, n_better: int, n_worse: int, is_undecided: bool, no_winner: bool
-) -> tuple[Verdict, str]:
-    """Choose verdict and headline template; `n` counts the winner's configurations, or the rows of
-    all alternatives."""
-    if is_undecided:
-        return "undecided", "Too few repeats to compare {name} with {baseline}."
-    if not n_better and not n_worse:
-        return "no clear difference", "No clear difference in {noun} between {name} and {baseline}."
-    if not n_better and no_winner:
-        result = "all are {worse}" if n_worse == n else "none is measurably {better}"
-        return "no", f"No: {result} than {{baseline}}."
-    if n_worse == n:
-        return "no", "No: {name} {change} {baseline}."
-    if not n_better:
-        return (
-            "no",
-            (
-                "No: {name} is never measurably {better} than {baseline}, and {worse} in some"
-                " configurations."
-            ),
-        )
-    if n_worse:
-        return (
-            "it depends",
-            "It depends: {name} {change} {baseline} {region}, and is {worse} in others.",
-        )
-    if n_better == n:
-        return "yes", "Yes: {name} {change} {baseline}."
-    if 2 * n_better > n:
-        return "yes", "Yes, {region}: {name} {change} {baseline}."
-    return "it depends", "Only {region}: {name} {change} {baseline}."
+def _decide(counts: Counts, *, has_p_values: bool, has_winner: bool) -> Verdict:
+    """Choose the verdict; `counts` are the winner's configurations, or the rows of all
+    alternatives."""
+    if not has_p_values:
+        return "undecided"
+    if not counts.better and not counts.worse:
+        return "no clear difference"
+    if not counts.better:
+        return "no"
+    if counts.worse or not has_winner or not counts.is_mostly_better:
+        return "it depends"
+    return "yes"
 
 
-def _count(
-    words: Mapping[str, Any],
-    rows: pd.DataFrame,
-    better: pd.DataFrame,
-    worse: pd.DataFrame,
-    noun: str,
-) -> str:
-    """Count configurations: "faster in 10 of 12 configurations, slower in 1"; "all 6
-    configurations"; "" for one."""
-    n = len(rows)
-    if n in (len(better), len(worse)) or not len(better) + len(worse):
-        return {1: "", 2: f"both {noun}"}.get(n, f"all {n} {noun}")
-    parts = [
-        f"{words[name]} in {len(some)}"
-        for name, some in (("better", better), ("worse", worse))
-        if len(some)
-    ]
-    return ", ".join([f"{parts[0]} of {n} {noun}", *parts[1:]])
+def _rounds_more(rows: pd.DataFrame, rounds: int) -> int:
+    """Estimate how many rounds more would show a gain of 10%, for rows that neither show nor
+    exclude it.
+
+    The width of an interval shrinks with the square root of the number of rounds.
+    """
+    open_rows = rows[(rows["low"] < 1 - RELEVANT_GAIN) & rows["p"].notna()]
+    if open_rows.empty or not rounds:
+        return 0
+    half = np.log((open_rows["high"] / open_rows["low"]).astype(float)).median() / 2
+    reach = ndtri((1 + CONFIDENCE) / 2)
+    needed_half = -np.log(1 - RELEVANT_GAIN) * reach / (reach + ndtri(POWER))
+    return max(1, round(rounds * ((half / needed_half) ** 2 - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,51 +253,31 @@ class Check(Question):
         ratios = (table[self.measured] / table[self.predicted]).astype(float)
         ratios = ratios.mask(table[self.measured] == table[self.predicted], 1.0)
         factors = np.maximum(ratios, 1 / ratios).where(ratios > 0, np.inf)
-        n_close = int((factors <= self.within).sum())
-        verdict: Verdict = (
-            "yes"
-            if n_close == len(factors)
-            else "it depends"
-            if 2 * n_close >= len(factors)
-            else "no"
-        )
-        return Answer(
-            verdict,
-            self._headline(verdict, ratios, factors, n_close),
-            table.assign(measured_over_predicted=ratios),
+        counts = Counts(len(table), better=int((factors <= self.within).sum()))
+        verdict: Verdict = "no"
+        if counts.better == counts.total:
+            verdict = "yes"
+        elif 2 * counts.better >= counts.total:
+            verdict = "it depends"
+        return Agreement(
+            verdict=verdict,
+            quantity=self.measured,
+            subject=self.subject,
+            reference=self.reference,
+            within=self.within,
+            counts=counts,
+            low=float(ratios.min()),
+            high=float(ratios.max()),
             effect=float(ratios.median()),
-            scope=(
-                f"{n_close} of {counted(len(table), 'comparison')}:"
-                f" {describe_scope(table, self.keys(table))}"
-            ),
+            scope=find_scope(table, self.keys(table)),
             notes=results.missing,
+            table=table.assign(measured_over_predicted=ratios),
         )
 
     def keys(self, table: pd.DataFrame) -> list[str]:
         """Columns that name the rows: those before the measured one, without other measurements."""
         before = table.columns[: list(table.columns).index(self.measured)]
         return [name for name in before if not is_float_dtype(table[name])]
-
-    def _headline(
-        self, verdict: Verdict, ratios: pd.Series, factors: pd.Series, n_close: int
-    ) -> str:
-        if verdict == "yes":
-            percent = max(0.05, 100 * (factors.max() - 1))
-            relation = "equal" if factors.max() == 1 else f"are within {percent:.2g}% of"
-            return f"Yes: all {self.subject} {relation} {self.reference}."
-        most = "half of the" if 2 * n_close == len(factors) else "most"
-        start = (
-            f"Partly: {most}"
-            if verdict == "it depends"
-            else "No: fewer than half of the"
-            if n_close
-            else "No: no"
-        )
-        worst = format_factor(float(ratios[factors.idxmax()]))
-        return (
-            f"{start} {self.subject} are within a factor of {self.within:g} of {self.reference}; "
-            f"the worst is {worst} times that."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,13 +295,15 @@ class Report(Question):
         table = self.table(results)
         if table.empty:
             return None
-        row = table.loc[self.pick(table)]
-        words = {name: format_value(str(name), value) for name, value in row.items()}
-        return Answer(
-            self.verdict,
-            self.says.format_map(words),
-            table,
-            advice=self.advice.format_map(words) if self.advice else None,
-            scope=describe_scope(table, self.configuration),
+        values = table.loc[self.pick(table)].to_dict()
+        for column in set(values) & set(results.alternatives):
+            values[column] = results.names.get(values[column], values[column])
+        return Finding(
+            verdict=self.verdict,
+            says=self.says,
+            values=values,
+            advice=self.advice,
+            scope=find_scope(table, self.configuration),
             notes=results.missing,
+            table=table,
         )

@@ -1,5 +1,4 @@
-"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share, on
-one page.
+"""`labkit compare`: runs of a lab on one page, by their answers on the points that they share.
 
 Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are:
 two of one configuration differ if their intervals are apart and they differ by more than one
@@ -17,9 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.answers import Answer, Compare
+from labkit.lab.answers import Compare
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.project import kind_of_path, recorded_directory, runs_directory, write_file

@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from labkit.lab.answers import Answer, Question
+from labkit.lab.answers import Question
 from labkit.lab.config import (
     AUTO,
     LabConfig,
@@ -21,6 +21,7 @@ from labkit.lab.config import (
     resolve_config,
     shorten,
 )
+from labkit.lab.facts import Answer
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
 from labkit.machine.description import Machine, describe_machine
@@ -54,6 +55,8 @@ class Lab:
     worker: Callable[..., Iterable[Mapping[str, Any]] | None]
     """Runs on every rank for each point and yields rows; its module imports nothing heavy."""
     questions: Sequence[Question]
+    alternatives: tuple[str, ...] = ()
+    """Columns that name what a row checks or times; a row has one of them."""
     names: Mapping[Any, str] = field(default_factory=dict)
     """Names of alternatives in sentences, if they differ from the values of their column."""
     paper: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class Lab:
 
     def answers(self, results: Results) -> dict[str, Answer]:
         """Answer each question from a run's results, by its id."""
-        named = replace(results, names=self.names)
+        named = replace(results, alternatives=self.alternatives, names=self.names)
         return {question.id: question.answer(named) for question in self.questions}
 
     def question(self, identifier: str) -> Question:

@@ -9,7 +9,8 @@ import pandas as pd
 
 from labkit.bench import statistics
 from labkit.costs.calibration import Calibration
-from labkit.lab.units import join_words, label
+from labkit.lab.facts import Note, Status
+from labkit.lab.units import label
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +20,18 @@ class Results:
     frame: pd.DataFrame
     """One row per (point, rank, repeat), with the point's fields and the values."""
     calibration: Calibration | None = None
-    missing: tuple[str, ...] = ()
-    """Reasons for points that did not end `ok`, the most frequent first."""
+    missing: tuple[Note, ...] = ()
+    """Points that did not end `ok`, by reason, the most frequent first."""
+    is_busy: bool = False
+    """Whether other programs were at work while it was measured: then nothing is recommended."""
+    user_alternatives: tuple[str, ...] = ()
+    """Alternatives that a reader added to labkit's."""
     machine_bytes: float = float("nan")
     link_bytes_per_s: float = float("nan")
     """Data-sheet peak of the links between the machine's GPUs."""
+    alternatives: tuple[str, ...] = ()
     names: Mapping[Any, str] = field(default_factory=dict)
-    """Names of alternatives in sentences (`Lab.names`)."""
+    """Columns of alternatives and their names in sentences, as the lab declares them."""
 
     def rows(self, columns: Sequence[str], **where: Any) -> pd.DataFrame:
         """These columns of the rows that have these values; a column that the frame lacks is
@@ -142,58 +148,57 @@ class Metric:
             pairs[self.columns].assign(ratio=ratio, low=ratio, high=ratio, p=0.0)
         )
 
-    def best(self, table: pd.DataFrame) -> Any:
-        """Return the alternative with most wins less losses over configurations; None if none is
-        better anywhere.
+    def leaders(self, table: pd.DataFrame) -> list[Any]:
+        """Return the alternative with most wins less losses over configurations, then those that
+        are as good; none if none is better anywhere.
 
         Alternatives are ranked over the configurations that all of them have, if there are any.
-        Among those within the smallest relevant difference of the fastest, the first in the table
-        wins.
+        Those with as many wins, within the smallest relevant difference of the fastest, are as
+        good; the first in the table leads.
         """
         name = self.compare
         keys = list(self.configuration)
         if table[name].nunique() == 1:
-            return table[name].iloc[0]
+            return [table[name].iloc[0]]
         shared = table
         if keys:
-            shared = table[
-                table.groupby(keys, dropna=False)[name].transform("nunique")
-                == table[name].nunique()
-            ]
+            n_measured = table.groupby(keys, dropna=False)[name].transform("nunique")
+            shared = table[n_measured == table[name].nunique()]
         ranked = shared if (shared["verdict"] == "faster").any() else table
-        score = ranked["verdict"].map({"faster": 1, "slower": -1}).fillna(0)
-        standing = pd.DataFrame(
-            {name: ranked[name], "wins": score, "log": np.log(ranked["ratio"].astype(float))}
-        )
-        standing = standing.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
-        standing = standing[standing.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
-        if standing.empty:
-            return None
-        leaders = standing[standing["wins"] == standing["wins"].max()]
-        return leaders.index[
-            leaders["log"] <= leaders["log"].min() + np.log1p(statistics.MIN_RELEVANT_DIFFERENCE)
-        ][0]
+        wins = ranked["verdict"].map({"faster": 1, "slower": -1}).fillna(0)
+        logs = np.log(ranked["ratio"].astype(float))
+        scores = pd.DataFrame({name: ranked[name], "wins": wins, "log": logs})
+        scores = scores.groupby(name, sort=False).agg(wins=("wins", "sum"), log=("log", "mean"))
+        scores = scores[scores.index.isin(ranked.loc[ranked["verdict"] == "faster", name])]
+        if scores.empty:
+            return []
+        winners = scores[scores["wins"] == scores["wins"].max()]
+        as_good = winners["log"].min() + np.log1p(statistics.MIN_RELEVANT_DIFFERENCE)
+        return list(winners.index[winners["log"] <= as_good])
 
     def failures(
         self, frame: pd.DataFrame, among: Collection[Any] | None = None
-    ) -> tuple[str, ...]:
+    ) -> tuple[Note, ...]:
         """Note alternatives (of `among`, if given) without a value: wrong results, failures,
         refusals."""
         rows = self.select(frame, with_missing=True)
-        rows = rows if among is None else rows[rows[self.compare].isin(among)]
-        rows = rows.reindex(columns=[self.compare, "check", "not_measured"])
+        if among is not None:
+            rows = rows[rows[self.compare].isin(among)]
+        rows = rows.reindex(columns=["point", self.compare, self.value, "check", "not_measured"])
+        # A failure of another metric, such as a peak that is not known, costs this one nothing.
+        by_point = rows.groupby(["point", self.compare], dropna=False)
+        rows = rows[by_point[self.value].transform("count") == 0]
         bad = rows[rows["check"].astype(object).fillna("ok") != "ok"]
         is_wrong = bad["check"].astype(str).str.startswith("wrong")
         is_slow = bad["check"].astype(str).str.startswith("right")
-        kinds = (
-            ("WRONG RESULTS, not timed", bad[is_wrong], "check"),
-            ("Failed", bad[~is_wrong & ~is_slow], "check"),
-            ("Not timed", bad[is_slow], "check"),
-            ("Not measured", rows.dropna(subset="not_measured"), "not_measured"),
+        kinds: tuple[tuple[Status, pd.DataFrame, str], ...] = (
+            ("wrong", bad[is_wrong], "check"),
+            ("failed", bad[~is_wrong & ~is_slow], "check"),
+            ("too_slow", bad[is_slow], "check"),
+            ("refused", rows.dropna(subset="not_measured"), "not_measured"),
         )
         return tuple(
-            f"{kind}: {join_words([label(self.compare, name) for name in names.unique()])}"
-            f" ({reason})."
-            for kind, some, reasons in kinds
+            Note(status, str(reason), tuple(label(self.compare, name) for name in names.unique()))
+            for status, some, reasons in kinds
             for reason, names in some.groupby(reasons, sort=False)[self.compare]
         )

@@ -13,12 +13,13 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 from rich.console import Console
 
-from labkit.lab.answers import Answer, Check, Compare
+from labkit.lab.answers import Check, Compare
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
 from labkit.lab.figures import Figure, Plot
 from labkit.lab.pages import cards
-from labkit.lab.pages.record import record_card, run_record
+from labkit.lab.pages.record import run_card
 from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
@@ -32,6 +33,7 @@ from labkit.lab.user_checks import (
     with_guesses,
 )
 from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins
+from labkit.lab.wording import describe_note
 from labkit.machine.description import Machine, describe_machine
 
 
@@ -177,9 +179,9 @@ class OpenLab:
         return self._answers
 
     def close(self) -> None:
-        """Show where the numbers come from and how to get them again; leave the answers for the
-        index."""
-        display(record_card(run_record(self.study, self.run, self.answers())))
+        """Show where the numbers come from and how to get them again; leave the run's path for the
+        page."""
+        display(run_card(self.study, self.run))
 
     def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> cards.Piece:
         """Save a figure and make its piece."""
@@ -238,7 +240,7 @@ class OpenLab:
         for note in dict.fromkeys(
             note for metric in metrics for note in metric.failures(frame, names)
         ):
-            display(cards.note(note))
+            display(cards.note(describe_note(note)))
         return run
 
     def _refuse_failing(self) -> None:

@@ -185,6 +185,12 @@ def relative_to_project(path: Path) -> str:
     return str(resolved.relative_to(root) if root else path)
 
 
+def from_project(text: str) -> Path:
+    """Return the path that `relative_to_project` wrote."""
+    candidates = [root / text for root in (project_root(), shipped())]
+    return next((path for path in candidates if path.is_file()), candidates[0])
+
+
 def path_from_here(path: Path) -> str:
     """Return the path for a terminal: relative to the working directory if inside."""
     resolved = path.resolve()

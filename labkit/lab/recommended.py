@@ -62,7 +62,7 @@ class Topic:
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
             return getattr(DEFAULT, self.field)
-        best = faster[faster[name] == question.metric.best(table)]
+        best = faster[faster[name].isin(question.metric.leaders(table)[:1])]
         choice = (best if len(best) else faster).sort_values("ratio")[name].iloc[0]
         return choice == "compiled" if self.field == "compiled" else choice
 

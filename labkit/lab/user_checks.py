@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from labkit.lab.answers import Answer, Check
+from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_factor, labels
@@ -203,4 +204,4 @@ def with_guesses(question: Check, answer: Answer, guesses: Mapping[str, float]) 
         f"Your guesses are off by a factor of {yours}, the predictions of the same times by"
         f" {predictions}."
     )
-    return replace(answer, table=table, notes=(note, *answer.notes))
+    return replace(answer, table=table, remarks=(note,))

@@ -1,147 +1,276 @@
-"""How answers word amounts and regions: "15 to 23% less time", "from 1 MiB up", "2 and 4 ranks, 4
-KiB to 10 MiB"."""
+"""Answers in words: headline, statement, scope, notes and advice from the fields of an answer.
+
+A headline begins with the verdict. A statement stands next to the verdict and does not repeat it.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-import pandas as pd
+from labkit.lab.facts import Agreement, Answer, Comparison, Finding, Note, Region, Scope, Status
+from labkit.lab.phrases import Amount, amount, ceil_percent, format_outside, is_time, phrasing
+from labkit.lab.units import column, counted, format_value, join_words, label, label_range
 
-from labkit.lab.units import column, counted, format_factor, join_words, label, label_range
-
-TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
-UNEVEN = 2.0  # an interval whose ends differ by more than this factor gives no size
 MAX_NAMES = 4  # a scope lists up to this many names, and counts more
+MAX_REGION_NAMES = 3
+
+STATUS_TEXTS: dict[Status, str] = {
+    "wrong": "Wrong results, not timed",
+    "oom": "Out of memory",
+    "failed": "Failed",
+    "timeout": "Did not end in time",
+    "too_slow": "Right, but too slow to time",
+    "refused": "Not measured",
+    "skipped": "Not measured",
+    "pending": "Not measured",
+}
 
 
-@dataclass(frozen=True)
-class Phrasing:
-    """Words for less and more of a quantity, between a subject and a baseline; `{n}` is the
-    amount."""
-
-    noun: str
-    less: str
-    """For a share: "takes {n} less time than"."""
-    fraction: str
-    """For less than half, as the inverse factor: "is {n} times faster than"."""
-    more: str
-    multiple: str
-    better: str
-    worse: str
-
-    def clause(self, rows: pd.DataFrame) -> str:
-        """Verb and amount for rows that are all better or all worse: "takes 15 to 23% less time
-        than"."""
-        ratios = quotable(rows)["ratio"].astype(float)
-        is_less = ratios.iloc[0] < 1
-        factors = sorted(1 / ratios if is_less else ratios)
-        least = factors[0]
-        most = factors[-1]
-        if most < TWOFOLD:
-            shares = [1 - 1 / factor if is_less else factor - 1 for factor in (least, most)]
-            return (self.less if is_less else self.more).format(n=_percent_span(*shares))
-        if is_less and "of the" in self.fraction:
-            return self.fraction.format(n=_percent_span(1 / most, 1 / least))
-        return (self.fraction if is_less else self.multiple).format(
-            n=_span(format_factor(least), format_factor(most))
-        )
+def headline(answer: Answer) -> str:
+    """Say the answer in one sentence, verdict first: "Yes, from 1 MiB up: the ring is ..."."""
+    verdict, region, text = _parts(answer)
+    start = ", ".join(filter(None, (verdict, region)))
+    return capitalize(f"{start}: {text}" if start else text)
 
 
-TIME = Phrasing(
-    noun="time",
-    less="takes {n} less time than",
-    fraction="is {n} times faster than",
-    more="takes {n} longer than",
-    multiple="takes {n} times as long as",
-    better="faster",
-    worse="slower",
-)
-MEMORY = Phrasing(
-    noun="memory",
-    less="needs {n} less memory than",
-    fraction="needs {n} of the memory of",
-    more="needs {n} more memory than",
-    multiple="needs {n} times the memory of",
-    better="lighter",
-    worse="heavier",
-)
+def statement(answer: Answer) -> str:
+    """Say the answer next to its verdict: "From 1 MiB up: the ring is ..."."""
+    _, region, text = _parts(answer)
+    return capitalize(f"{region}: {text}" if region else text)
 
 
-def phrasing(value: str) -> Phrasing:
-    """Choose words for the quantity in a column by its name."""
-    if value.endswith("bytes"):
-        return MEMORY
-    if value == "seconds" or value.endswith("_s"):
-        return TIME
-    noun = column(value).title
-    words = (
-        f"has {{n}} lower {noun} than",
-        f"has {{n}} of the {noun} of",
-        f"has {{n}} higher {noun} than",
-    )
-    return Phrasing(noun, *words, f"has {{n}} times the {noun} of", "lower", "higher")
+def _parts(answer: Answer) -> tuple[str, str, str]:
+    """Return the verdict in a word, where or how far it holds, and the rest of the sentence."""
+    match answer:
+        case Comparison():
+            return _compare(answer)
+        case Agreement():
+            return _check(answer)
+        case Finding():
+            return "", "", answer.says.format_map(_row_words(answer))
+    reasons = [note.reason for note in answer.notes if note.names]
+    return "Not measured", "", _ended(reasons[0] if reasons else answer.reason)
 
 
-def quotable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Keep rows whose interval is narrow enough to quote their ratio; all rows if none is."""
-    even = rows[(rows["high"] <= UNEVEN * rows["low"]).to_numpy(dtype=bool)]
-    return even if len(even) else rows
+def _compare(answer: Comparison) -> tuple[str, str, str]:
+    phrases = phrasing(answer.quantity)
+    counts = answer.counts
+    baseline = answer.baseline
+    name = answer.subject
+    if answer.verdict == "undecided":
+        return "", "", f"too few repeats to compare {name or 'alternatives'} with {baseline}."
+    if answer.verdict == "no clear difference":
+        return _no_difference(answer)
+    if name is None:
+        if counts.worse == counts.total:
+            return "No", "", f"every {answer.noun} is {phrases.worse} than {baseline}."
+        return "No", "", f"no {answer.noun} is measurably {phrases.better} than {baseline}."
+    if answer.verdict == "no" and counts.worse < counts.total:
+        text = f"{name} is never measurably {phrases.better} than {baseline}"
+        return "No", "", f"{text}, and {phrases.worse} in some configurations."
+    clause = f"{name} {_clause(answer)} {baseline}"
+    if answer.verdict == "no":
+        return "No", "", f"{clause}."
+    region = _short_region(answer)
+    if counts.worse:
+        others = _other_values(answer)
+        return "It depends", "", f"{clause} {region}, and is {phrases.worse} {others}."
+    if counts.better == counts.total:
+        return "Yes", "", f"{clause}."
+    if counts.is_mostly_better:
+        return "Yes", region, f"{clause}."
+    return "", f"only {region}", f"{clause}."
 
 
-def describe_region(table: pd.DataFrame, rows: pd.DataFrame, along: Sequence[str]) -> str | None:
-    """Name the values that `rows` share and other rows of the table lack: "from 1 MiB up", "with 4
-    ranks", "for mini".
+def _no_difference(answer: Comparison) -> tuple[str, str, str]:
+    noun = phrasing(answer.quantity).noun
+    if answer.subject is not None:
+        text = f"no clear difference in {noun} between {answer.subject} and {answer.baseline}"
+    elif answer.n_alternatives == 2:
+        text = f"neither {answer.noun} differs clearly in {noun} from {answer.baseline}"
+    else:
+        count = answer.n_alternatives
+        text = f"none of {count} {answer.noun}s differs clearly in {noun} from {answer.baseline}"
+    if not answer.rounds_more:
+        return "", "", f"{text}."
+    rounds = counted(answer.rounds_more, "round")
+    return "", "", f"{text}; undecided: about {rounds} more would show a gain of 10%."
 
-    None if `rows` are no unbroken range of any of the columns `along`.
-    """
-    for name in along:
-        values = table[name]
-        theirs = set(rows[name])
-        if values.nunique() < 2 or (values.isin(theirs) != table.index.isin(rows.index)).any():
-            continue
-        ordered = sorted(set(values))
-        if name == "transport":
+
+def _clause(answer: Comparison) -> str:
+    size = amount(answer)
+    assert size is not None
+    phrase = size.phrase
+    return f"{phrase.verb} {size.text} {phrase.words} {phrase.preposition}"
+
+
+def _check(answer: Agreement) -> tuple[str, str, str]:
+    counts = answer.counts
+    if answer.verdict == "yes":
+        if answer.factor == 1:
+            return "Yes", "", f"all {answer.subject} equal {answer.reference}."
+        percent = ceil_percent(answer.factor)
+        return "Yes", "", f"all {answer.subject} are within {percent} of {answer.reference}."
+    verdict = "No"
+    extent = ""
+    if answer.verdict == "it depends":
+        verdict = ""
+        extent = "partly"
+    if not counts.better:
+        share = "no"
+    elif 2 * counts.better < counts.total:
+        share = "fewer than half of the"
+    elif 2 * counts.better == counts.total:
+        share = "half of the"
+    else:
+        share = "most"
+    worst = format_outside(answer.worst, answer.within)
+    compared = f"is {worst} times {answer.reference}"
+    if is_time(answer.quantity):
+        compared = f"takes {worst} times the predicted time"
+    text = f"{share} {answer.subject} are within a factor of {answer.within:g} of"
+    return verdict, extent, f"{text} {answer.reference}; the worst {compared}."
+
+
+def _row_words(answer: Finding) -> dict[str, str]:
+    """Return the values of a report's row as words, by column."""
+    return {str(name): format_value(str(name), value) for name, value in answer.values.items()}
+
+
+def change(answer: Answer) -> Amount | None:
+    """Return how much better or worse a comparison is; None for other answers and no difference."""
+    return amount(answer) if isinstance(answer, Comparison) else None
+
+
+def advice(answer: Answer) -> str | None:
+    """Word the recommendation, with the exceptions that the run shows."""
+    if answer.advice is None:
+        return None
+    match answer:
+        case Finding():
+            return capitalize(answer.advice.format_map(_row_words(answer)))
+        case Comparison():
+            text = answer.advice.format_map({"name": answer.subject or "", "where": _where(answer)})
+            better = phrasing(answer.quantity).better
+            for name, region in answer.overtaken:
+                place = describe_region(region) if region else "in some configurations"
+                text += f" {capitalize(place)}, {name} is {better} still."
+            return capitalize(text)
+    return capitalize(answer.advice)
+
+
+def _where(answer: Comparison) -> str:
+    if not answer.is_better or answer.counts.better == answer.counts.total:
+        return ""
+    if answer.region is not None:
+        return f" {describe_region(answer.region)}"
+    return f" ({phrasing(answer.quantity).better} {_some(answer)})"
+
+
+def _some(answer: Comparison) -> str:
+    share = "most" if answer.counts.is_mostly_better else "some"
+    return f"in {share} configurations"
+
+
+def _short_region(answer: Comparison) -> str:
+    """Name the region in a few words; a list of many names only says how much it covers."""
+    region = answer.region
+    if region is None or len(region.values) > MAX_REGION_NAMES:
+        return _some(answer)
+    return describe_region(region)
+
+
+def _other_values(answer: Comparison) -> str:
+    """Name the configurations outside of the region: "at other widths"."""
+    if answer.region is None or answer.region.relation == "among":
+        return "in others"
+    if answer.region.column == "world_size":
+        return "with other numbers of ranks"
+    return f"at other {column(answer.region.column).title}s"
+
+
+def describe_region(region: Region) -> str:
+    """Word a region: "from 1 MiB up", "with 4 ranks", "for mini"."""
+    name = region.column
+    names = join_words([label(name, value) for value in region.values])
+    match region.relation:
+        case "among" if name == "transport":
+            words = {"shared": "shared memory"}
             return "over " + join_words(
-                ["shared memory" if value == "shared" else value for value in sorted(theirs)]
+                [words.get(value, label(name, value)) for value in region.values]
             )
-        if isinstance(ordered[0], str | bool):
-            return f"for {join_words([label(name, value) for value in sorted(theirs)])}"
-        if len(theirs) == 1:
-            return f"{'with' if name == 'world_size' else 'at'} {label(name, min(theirs))}"
-        if theirs == set(ordered[-len(theirs) :]):
-            return f"from {label(name, min(theirs))} up"
-        if theirs == set(ordered[: len(theirs)]):
-            return f"up to {label(name, max(theirs))}"
-    return None
+        case "among":
+            return f"for {names}"
+        case "equal":
+            return f"{'with' if name == 'world_size' else 'at'} {names}"
+        case "from":
+            return f"from {label(name, region.values[0])} up"
+        case "up to":
+            return f"up to {label(name, region.values[-1])}"
 
 
-def describe_scope(table: pd.DataFrame, columns: Sequence[str]) -> str:
-    """Say which configurations a table covers: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"."""
-    parts = [_describe_values(name, table[name].dropna()) for name in columns if name in table]
+def scope(answer: Answer) -> str:
+    """Say what the answer covers: "faster in 5 of 6 configurations: gloo · 2 and 4 ranks"."""
+    covered = describe_scope(answer.scope)
+    counts = ""
+    match answer:
+        case Comparison():
+            counts = _count_configurations(answer)
+        case Agreement():
+            rows = counted(answer.counts.total, "comparison")
+            counts = f"{answer.counts.better} of {rows}"
+    return ": ".join(filter(None, (counts, covered)))
+
+
+def _count_configurations(answer: Comparison) -> str:
+    """ "faster in 10 of 12 configurations, slower in 1"; "all 6 configurations"; "" for one."""
+    counts = answer.counts
+    n = counts.total
+    has_winner = answer.subject is not None
+    noun = "configurations" if has_winner else "comparisons"
+    if counts.total in (counts.better, counts.worse) or not counts.better + counts.worse:
+        return {1: "", 2: f"both {noun}"}.get(n, f"all {n} {noun}")
+    phrases = phrasing(answer.quantity)
+    if not counts.better:
+        return f"{phrases.worse} in {counts.worse} of {n} {noun}"
+    text = f"{phrases.better} in {counts.better} of {n} {noun}"
+    return f"{text}, {phrases.worse} in {counts.worse}" if counts.worse else text
+
+
+def describe_scope(covered: Scope) -> str:
+    """Word the configurations of a table: "gloo · 2 and 4 ranks · 4 KiB to 10 MiB"."""
+    parts = [_describe_values(name, values) for name, values in covered]
     return " · ".join(filter(None, parts))
 
 
-def capitalize(text: str) -> str:
-    """Capitalize the first letter, unless the first word is a name in code."""
-    return text if "_" in text.partition(" ")[0] else text[:1].upper() + text[1:]
-
-
-def _describe_values(name: str, values: pd.Series) -> str:
-    if column(name).is_internal or values.empty:
+def _describe_values(name: str, values: Sequence[Any]) -> str:
+    if column(name).is_internal or not values:
         return ""
-    distinct = sorted(set(values))
-    if isinstance(distinct[0], str | bool):
-        names = [label(name, value) for value in values.unique()]
-        return (
-            counted(len(names), column(name).title) if len(names) > MAX_NAMES else join_words(names)
-        )
-    return label_range(name, distinct)
+    if not isinstance(values[0], str | bool):
+        return label_range(name, values)
+    if len(values) > MAX_NAMES:
+        return counted(len(values), column(name).title)
+    return join_words([label(name, value) for value in values])
 
 
-def _span(low: str, high: str) -> str:
-    return low if low == high else f"{low} to {high}"
+def notes(answer: Answer) -> list[str]:
+    """Word everything that a reader would act on, one sentence each."""
+    sentences = [*answer.remarks, *(describe_note(note) for note in answer.notes)]
+    if isinstance(answer, Comparison) and answer.ties:
+        names = join_words(answer.ties)
+        sentences.insert(0, f"As good, to within 3%: {names}.")
+    return sentences
 
 
-def _percent_span(low: float, high: float) -> str:
-    """Format two shares as "15 to 23%", with one decimal if the first is below one percent."""
-    digits = 0 if 100 * low >= 0.95 else 1
-    return f"{_span(f'{100 * low:.{digits}f}', f'{100 * high:.{digits}f}')}%"
+def describe_note(note: Note) -> str:
+    """ "Failed: ring and butterfly (no plan)."; of points "2 points skipped: needs 51 GiB."."""
+    if note.names:
+        return f"{STATUS_TEXTS[note.status]}: {join_words(note.names)} ({note.reason})."
+    return _ended(f"{counted(note.points, 'point')} {note.status}: {note.reason}")
+
+
+def capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

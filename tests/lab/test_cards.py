@@ -6,11 +6,12 @@ import re
 import pandas as pd
 import pytest
 
-from labkit.lab.answers import Answer, Question
+from labkit.lab.answers import Question
+from labkit.lab.facts import Finding, Note
 from labkit.lab.figures import Lines
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import piece
-from labkit.lab.pages.record import provenance_rows
+from labkit.lab.pages.provenance import provenance_rows
 from labkit.lab.runs.progress import Progress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run
@@ -29,7 +30,15 @@ def answer_pieces(text):
     """An answer with a figure, in a notebook and on a page; everything in it is named by the
     text."""
     question = Question(id=text, text=text)
-    answer = Answer(text, text, pd.DataFrame({text: [text]}), text, 0.5, text, text, (text,))
+    answer = Finding(
+        verdict=text,
+        says=text,
+        values={},
+        table=pd.DataFrame({text: [text]}),
+        advice=text,
+        scope=((text, (text,)),),
+        notes=(Note("failed", text, names=(text,)),),
+    )
     frame = pd.DataFrame({"n_bytes": [1, 2], "seconds": [1.0, 2.0], "algorithm": text})
     plot = Lines(x="n_bytes", y="seconds", hue="algorithm").plot(frame)
     answered = cards.answer(question, answer, [cards.figure(plot, text, text, text)])
@@ -143,7 +152,7 @@ def test_low_and_high_become_an_interval():
 
 
 def test_a_console_that_shows_no_html_gets_text():
-    answer = Answer("yes", "Ring.", advice="Use `ring`.")
+    answer = Finding(verdict="yes", says="Ring.", values={}, advice="Use `ring`.")
     answered = cards.answer(Question(id="which", text="Which?"), answer)
     assert repr(answered).splitlines() == ["yes Ring.", "On this machine Use ring."]
     assert "Use <code>ring</code>." in answered.data

@@ -1,79 +1,87 @@
-"""The index over records: what to do here, what is largest, which labs are of another machine,
-busy, failed or old."""
+"""The index over runs: what to do here, what is largest, which labs are of another machine, busy,
+failed or old."""
 
 import base64
 import hashlib
 import json
 import re
+from dataclasses import dataclass, replace
 
 import nbformat
 import pytest
 
-from labkit.lab.answers import TOPICS, Answer
-from labkit.lab.pages.html import split_change, statement, with_nonbreaking_units
-from labkit.lab.pages.record import (
-    OTHER_FORMAT,
-    PAGE_MIME,
-    AnswerRecord,
-    LabRecord,
-    RunRecord,
-    write_index,
-)
+from labkit.lab.answers import TOPICS, Question
+from labkit.lab.facts import Answer, Comparison, Counts, Finding
+from labkit.lab.pages.html import with_nonbreaking_units
+from labkit.lab.pages.index import write_index
+from labkit.lab.pages.record import OTHER_FORMAT, RUN_MIME, PageRecord
 from labkit.lab.pages.report import export_page
+from labkit.lab.recommended import DEFAULT
+from labkit.lab.runs.records import RunWriter
+from labkit.lab.runs.store import Run
+from labkit.lab.wording import headline, statement
 from labkit.machine.description import describe_machine
-from labkit.studies import LABS, load_lab
-from tests.lab.fake_lab import FAKE
+from tests.lab.fake_lab import FAKE, FakePoint, header
 
 MAX_WORDS = 1500
+POINTS = [FakePoint(action="fine", size=size) for size in range(7)]
 
 
-def answer(
-    name="which",
-    *,
-    lab="fake",
-    topic=None,
-    is_expected=False,
-    verdict="yes",
-    headline="Yes: it is.",
-    **others,
-):
-    about = {
-        "lab": lab,
-        "lab_title": "Fake",
-        "id": name,
-        "text": "Which?",
-        "topic": topic,
-        "is_expected": is_expected,
-    }
-    values = vars(Answer(verdict, headline, **others))
-    return AnswerRecord(
-        **about, **{name: value for name, value in values.items() if name != "table"}
+@dataclass(frozen=True, kw_only=True)
+class Given(Question):
+    """A question whose answer is given."""
+
+    given: Answer
+
+    def find(self, results):
+        return self.given
+
+
+def answer(name="which", *, ratio=0.5, verdict="yes", topic=None, is_expected=False, **others):
+    """A question with a comparison: the subject, named as the question, takes `ratio` of the
+    time."""
+    direction = "better" if ratio < 1 else "worse"
+    sign = None if verdict in ("no clear difference", "undecided") else direction
+    given = Comparison(
+        verdict=verdict,
+        quantity="seconds",
+        subject=name,
+        baseline="base",
+        counts=Counts(1, better=ratio < 1, worse=ratio > 1),
+        direction=sign,
+        low=ratio,
+        high=ratio,
+        effect=ratio if sign else 1.0,
+        **others,
     )
+    return Given(id=name, text="Which?", topic=topic, is_expected=is_expected, given=given)
 
 
-def run_record(*answers, **changes):
-    machine = describe_machine()
-    values = {"run": "a.jsonl", "started": "2030-01-02T00:00:00Z", "profile": "smoke"}
-    values |= {
-        "identity": machine.identity,
-        "machine": machine.label,
-        "machine_rows": [],
-        "provenance": [],
-    }
-    values |= {"coverage": {"ok": 2, "pending": 5}, "missing": [], "is_busy": False, "python": None}
-    return RunRecord(**(values | {"answers": answers} | changes))
+def write_run(folder, *, lab="fake", machine=None, ends=("ok", "ok"), rows=(), is_busy=False):
+    """A file of a run of seven points, of which those without an end are pending."""
+    given = {"machine": machine or describe_machine(), "lab": lab}
+    with RunWriter.create(folder / "runs" / lab, header(POINTS, **given)) as writer:
+        for values in rows:
+            writer.add_row(POINTS[0], 0, values)
+        for point, status in zip(POINTS, ends, strict=False):
+            reason = None if status == "ok" else "no room"
+            load = {"busy_cores": 64.0} if is_busy else None
+            writer.end_point(point, status, reason=reason, elapsed_s=1.0, load=load)
+    return writer.path
 
 
-def index(folder, *answers, error=None, **changes):
+def index(folder, *questions, error=None, **run):
     """Its main part, with plain spaces before units."""
-    run = run_record(*answers, **changes)
-    record = LabRecord(lab="fake", title="Fake", error=error, run=None if error else run)
+    lab = replace(FAKE, questions=questions)
+    path = None if error else str(write_run(folder, **run))
+    record = PageRecord(lab="fake", error=error, run=path)
     (folder / "fake.json").write_text(record.model_dump_json())
-    html = write_index([FAKE], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    html = write_index([lab], folder).read_text().replace("\N{NO-BREAK SPACE}", " ")
     return html[html.index("<main") : html.index("</main>")]
 
 
-BETTER = answer(topic="precision", advice="use bf16.", effect=0.5, change="2 times faster")
+BETTER = answer(topic="precision", advice="use bf16.", ratio=0.5)
+COMBINED = {"implementation": "joined", "model": "mini", "context_length": 64, **vars(DEFAULT)}
 
 
 def test_what_is_better_is_recommended_with_its_gain_and_a_link(tmp_path):
@@ -85,29 +93,20 @@ def test_what_is_better_is_recommended_with_its_gain_and_a_link(tmp_path):
     )
 
 
-@pytest.mark.parametrize("reason", [0, 1, 2, "busy"], ids=["host", "label", "instructions", "busy"])
-def test_a_record_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(reason, tmp_path):
-    identity = list(describe_machine().identity)
+@pytest.mark.parametrize("reason", ["host", "instructions", "busy"])
+def test_a_run_of_another_or_a_busy_machine_recommends_and_finds_nothing_here(reason, tmp_path):
+    machine = describe_machine()
     if reason != "busy":
-        identity[reason] = "another"
-    html = index(tmp_path, BETTER, identity=identity, is_busy=reason == "busy")
+        machine = machine.model_copy(update={reason: "another"})
+    html = index(tmp_path, BETTER, machine=machine, is_busy=reason == "busy")
     assert "Use bf16" not in html
     assert 'id="largest"' not in html
     assert ("This machine was busy" if reason == "busy" else "measured elsewhere") in html
 
 
 def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
-    keep = answer(
-        "keep",
-        topic="precision",
-        verdict="no",
-        advice="keep float32.",
-        effect=9.0,
-        change="9 times as long",
-    )
-    small = answer(
-        "small", topic="precision", advice="use fp16.", effect=0.9, change="10% less time"
-    )
+    keep = answer("keep", topic="precision", verdict="no", advice="keep float32.", ratio=9.0)
+    small = answer("small", topic="precision", advice="use fp16.", ratio=0.9)
     html = index(tmp_path, keep, small, BETTER)
     assert "Use bf16" in html
     assert "Use fp16" not in html
@@ -115,47 +114,46 @@ def test_a_topic_has_one_recommendation_that_of_the_largest_change(tmp_path):
     assert "Keep float32" in index(tmp_path, keep)
 
 
-@pytest.mark.parametrize(("verdict", "is_better"), [("yes", True), ("no", False)])
-def test_the_joined_configuration_comes_first_and_nothing_contradicts_it(
-    verdict, is_better, tmp_path
-):
-    gain = answer(
-        "gain", verdict=verdict, headline="So: together.", effect=0.6, change="40% less time"
-    )
-    html = index(tmp_path, gain, BETTER, python="import torch")
-    assert ("import torch" in html) is is_better
-    assert "Use bf16" not in html  # a part of it, or refuted with it
-    assert html.index("So: together.") < html.index('id="labs"')
+@pytest.mark.parametrize(
+    ("verdict", "replaces"), [("yes", True), ("no", False), ("no clear difference", False)]
+)
+def test_only_a_gain_that_is_shown_replaces_single_recommendations(verdict, replaces, tmp_path):
+    ratio = {"yes": 0.6, "no": 1.2}.get(verdict, 1.0)
+    gain = answer("gain", verdict=verdict, ratio=ratio, advice="train combined.", rounds_more=14)
+    html = index(tmp_path, gain, BETTER, rows=[COMBINED])
+    assert ("import torch" in html) is replaces
+    assert ("Train combined" in html) is replaces
+    assert ("Use bf16" in html) is not replaces
+    assert ("about 14 rounds more" in html) is (verdict == "no clear difference")
 
 
 def test_the_largest_findings_come_by_size_and_what_everybody_expects_is_not_among_them(tmp_path):
-    sizes = {"least": 0.95, "slower": 4.0, "faster": 0.3}
-    answers = [
-        answer(name, lab=name, headline=f"No: {name}.", effect=size, change="1% less")
-        for name, size in sizes.items()
-    ]
-    answers.append(
-        answer("smaller", lab="faster", headline="No: smaller.", effect=0.8, change="20% less")
-    )
-    answers.append(
-        answer("memory", headline="No: memory.", effect=0.01, change="1% of it", is_expected=True)
-    )
-    answers.append(answer("counted", headline="Counted.", verdict="counted"))
-    largest = index(tmp_path, *answers).split('id="largest"')[1].split("</section>")[0]
-    assert re.findall(r"</span> (\w+)\.", largest) == ["Slower", "Faster", "Least"]
+    labs = []
+    for name, ratio in {"least": 0.95, "slower": 4.0, "faster": 0.3}.items():
+        questions = [answer(name, ratio=ratio)]
+        if name == "faster":
+            questions.append(answer("smaller", ratio=0.8))
+            questions.append(answer("memory", ratio=0.01, is_expected=True))
+            found = Finding(verdict="counted", says="Counted.", values={})
+            questions.append(Given(id="counted", text="?", given=found))
+        labs.append(replace(FAKE, name=name, questions=questions))
+        record = PageRecord(lab=name, run=str(write_run(tmp_path, lab=name)))
+        (tmp_path / f"{name}.json").write_text(record.model_dump_json())
+    html = write_index(labs, tmp_path).read_text()
+    largest = html.split('id="largest"')[1].split("</section>")[0]
+    assert re.findall(r"</span> (\w+) ", largest) == ["Slower", "Faster", "Least"]
 
 
 def test_a_failed_lab_a_failed_point_and_another_format_are_named_and_end_nothing(tmp_path):
     assert "failed:</a> it broke" in index(tmp_path, error="it broke").replace(
         "</a> failed:", "failed:</a>"
     )
-    failed = [{"status": "failed", "reason": "no room", "count": 2}]
-    assert "2 points failed: no room" in index(tmp_path, missing=failed)
+    assert "2 points failed: no room" in index(tmp_path, ends=["failed", "failed"])
     record = json.loads((tmp_path / "fake.json").read_text())
     for text in (
         json.dumps(record | {"format_version": 5}),
         json.dumps([]),
-        json.dumps({"lab": "fake"}),
+        json.dumps({"run": "a"}),
         "{",
         "",
     ):
@@ -164,6 +162,8 @@ def test_a_failed_lab_a_failed_point_and_another_format_are_named_and_end_nothin
             f'<a href="fake.html">Fake</a>: {OTHER_FORMAT}'
             in write_index([FAKE], tmp_path).read_text()
         )
+    (tmp_path / "fake.json").write_text(json.dumps(record | {"run": "gone.jsonl"}))
+    assert "its run cannot be read" in write_index([FAKE], tmp_path).read_text()
 
 
 def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
@@ -173,26 +173,26 @@ def test_while_a_report_is_under_way_the_index_says_what_is_to_come(tmp_path):
 
 def test_the_index_of_all_labs_stays_short(tmp_path):
     """Five answers per lab of fifteen words each, and advice on every topic."""
-    headline = "Yes: " + "word " * 14 + "end."
     advice = "word " * 12 + "end."
-    for lab, topic in zip(LABS[:11], TOPICS, strict=False):
-        same = {"headline": headline, "effect": 0.5, "change": "2 times faster"}
-        answers = [answer(f"q{number}", **same) for number in range(4)]
-        gain = {"topic": topic, "advice": advice, "effect": 0.4, "change": "60% less time"}
-        answers.append(answer("gain", headline=headline, **gain))
-        run = run_record(*answers, python="word\n" * 40 if lab == LABS[0] else None)
-        (tmp_path / f"{lab}.json").write_text(
-            LabRecord(lab=lab, title=lab, run=run).model_dump_json()
-        )
-    html = write_index([load_lab(lab) for lab in LABS], tmp_path).read_text()
+    labs = []
+    for number, topic in enumerate(list(TOPICS)[:11]):
+        name = f"lab{number}"
+        questions = [answer("word " * 8 + f"q{one}") for one in range(4)]
+        questions.append(answer("gain", topic=topic, advice=advice, ratio=0.4))
+        labs.append(replace(FAKE, name=name, questions=questions))
+        rows = [COMBINED] if number == 0 else []
+        record = PageRecord(lab=name, run=str(write_run(tmp_path, lab=name, rows=rows)))
+        (tmp_path / f"{name}.json").write_text(record.model_dump_json())
+    html = write_index(labs, tmp_path).read_text()
     text = re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL)
     assert len(text.split()) <= MAX_WORDS
 
 
-def write_page(folder, *, piece=None, **changes):
-    """A page of a notebook that left its record."""
+def write_page(folder, *, piece=None):
+    """A page of a notebook that left its run."""
     cell = nbformat.v4.new_code_cell("1")
-    data = {PAGE_MIME: run_record(BETTER, **changes).model_dump(mode="json"), "text/html": ""}
+    path = write_run(folder, rows=[{"seconds": [1.0]}])
+    data = {RUN_MIME: {"run": str(path)}, "text/html": ""}
     cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
     if piece is not None:
         pieces = piece._repr_mimebundle_() | {"text/html": piece.data}
@@ -204,9 +204,9 @@ def write_page(folder, *, piece=None, **changes):
 
 def test_a_page_is_written_with_its_record_and_both_whole_or_not_at_all(tmp_path, monkeypatch):
     page = write_page(tmp_path)
-    record = LabRecord.model_validate_json((tmp_path / "fake.json").read_text())
-    assert record.run.answers == [BETTER]
-    before = page.read_bytes(), sorted(tmp_path.iterdir())
+    record = PageRecord.model_validate_json((tmp_path / "fake.json").read_text())
+    assert Run.load(record.run).coverage()["status"].tolist() == ["ok"] * 2 + ["pending"] * 5
+    before = page.read_bytes(), sorted(tmp_path.glob("fake*"))
 
     def fill(path, data):
         path.open("wb").write(data[:10])
@@ -214,8 +214,8 @@ def test_a_page_is_written_with_its_record_and_both_whole_or_not_at_all(tmp_path
 
     monkeypatch.setattr("pathlib.Path.write_bytes", fill)
     with pytest.raises(OSError, match="No space left"):
-        write_page(tmp_path, profile="quick")
-    assert (page.read_bytes(), sorted(tmp_path.iterdir())) == before
+        export_page(tmp_path / "fake.ipynb", page, FAKE, error="another")
+    assert (page.read_bytes(), sorted(tmp_path.glob("fake*"))) == before
 
 
 def test_the_policy_of_pages_allows_their_own_script_by_its_hash_and_no_other(tmp_path):
@@ -236,8 +236,6 @@ def test_a_number_stays_on_one_line_with_its_unit_and_nothing_but_text_is_change
     assert with_nonbreaking_units(text.format(" ")) == text.format("\N{NO-BREAK SPACE}")
 
 
-def test_a_headline_does_not_repeat_its_verdict_and_the_amount_of_a_change_is_large():
-    assert statement("Yes: it is.") == "It is."
-    assert statement("Yes, from 1 MiB up: it is.") == "From 1 MiB up: it is."
-    assert split_change("1.4 to 2.1 times faster") == ("1.4 to 2.1", "times faster")
-    assert split_change("less time") == ("", "less time")
+def test_a_statement_does_not_repeat_the_verdict_that_stands_next_to_it():
+    whole = answer(ratio=0.5).given
+    assert headline(whole) == f"Yes: {statement(whole)[0].lower()}{statement(whole)[1:]}"

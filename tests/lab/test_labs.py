@@ -8,9 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from labkit.lab.facts import Note
 from labkit.lab.metric import Results
 from labkit.lab.project import checkout, recorded_directory, reference_directory
 from labkit.lab.runs.store import Run
+from labkit.lab.wording import headline
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS, load_lab
 from tests import small_steps  # noqa: F401
@@ -45,10 +47,11 @@ def test_questions_have_ids_that_fit_a_link_and_end_with_a_question_mark(lab):
     "columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")]
 )
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
-    results = Results(pd.DataFrame(columns=list(columns)), missing=("needs 51 GiB (2 points)",))
+    notes = (Note("skipped", "needs 51 GiB", points=2),)
+    results = Results(pd.DataFrame(columns=list(columns)), missing=notes)
     answers = load_lab(lab).answers(results)
     assert {answer.verdict for answer in answers.values()} == {"not measured"}
-    assert all(answer.notes == ("needs 51 GiB (2 points)",) for answer in answers.values())
+    assert all(answer.notes == notes for answer in answers.values())
 
 
 def test_every_published_measurement_is_shown():
@@ -88,7 +91,7 @@ def test_a_recorded_run_is_complete_and_answers_its_questions(path):
     assert run.pending == []
     assert sum(answer.verdict == "not measured" for answer in answers.values()) <= 1
     for answer in answers.values():
-        check_headline(answer.headline)
+        check_headline(headline(answer))
 
 
 def check_headline(headline):

@@ -11,6 +11,7 @@ from torch import nn
 
 from labkit.lab.units import format_value
 from labkit.lab.user_models import registered_models
+from labkit.lab.wording import headline
 from labkit.studies import load_lab
 from labkit.studies.memory import worker as memory
 from labkit.studies.memory.counting import PARTS
@@ -39,12 +40,12 @@ def answers(run):
 def test_limits_say_the_shortest_all_reduce_and_the_fastest_matmul_that_were_measured():
     said = answers(run := recorded("limits"))
     times = slowest(run, "world_size", "way", sweep="exchange", what="all-reduce", n_bytes=1024)
-    assert format_value("seconds", median(times[min(times)])) in said["exchange"].headline
+    assert format_value("seconds", median(times[min(times)])) in headline(said["exchange"])
     products = slowest(
         run, "flops", "shape", "device", sweep="products", world_size=1, dtype="float32"
     )
     best = max(flops / median(seconds) for (flops, *_), seconds in products.items())
-    assert format_value("flops_per_s", best) in said["matmuls"].headline
+    assert format_value("flops_per_s", best) in headline(said["matmuls"])
     assert said["matmuls"].table.query("dtype == 'float32'")["flops_per_s"].max() == pytest.approx(
         best
     )

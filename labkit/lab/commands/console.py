@@ -181,6 +181,7 @@ def _finite(value: float | None) -> float | None:
 
 def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
     """Yield the effect of each question of a run, then the ratios behind it."""
+    from labkit.lab import wording
     from labkit.lab.answers import Compare
     from labkit.lab.units import labels
 
@@ -193,12 +194,14 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
         facts: dict[str, Any] = {"lab": lab.name, "question": question.id}
         name = f"{lab.name}.{question.id}"
         if answer.verdict == "not measured":
-            yield number(name, None, "ratio", validity=answer.headline, measured=at, **facts)
+            yield number(
+                name, None, "ratio", validity=wording.headline(answer), measured=at, **facts
+            )
             continue
         said: dict[str, Any] = {
             "verdict": answer.verdict,
-            "headline": answer.headline,
-            "notes": list(answer.notes),
+            "headline": wording.headline(answer),
+            "notes": wording.notes(answer),
         }
         yield number(name, answer.effect, "ratio", validity=validity, measured=at, **facts, **said)
         if not isinstance(question, Compare) or answer.table is None:

@@ -8,7 +8,6 @@ import base64
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 from textwrap import dedent
@@ -22,8 +21,9 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from labkit.lab.answers import Answer, Question
+from labkit.lab.answers import Question
 from labkit.lab.config import ParameterError
+from labkit.lab.facts import Answer, Comparison
 from labkit.lab.figures import Plot
 from labkit.lab.pages.html import (
     code_style,
@@ -34,6 +34,7 @@ from labkit.lab.pages.html import (
     table_columns,
 )
 from labkit.lab.pages.schedule import record_schedule
+from labkit.lab.phrases import phrasing
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
 from labkit.machine.description import Machine, describe_machine
@@ -136,31 +137,10 @@ def coverage(run: Run) -> Piece:
         more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
         when = f"{len(run.busy)} of {counted(len(points), 'point')}"
         notes.append(
-            f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Trust ratios,"
-            " not times."
+            f"Busy machine during {when}: {'; '.join(reasons[:MAX_REASONS])}{more}. Times are too"
+            " long, and ratios less certain than their intervals."
         )
-    return Piece(piece("coverage", line=line, notes=notes, reasons=missing_points(run)))
-
-
-@dataclass(frozen=True)
-class MissingPoints:
-    """Number of points with one status other than `ok`, and one reason."""
-
-    status: str
-    reason: str
-    count: int
-
-
-def missing_points(run: Run) -> list[MissingPoints]:
-    """Return points that did not end `ok`, by status and reason, the most frequent first."""
-    table = run.coverage()
-    others = table[table["status"] != "ok"]
-    others = others.assign(reason=others["reason"].mask(others["status"] == "pending", "not ended"))
-    reasons = others.groupby(["status", "reason"], dropna=False).size().sort_values(ascending=False)
-    return [
-        MissingPoints(str(status), str(reason), int(count))
-        for (status, reason), count in reasons.items()
-    ]
+    return Piece(piece("coverage", line=line, notes=notes, reasons=run.missing_points()))
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Piece:
@@ -228,13 +208,23 @@ def answer(question: Question, answer: Answer, figures: Sequence[Piece] = ()) ->
     about = {
         "question": question,
         "answer": answer,
-        "table": table(answer.table).on_page if has_table else None,
+        "table": table(_with_words(answer)).on_page if has_table else None,
     }
     html, on_page = (
         piece("answer", **about, figures=[Markup(text) for text in texts])
         for texts in ([one.data for one in figures], [one.on_page for one in figures])
     )
     return Piece(html, on_page=on_page)
+
+
+def _with_words(answer: Answer) -> pd.DataFrame:
+    """Return the table of an answer; a comparison's verdicts in the words of its quantity."""
+    assert answer.table is not None
+    if not isinstance(answer, Comparison):
+        return answer.table
+    words = phrasing(answer.quantity)
+    verdicts = answer.table["verdict"].replace({"faster": words.better, "slower": words.worse})
+    return answer.table.assign(verdict=verdicts)
 
 
 def stepper(

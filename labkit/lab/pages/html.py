@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from pygments.formatters import HtmlFormatter
 
+from labkit.lab import wording
 from labkit.lab.units import column
-from labkit.lab.wording import capitalize
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_NAME_WORDS = 4  # longer texts are sentences, which keep their underscores
@@ -25,7 +25,6 @@ SEPARATED_FROM = 100_000  # larger whole numbers have separators
 _UNITS = r"(?:%|[nµm]?s|min|(?:[KMGT]i|[kMGTP])?B(?:/s)?|[MGTP]?FLOP(?:/s)?)(?!\w)"
 _NOT_TEXT = r"<(script|style|svg|pre|code)\b.*?</\2>|<[^>]*>"
 _BREAKS = re.compile(rf"({_NOT_TEXT})|(?<=[\d\]]) (?={_UNITS})", re.DOTALL)
-_AMOUNT = re.compile(r"([\d.,%]+(?: to [\d.,%]+)?) ?(.*)")
 
 
 def render(template: str, **values: Any) -> str:
@@ -87,17 +86,6 @@ def mark_code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def statement(headline: str) -> str:
-    """Remove the verdict that stands next to a headline: "Yes: it is." becomes "It is."."""
-    return capitalize(re.sub(r"^(Yes|No|It depends)[:,] ", "", headline))
-
-
-def split_change(change: str) -> tuple[str, str]:
-    """Split a change into its amount, which is displayed in large, and the words after it."""
-    match = _AMOUNT.match(change)
-    return (match[1], match[2]) if match else ("", change)
-
-
 @cache
 def _environment() -> Environment:
     loader = FileSystemLoader(TEMPLATES)
@@ -112,10 +100,9 @@ def _environment() -> Environment:
     environment.filters |= {
         "mark_code": mark_code,
         "plain": lambda text: text.replace("`", ""),
-        "sentence": capitalize,
     }
-    environment.filters |= {"split_change": split_change, "statement": statement}
     environment.globals |= {
+        "words": wording,
         "script_hash": script_hash,
         "script": script,
         "style_sheet": style_sheet,

@@ -20,7 +20,8 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 from labkit.lab.declaration import Lab
-from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_summary
+from labkit.lab.facts import Answer
+from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_rows, machine_summary
 from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, join_parameters
 from labkit.lab.pages.html import (
     TEMPLATES,
@@ -30,11 +31,13 @@ from labkit.lab.pages.html import (
     style_sheet,
     with_nonbreaking_units,
 )
-from labkit.lab.pages.record import RULE, LabRecord, read_notebook_record
+from labkit.lab.pages.provenance import RULE, provenance_rows
+from labkit.lab.pages.record import PageRecord, answered_run, notebook_run
 from labkit.lab.project import (
     check_writable,
     committed_notebook,
     figures_directory,
+    relative_to_project,
     runs_directory,
     write_file,
 )
@@ -138,12 +141,20 @@ class _PageExporter(HTMLExporter):
 _exporter = cache(_PageExporter)  # which takes a second to make
 
 
-def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> LabRecord:
+def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = None) -> PageRecord:
     """Write the page of an executed notebook, and its record as JSON; `error` is why it did not run
     to its end."""
-    run = read_notebook_record(notebook)
-    record = LabRecord(lab=lab.name, title=lab.title, error=error, run=run)
-    rows = dict(run.machine_rows if run else ())
+    record = PageRecord(lab=lab.name, error=error)
+    run = None
+    answers: Mapping[str, Answer] = {}
+    machine: dict[str, str] = {}
+    provenance: dict[str, str] = {}
+    if (file := notebook_run(notebook)) is not None:
+        run, answers = answered_run(lab, file)
+        record = PageRecord(lab=lab.name, run=relative_to_project(file), error=error)
+        machine = machine_rows(run.header.machine)
+        provenance = provenance_rows(lab, run)
+    rest = {name: value for name, value in machine.items() if name not in SUMMARY_FACTS}
     document = nbformat.read(notebook, as_version=4)
     _hide_empty_sections(document.cells)
     parts = {
@@ -153,12 +164,15 @@ def export_page(notebook: Path, page: Path, lab: Lab, *, error: str | None = Non
         "code_style": code_style(),
         "script": script(),
         "summary": render(
-            "page_summary.html.j2", record=record, rule=RULE, machine=machine_summary(rows)
+            "page_summary.html.j2",
+            run=run,
+            error=error,
+            rule=RULE,
+            machine=machine_summary(machine),
+            answers=[(lab.question(name), answer) for name, answer in answers.items()],
         ),
         "footer": render(
-            "page_footer.html.j2",
-            record=record,
-            rest=[(name, value) for name, value in rows.items() if name not in SUMMARY_FACTS],
+            "page_footer.html.j2", error=error, provenance=[*(provenance | rest).items()]
         ),
         "piece_mime": PIECE_MIME,
     }

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from pydantic import ValidationError
 
+from labkit.lab.facts import Note
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
 from labkit.lab.runs.records import (
@@ -34,6 +35,8 @@ from labkit.scaling import first_problem
 __all__ = ["Run", "RunFileError", "RunHeader", "find_run", "newest_runs"]
 
 MAX_REASONS = 3
+BUSY_SHARE = 0.25
+"""Share of the measured time from which other programs make a run that of a busy machine."""
 
 
 @dataclass(eq=False, repr=False)
@@ -135,17 +138,30 @@ class Run:
 
     def results(self) -> Results:
         """Rows, calibration and reasons for missing points: the input of questions."""
-        counts = self.coverage().query("status != 'ok'")["reason"].dropna().value_counts()
-        missing = [
-            f"{reason} ({count} points)" if count > 1 else str(reason)
-            for reason, count in counts.items()
-        ]
         machine = self.header.machine
-        memory = machine.memory_of(machine.device(self.header.config.get("device") or "auto"))
-        reasons = tuple(missing[:MAX_REASONS])
+        ended = [note for note in self.missing_points() if note.status != "pending"]
         return Results(
-            self._frame, self.header.calibration, reasons, memory, machine.link_bytes_per_s
+            self._frame,
+            calibration=self.header.calibration,
+            missing=tuple(ended[:MAX_REASONS]),
+            is_busy=self.is_busy,
+            machine_bytes=machine.memory_of(
+                machine.device(self.header.config.get("device") or "auto")
+            ),
+            link_bytes_per_s=machine.link_bytes_per_s,
         )
+
+    def missing_points(self) -> list[Note]:
+        """Return points that did not end `ok`, by status and reason, the most frequent first."""
+        table = self.coverage()
+        others = table[table["status"] != "ok"]
+        pending = others["status"] == "pending"
+        others = others.assign(reason=others["reason"].mask(pending, "not ended"))
+        counts = others.groupby(["status", "reason"], dropna=False).size()
+        return [
+            Note(status, str(reason), points=int(count))
+            for (status, reason), count in counts.sort_values(ascending=False).items()
+        ]
 
     def coverage(self) -> pd.DataFrame:
         """Return one row per planned point: its fields, status ("pending" before its end), reason,
@@ -170,6 +186,14 @@ class Run:
     def busy(self) -> dict[str, str]:
         """Points during which the machine was busy or slow, with the reason as a phrase."""
         return busy_points(self.loads, self.header.machine.cores)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs were at work during a quarter of the measured time or more."""
+        points = self.coverage()
+        elapsed_s = points["elapsed_s"]
+        busy_s = elapsed_s[points["point"].isin(self.busy)].sum()
+        return bool(self.busy) and busy_s >= BUSY_SHARE * max(elapsed_s.sum(), 1e-9)
 
     def failures(self) -> Iterator[tuple[str, str, str]]:
         """Yield point, reason and details (traceback, last output) of each point that ended neither

@@ -219,6 +219,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="algorithms",
     register=register,
+    alternatives=("algorithm",),
     names=NAMES,
     questions=[
         Report(

@@ -198,6 +198,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="implementations",
     register=register,
+    alternatives=("implementation",),
     names=NAMES,
     questions=[
         Report(

@@ -226,6 +226,7 @@ LAB = Lab(
     points=points,
     keeps_checkpoints=True,
     prepare=prepare,
+    alternatives=("implementation",),
     names=NAMES,
     questions=[
         Report(

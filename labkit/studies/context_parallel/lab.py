@@ -120,6 +120,7 @@ LAB = Lab(
     },
     worker=worker.measure,
     points=points,
+    alternatives=("way",),
     names=NAMES,
     questions=[
         Compare(

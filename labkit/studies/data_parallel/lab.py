@@ -254,6 +254,7 @@ LAB = Lab(
     plugin_parameter="implementations",
     register=register,
     model_parameters=("workloads",),
+    alternatives=("implementation",),
     names=NAMES,
     questions=[
         Report(

@@ -202,6 +202,7 @@ LAB = Lab(
     },
     worker=measure,
     points=points,
+    alternatives=("way", "sweep"),
     names={1: "with one thread"} | {n: f"work with {n} threads" for n in range(2, 257)},
     questions=[
         Report(

@@ -254,6 +254,7 @@ LAB = Lab(
     points=points,
     model_parameters=("sizes",),
     takes_models=True,
+    alternatives=("segment",),
     names=SEGMENT_NAMES,
     questions=[
         Report(

@@ -183,6 +183,7 @@ LAB = Lab(
     },
     worker=measure,
     points=points,
+    alternatives=("way", "axis", "schedule"),
     names=NAMES,
     questions=[
         *(

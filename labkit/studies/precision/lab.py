@@ -110,6 +110,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("models",),
+    alternatives=("precision",),
     names=NAMES,
     questions=[
         Compare(

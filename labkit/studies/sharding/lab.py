@@ -222,6 +222,7 @@ LAB = Lab(
     plugin_parameter="implementations",
     register=register,
     model_parameters=("sizes",),
+    alternatives=("implementation",),
     names=NAMES,
     questions=[
         Compare(

@@ -96,6 +96,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="alternatives",
     register=worker.register,
+    alternatives=("alternative",),
     names=NAMES,
     questions=[
         Compare(

@@ -230,6 +230,7 @@ LAB = Lab(
     points=points,
     model_parameters=("sizes", "profiled_sizes", "compiled_sizes", "first_step_sizes"),
     takes_models=True,
+    alternatives=("implementation", "sweep"),
     names={
         worker.EAGER: "the eager one",
         worker.COMPILED: "a compiled step",

@@ -102,6 +102,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     model_parameters=("models",),
+    alternatives=("implementation",),
     names=NAMES,
     questions=[
         Compare(

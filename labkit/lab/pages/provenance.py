@@ -1,0 +1,87 @@
+"""Where the numbers of a page come from: the run, how to draw and measure it again, how its ranks
+ran."""
+
+import json
+import shlex
+
+from labkit.bench.statistics import FALSE_DISCOVERY_RATE, MIN_RELEVANT_DIFFERENCE
+from labkit.lab.calibration import LIMITS, describe_calibration
+from labkit.lab.config import AUTO, ParameterError
+from labkit.lab.declaration import Lab
+from labkit.lab.project import relative_to_project
+from labkit.lab.runs.records import Resumption, RunHeader
+from labkit.lab.runs.store import Run
+from labkit.lab.units import counted
+from labkit.parallel.ranks.torchrun import describe_hosts
+
+RULE = (
+    f"A difference counts if it is at least {100 * MIN_RELEVANT_DIFFERENCE:.0f}% and significant"
+    f" (false discovery rate {FALSE_DISCOVERY_RATE:.1%} per question). Intervals are 95% and cover"
+    " what varied within this run. A ratio is estimated from rounds, so it may differ from the"
+    " ratio of two medians. Compare ratios, not times, between sections: other processes measured"
+    " them at other times."
+)
+
+
+def provenance_rows(lab: Lab, run: Run) -> dict[str, str]:
+    """Return facts of the provenance card by name."""
+    path = relative_to_project(run.path)
+    hosts = run.header.ranks_by_host
+    resumed = "; ".join(map(_describe_resumption, run.resumptions))
+    return {
+        "Run": path,
+        "Started": f"{run.header.started:%Y-%m-%d %H:%M:%S} UTC",
+        "Measured by": run.header.command,
+        **({"Resumed at": resumed} if resumed else {}),
+        "Draw again": f"labkit report {lab.name} --run {shlex.quote(path)}",
+        "Measure again": _command_again(lab, run.header),
+        "Ranks": _describe_ranks(run),
+        **({"Predicted from": describe_calibration(run)} if lab.name != LIMITS else {}),
+        **({"Hosts": describe_hosts(hosts)} if hosts is not None else {}),
+    }
+
+
+def _describe_resumption(resumption: Resumption) -> str:
+    """Say when, at which commit and by which command a run was resumed; older runs lack some."""
+    when = f"{resumption.at:%F %T} UTC" if resumption.at else "unknown time"
+    return (
+        f"{when}, {resumption.source or 'unknown commit'}, by"
+        f" {resumption.command or 'an unknown command'}"
+    )
+
+
+def _command_again(lab: Lab, header: RunHeader) -> str:
+    """Return the command with the --set options that lead from the profile to the config of the
+    run."""
+    try:
+        lab.configure(header.profile, header.config, header.machine)
+    except ParameterError:
+        return "by the notebook with the alternatives that it adds, or the labkit that measured it"
+    profiles = lab.profiles_on(header.machine, header.config.get("device") or AUTO)
+    profile = profiles[header.profile].model_dump(mode="json")
+    changed = {name: value for name, value in header.config.items() if profile[name] != value}
+    options = [
+        f" --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in changed.items()
+    ]
+    return f"labkit report {lab.name} --profile {header.profile}" + "".join(options)
+
+
+def _describe_ranks(run: Run) -> str:
+    """Say how the ranks ran, as they reported: "2 ranks: gloo, forkserver, scheduling batch, 1
+    thread each"."""
+    described = set()
+    for fact in run.facts().values():
+        # the ranks were ready
+        if {"world_size", "backend", "start_method", "scheduling", "threads"} <= fact.keys():
+            text = (
+                f"{fact['backend'] or 'no process group'}, {fact['start_method']}, scheduling"
+                f" {fact['scheduling']}"
+            )
+            memory = f", shared memory {fact['shared_memory']}" if "shared_memory" in fact else ""
+            described.add(
+                (fact["world_size"], f"{text}, {counted(fact['threads'], 'thread')} each{memory}")
+            )
+    return (
+        "; ".join(f"{counted(ranks, 'rank')}: {text}" for ranks, text in sorted(described))
+        or "none"
+    )

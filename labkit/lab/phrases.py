@@ -1,0 +1,138 @@
+"""How much more or less: "15 to 23% less time", "3 times faster", "20% of the memory"."""
+
+import math
+from dataclasses import dataclass
+
+from labkit.lab.facts import Comparison
+from labkit.lab.units import column, format_factor
+
+TWOFOLD = 1.95  # from this factor up "times" reads better than "%"
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """Words around an amount, between a subject and a baseline: takes | 15% | less time | than."""
+
+    verb: str
+    words: str
+    preposition: str
+    is_share: bool = False
+    """Whether the amount is the ratio itself in percent ("needs 20% of the memory of")."""
+
+
+@dataclass(frozen=True)
+class Phrasing:
+    """Words for less and more of a quantity."""
+
+    noun: str
+    less: Phrase
+    """For a share: "takes 15% less time than"."""
+    fraction: Phrase
+    """For less than half: "is 3 times faster than"."""
+    more: Phrase
+    multiple: Phrase
+    better: str
+    worse: str
+
+
+TIME = Phrasing(
+    noun="time",
+    less=Phrase("takes", "less time", "than"),
+    fraction=Phrase("is", "times faster", "than"),
+    more=Phrase("takes", "longer", "than"),
+    multiple=Phrase("takes", "times as long", "as"),
+    better="faster",
+    worse="slower",
+)
+MEMORY = Phrasing(
+    noun="memory",
+    less=Phrase("needs", "less memory", "than"),
+    fraction=Phrase("needs", "of the memory", "of", is_share=True),
+    more=Phrase("needs", "more memory", "than"),
+    multiple=Phrase("needs", "times the memory", "of"),
+    better="lighter",
+    worse="heavier",
+)
+
+
+def phrasing(quantity: str) -> Phrasing:
+    """Choose words for a measured column by its name."""
+    if quantity.endswith("bytes"):
+        return MEMORY
+    if is_time(quantity):
+        return TIME
+    noun = column(quantity).title
+    return Phrasing(
+        noun,
+        less=Phrase("has", f"lower {noun}", "than"),
+        fraction=Phrase("has", f"of the {noun}", "of", is_share=True),
+        more=Phrase("has", f"higher {noun}", "than"),
+        multiple=Phrase("has", f"times the {noun}", "of"),
+        better="lower",
+        worse="higher",
+    )
+
+
+def is_time(quantity: str) -> bool:
+    """Whether a column holds seconds."""
+    return quantity == "seconds" or quantity.endswith("_s")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How large a difference is: "15 to 23%" and the phrase around it."""
+
+    text: str
+    phrase: Phrase
+
+
+def amount(answer: Comparison) -> Amount | None:
+    """Word the range of a comparison's ratios; None if no difference is shown."""
+    if answer.direction is None:
+        return None
+    phrases = phrasing(answer.quantity)
+    if answer.direction == "better":
+        # as factors from the smallest effect to the largest
+        least = 1 / answer.high
+        most = 1 / answer.low
+        if most < TWOFOLD:
+            return Amount(_percent_span(1 - answer.high, 1 - answer.low), phrases.less)
+        if phrases.fraction.is_share:
+            return Amount(_percent_span(answer.low, answer.high), phrases.fraction)
+        return Amount(_factor_span(least, most), phrases.fraction)
+    if answer.high < TWOFOLD:
+        return Amount(_percent_span(answer.low - 1, answer.high - 1), phrases.more)
+    return Amount(_factor_span(answer.low, answer.high), phrases.multiple)
+
+
+def _factor_span(low: float, high: float) -> str:
+    return _span(format_factor(low), format_factor(high))
+
+
+def format_outside(ratio: float, within: float) -> str:
+    """Round a ratio that is outside of a factor so that it stays outside: 0.858 -> "0.86"."""
+    if ratio <= 0:
+        return "0"
+    for digits in range(2, 6):
+        text = f"{ratio:.{digits}g}"
+        rounded = float(text)
+        if max(rounded, 1 / rounded) > within:
+            break
+    return text if ratio < 10 else f"{ratio:,.0f}"
+
+
+def ceil_percent(factor: float) -> str:
+    """1.0083 -> "0.84%": rounded up, so that the claim holds."""
+    percent = max(0.05, 100 * (factor - 1))
+    step = 10 ** (math.floor(math.log10(percent)) - 1)
+    return f"{math.ceil(percent / step - 1e-9) * step:.2g}%"
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _percent_span(low: float, high: float) -> str:
+    """Format two shares as "15 to 23%", with one decimal if the first is below one percent."""
+    digits = 0 if 100 * low >= 0.95 else 1
+    return f"{_span(f'{100 * low:.{digits}f}', f'{100 * high:.{digits}f}')}%"
