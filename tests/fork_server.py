@@ -10,7 +10,6 @@ that runs as a program of its own, do without.
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -47,9 +46,7 @@ def lend(address: Path) -> None:
     def give() -> None:
         while True:
             with listener.accept()[0] as borrower:
-                socket.send_fds(
-                    borrower, [str(server).encode()], [fork_server._server[0][0].fileno()]
-                )
+                socket.send_fds(borrower, [str(server.pid).encode()], [server.control.fileno()])
 
     threading.Thread(target=give, daemon=True).start()
 
@@ -58,8 +55,8 @@ def borrow(address: Path) -> None:
     """Use the fork server of the process that lends it."""
     with socket.socket(socket.AF_UNIX) as lender:
         lender.connect(str(address))
-        server, (control,), *_ = socket.recv_fds(lender, 20, 1)
-    fork_server._server.append((socket.socket(fileno=control), SimpleNamespace(pid=int(server))))  # type: ignore
+        pid, (control,), *_ = socket.recv_fds(lender, 20, 1)
+    fork_server.server = fork_server.Server(socket.socket(fileno=control), int(pid))
 
 
 def share_with_kernels(address: Path, patch: pytest.MonkeyPatch) -> None:

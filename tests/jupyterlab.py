@@ -78,7 +78,7 @@ class Server:
         for process in self.family():
             with suppress(psutil.Error, AttributeError):
                 commands = [" ".join(some.cmdline()) for some in (process, *process.parents()[:2])]
-                if all("fork_server.py" in command for command in commands):
+                if all("server_process.py" in command for command in commands):
                     found.append(process)
         return found
 

@@ -45,12 +45,16 @@ def _tree(path):
 
 @cache
 def _imports(path):
-    """Modules of labkit that a file imports, wherever the statement stands."""
+    """Modules of labkit that a file imports, wherever the statement stands, or the call."""
     return list(_imported(_tree(path)))
 
 
 def _imported(tree):
     for node in ast.walk(tree):
+        # import_module("labkit.parallel.ranks.worker") hides an import from its readers
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            yield from (name for name in names if name.startswith("labkit"))
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("labkit"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit"):
@@ -118,7 +122,6 @@ LONG = {
     "parallel/context.py": 370,
     "parallel/data_parallel/base.py": 371,
     "parallel/pipeline.py": 361,
-    "parallel/ranks/group.py": 332,
     "parallel/sharding/scheduler.py": 327,
     "parallel/sharding/unit.py": 343,
     "parallel/tensor.py": 379,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from labkit.parallel.launch import PointEnd, Row, launch
 from labkit.parallel.ranks import fork_server
+from labkit.parallel.ranks.worker import run_rank
 from tests.parallel.waiting import Program, is_gone, wait_until
 
 # Two ranks report their ids, then each does for ever what the test requests. No guard, no closing:
@@ -51,7 +52,7 @@ def worker(how):
 
 print("starts", flush=True)
 print(run_ranks(lambda: "ready", world_size=2), flush=True)
-print("server", fork_server.start_server(), flush=True)
+print("server", fork_server.start_server().pid, flush=True)
 for item in launch(worker, sys.argv[1:], world_size=2):
     print(item, getattr(item, "status", ""), flush=True)
 """
@@ -189,12 +190,13 @@ def own_server() -> Iterator[None]:
     """A fork server of this process alone, which loads little."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fork_server, "PRELOADED", ["torch.distributed"])
-        patched.setattr(fork_server, "_server", servers := [])
+        patched.setattr(fork_server, "server", None)
         fork_server.start_server()
         yield
-        for control, server in servers:
-            control.close()
-            server.wait()
+        server = fork_server.start_server()
+        server.control.close()
+        assert server.process is not None
+        server.process.wait()
 
 
 @pytest.mark.usefixtures("own_server")
@@ -208,7 +210,7 @@ def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(
         if point == "blocked":
             dist.recv(torch.ones(1), src=1 - dist.get_rank())
 
-    server = fork_server.start_server()
+    server = fork_server.start_server().pid
     rows = list[Row]()
     ends = list[PointEnd]()
     assert os.getpgid(server) == server
@@ -220,7 +222,7 @@ def test_a_killed_server_costs_a_point_and_is_not_in_the_callers_process_group(
             os.kill(rows[0].values["leader"], signal.SIGKILL)
     assert [end.status for end in ends] == ["failed", "ok"]
     assert ends[0].reason == "the process that starts the ranks was killed"
-    assert fork_server.start_server() != server
+    assert fork_server.start_server().pid != server
     assert wait_until(lambda: all(is_gone(row.values["pid"]) for row in rows))
     assert not list(temporary.glob("labkit-*"))
 
@@ -249,29 +251,74 @@ def test_a_caller_that_stops_early_leaves_nothing(temporary: Path, finish: str) 
 
 
 @pytest.mark.usefixtures("own_server")
-@pytest.mark.parametrize("name", ["open_group", "read_report"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(socket, "send_fds"), (fork_server, "open_group"), (fork_server, "read_report")],
+)
 def test_an_interrupt_while_ranks_start_leaves_nothing(
-    name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Even while the error is kept with all its frames, as a notebook keeps its last one."""
     fork_server.start_server()  # it stays
     before = set(psutil.Process().children(recursive=True))
-    original = getattr(fork_server, name)
+    original = getattr(module, name)
 
     def started() -> set[psutil.Process]:
         return set(psutil.Process().children(recursive=True)) - before
 
     def interrupted(*arguments: Any) -> Any:
         result = original(*arguments)
-        # else nothing would be left because nothing has begun
+        # Else nothing would be left because nothing has begun.
         assert wait_until(lambda: bool(started()))
         os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    monkeypatch.setattr(fork_server, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
         list(launch(lambda _: os._exit(1), [None], world_size=2))
     assert wait_until(lambda: not started())
     assert not list(temporary.glob("labkit-*"))
+    assert kept.tb is not None
+
+
+@pytest.mark.usefixtures("own_server")
+@pytest.mark.parametrize(
+    ("error", "n_servers"), [(OSError("no buffer space"), 1), (BrokenPipeError("gone"), 4)]
+)
+def test_a_lasting_error_of_the_server_fails_the_point_and_does_not_start_it_for_ever(
+    error: OSError, n_servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two attempts at a group, and in each another server if the first one was killed."""
+    pids = []
+
+    def send(*_: object) -> None:
+        pids.append(fork_server.start_server().pid)
+        assert len(pids) < 10
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "send_fds", send)
+        (end,) = launch(int, [None], world_size=1)
+    assert isinstance(end, PointEnd)
+    assert end.reason is not None
+    assert str(error) in end.reason
+    assert len(set(pids)) in (n_servers, n_servers - 1)
+    assert list(launch(print, [None], world_size=1))[-1].status == "ok"
+
+
+@pytest.mark.usefixtures("own_server")
+def test_a_group_of_many_ranks_is_requested_whole(temporary: Path) -> None:
+    """A request that is cut would end the server, and with it the next groups."""
+    server = fork_server.start_server().pid
+    connection, leader_end = socket.socketpair()
+    with connection, leader_end:
+        connection.shutdown(socket.SHUT_WR)  # the leader ends before it forks the first rank
+        fork_server.open_group(
+            leader_end, temporary / "group", range(10_000), os.environ, run_rank, b""
+        )
+    assert wait_until(lambda: not psutil.Process(server).children())
+    assert list(launch(print, [None], world_size=1))[-1].status == "ok"
+    assert fork_server.start_server().pid == server
 
 
 # A caller that ends while a child of its own holds the connection. The process that it prints must
@@ -290,9 +337,11 @@ os._exit(0)
     ),
     "requests are pending": (
         """
-server = psutil.Process(fork_server.start_server())
+server = psutil.Process(fork_server.start_server().pid)
 server.suspend()
-group = fork_server.open_group(Path(sys.argv[1], "group"), [0], os.environ, b"")
+group, leader_end = socket.socketpair()
+fork_server.open_group(leader_end, Path(sys.argv[1], "group"), [0], os.environ, run_rank, b"")
+leader_end.close()
 parent, child = os.getpid(), os.fork()
 if child:
     print(child, flush=True)
@@ -317,8 +366,9 @@ def test_a_forked_child_does_not_keep_the_ranks_of_its_parent_alive(
     connection."""
     ours, theirs = socket.socketpair()
     imports = (
-        "import os, psutil, sys, time\nfrom pathlib import Path\nfrom labkit.parallel.ranks import"
-        " fork_server\n"
+        "import os, psutil, socket, sys, time\nfrom pathlib import Path\n"
+        "from labkit.parallel.ranks import fork_server\n"
+        "from labkit.parallel.ranks.worker import run_rank\n"
     )
     command = [sys.executable, "-c", imports + WITH_A_CHILD[moment], str(tmp_path)]
     with ours, theirs:
@@ -363,7 +413,7 @@ def test_nothing_listens_beyond_loopback() -> None:
         ranks = [psutil.Process(row.values["pid"]) for row in rows]
         processes = [
             psutil.Process(),
-            psutil.Process(fork_server.start_server()),
+            psutil.Process(fork_server.start_server().pid),
             *ranks,
             *ranks[0].parents()[:1],
         ]

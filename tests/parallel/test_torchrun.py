@@ -105,6 +105,8 @@ def summarize():
         "died between": die_between(),
         "fails at the end": measure(["fails"]),
     }
+    store = torchrun.job_store().underlying_store
+    results["keys"] = [key for key in store.list_keys() if "labkit" in key]
     for item in launch(worker, ["a", "b"], world_size=2, timeout_s=3600):
         break  # and request no more
     results["run_ranks"] = run_ranks(total, world_size=2)
@@ -190,6 +192,11 @@ def test_all_ranks_agree_on_a_failure_and_carry_on(ranks: list[dict[str, Any]]) 
     expected = [fine, failed, failed, fine, named, fine]
     assert ends(ranks[0]["fails"]) == [[index, *end] for index, end in enumerate(expected)]
     assert ends(ranks[0]["fails at the end"]) == [[0, *failed]]
+
+
+def test_the_jobs_store_does_not_fill_up(ranks: list[dict[str, Any]]) -> None:
+    """Some 20 points in 10 groups were measured, and the job may measure for days."""
+    assert all(len(rank["keys"]) < 50 for rank in ranks), ranks[0]["keys"]
 
 
 def test_a_death_and_a_hang_cost_a_point(ranks: list[dict[str, Any]]) -> None:

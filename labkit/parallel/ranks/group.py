@@ -19,15 +19,17 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from labkit.machine.cgroups import oom_kills
 from labkit.parallel.ranks import fork_server, results, torchrun
+from labkit.parallel.ranks.rank import Rank
 from labkit.parallel.ranks.results import PointEnd, RankFailure, Row
-from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan
+from labkit.parallel.ranks.server_process import end_session
+from labkit.parallel.ranks.worker import LOOPBACK, START_TIMEOUT_S, GroupPlan, run_rank
 from labkit.parallel.transport import shared_memory
 
 # Time after a failure to wait for an earlier one that caused it; longer while all look like
@@ -37,69 +39,6 @@ GRACE_FOR_CAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 STACKS_TIMEOUT_S = 1.0
 LATENESS = {"ready": "not ready after {:g} s", "done": "still running after {:g} s (timeout_s)"}
-OUTPUT_LINES = 40
-OUTPUT_BYTES = 16 * 1024  # of a rank, per point
-
-
-@dataclass
-class _Rank:
-    """One rank: its pipe, and the files that it writes."""
-
-    number: int
-    pipe: connection.Connection[Any, Any]
-    directory: Path
-    n_forwarded: int = 0  # bytes of its output that were shown
-
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next message if there is one."""
-        try:
-            return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
-        except (EOFError, OSError):
-            self.pipe.close()
-            return None
-
-    def read(self, kind: str) -> str:
-        """Return what one of its files has so far, "stacks" or "alternative"."""
-        with contextlib.suppress(FileNotFoundError):  # not yet, or the directory was removed
-            return (
-                (self.directory / f"rank-{self.number}.{kind}")
-                .read_text(errors="replace")
-                .rstrip("\0")
-            )
-        return ""
-
-    def current_alternative(self) -> tuple[int, str]:
-        """Return number and name of what the rank runs; 0 if nothing has begun, "" between two."""
-        number, _, name = self.read("alternative").partition(" ")
-        # It may be read while the rank writes it.
-        return int(number) if number.isdecimal() else 0, name
-
-    def output(self, start: int = 0) -> tuple[list[str], int]:
-        """Return the last lines of output after byte `start`, with a note if lines are left out,
-        and the size of all.
-
-        Of a progress bar that rewrites its line, the last state is the line.
-        """
-        with (
-            contextlib.suppress(FileNotFoundError),
-            (self.directory / f"rank-{self.number}.log").open("rb") as file,
-        ):
-            size = file.seek(0, os.SEEK_END)
-            begin = file.seek(max(start, size - OUTPUT_BYTES))
-            text = file.read(size - begin).decode(errors="replace").removesuffix("\n")
-            lines = (
-                [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
-            )
-            if begin > start or len(lines) > OUTPUT_LINES:
-                lines = [
-                    f"... the last of {(size - start) / 1e6:.1f} MB of output",
-                    *lines[1:][-OUTPUT_LINES:],
-                ]
-            return lines, size
-        return [], start  # not yet, or the directory was removed
-
-    def output_tail(self) -> str:
-        return "\n".join(filter(None, self.output()[0]))
 
 
 class RankGroup:
@@ -112,65 +51,72 @@ class RankGroup:
         self._plan = plan
         self._payload = payload
         self._on_output = on_output
-        self._numbers = [torchrun.job_rank()] if is_in_job else range(plan.world_size)
-        self._connection: socket.socket | None = None
-        self._directory: Any = None  # a path once it is started
-        self._ranks: dict[int, _Rank] = {}
-        self._leader = -1
+        self._numbers = [torchrun.job_rank()] if is_in_job else list(range(plan.world_size))
+        self._leader: socket.socket | None = None  # the connection to it, once it is started
+        self._leader_pid = -1  # known with the first rank
+        self._directory = Path()
+        self._ranks: dict[int, Rank] = {}
         self._kills_before = 0
         self._messages: list[dict[str, Any]] = []
         self._failure: RankFailure | None = None
 
     def start(self) -> RankFailure | None:
-        """Start the ranks unless all of them run; return the failure if their process group is not
-        made.
+        """Start the ranks unless all of them run; return the failure if that is not possible.
 
         After a first failure they are started once more: the machine may have been busy.
         """
         torchrun.begin_step()
-        if any(
-            torchrun.gather_from_ranks(
-                bool(self._connection and connection.wait([self._connection], 0.0))
-            )
-        ):
+        has_died = self._leader is not None and bool(connection.wait([self._leader], 0.0))
+        if any(torchrun.gather_from_ranks(has_died)):
             self.close()  # a rank has died since the last point
-        if (
-            self._connection is not None
-            or self._start_once() is None
-            or (failure := self._start_once()) is None
-        ):
+        if self._leader is not None or self._start_once() is None:
+            return None
+        failure = self._start_once()
+        if failure is None:
             return None
         return replace(failure, message=f"the ranks did not start, twice: {failure.message}")
 
     def _start_once(self) -> RankFailure | None:
         self._directory = Path(tempfile.gettempdir()) / f"labkit-{secrets.token_hex(8)}"
-        method = "torchrun" if torchrun.is_job_rank() else "forkserver"
         self.facts = {
             "world_size": self._plan.world_size,
             "backend": self._plan.backend,
-            "start_method": method,
+            "start_method": "torchrun" if torchrun.is_job_rank() else "forkserver",
         }
-        is_on_one_host = torchrun.ranks_here(self._plan.world_size) == self._plan.world_size
-        environment = os.environ | {torchrun.GROUP_NUMBER: str(torchrun.begin_step())}
-        environment |= LOOPBACK if is_on_one_host else {}
-        if self._plan.backend == "gloo" and self._plan.world_size > 1:
-            reason = shared_memory.unavailable_reason()
-            self.facts["shared_memory"] = f"not available ({reason})" if reason else "compiled"
-            environment |= {shared_memory.FAILURE: reason} if reason else {}
+        environment = self._environment()
         self._kills_before = oom_kills() or 0
         begun = time.monotonic()
+        # Kept before anything starts: whenever an interrupt comes, `close` ends the leader, even if
+        # somebody keeps the error with all its frames, as a notebook keeps its last one.
+        self._leader, leader_end = socket.socketpair()
         try:
-            self._connection = fork_server.open_group(
-                self._directory, self._numbers, environment, self._payload
-            )
+            with leader_end:
+                fork_server.open_group(
+                    leader_end, self._directory, self._numbers, environment, run_rank, self._payload
+                )
             list(self._listen("ready", START_TIMEOUT_S, -1))
             for message in self._messages:
                 self.facts |= message["facts"] | {"start_s": time.monotonic() - begun}
         except OSError as error:
-            self._failure = RankFailure(
-                None, "failed", f"the ranks were not started: {type(error).__name__}: {error}"
-            )
-        return self._agree()
+            reason = f"the ranks were not started: {type(error).__name__}: {error}"
+            self._failure = RankFailure(None, "failed", reason)
+        failure = self._agree()
+        if failure is None:
+            torchrun.delete_other_groups(environment[torchrun.GROUP_NUMBER])
+        return failure
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of the ranks; note in the facts whether they can share memory."""
+        environment = os.environ | {torchrun.GROUP_NUMBER: str(torchrun.begin_step())}
+        if torchrun.ranks_here(self._plan.world_size) == self._plan.world_size:
+            environment |= LOOPBACK
+        if self._plan.backend == "gloo" and self._plan.world_size > 1:
+            reason = shared_memory.unavailable_reason()
+            self.facts["shared_memory"] = "compiled"
+            if reason is not None:
+                self.facts["shared_memory"] = f"not available ({reason})"
+                environment[shared_memory.FAILURE] = reason
+        return environment
 
     def run(self, index: int) -> Generator[Row, None, PointEnd]:
         """Run one point on every rank; yield rows as they come, return the end."""
@@ -186,37 +132,37 @@ class RankGroup:
             job_rows = [asdict(row) for row in rows]
         else:
             yield from rows
-        ended = (
-            time.monotonic() if self._failure else max(message["at"] for message in self._messages)
-        )
+        ended = time.monotonic()
+        if self._failure is None:
+            ended = max(message["at"] for message in self._messages)
         self._forward_output()
         failure = self._agree()
-        end = PointEnd(
-            index, failure, max(torchrun.gather_from_ranks(ended - begun)), dict(self.facts)
-        )
-        # before a yield: it may be the last
-        for of_rank in torchrun.gather_from_ranks(job_rows, only_first=True):
-            yield from (Row(**row) for row in of_rank)
+        elapsed_s = max(torchrun.gather_from_ranks(ended - begun))
+        end = PointEnd(index, failure, elapsed_s, dict(self.facts))
+        # Gathered before a yield: the caller may request nothing after it.
+        for rank_rows in torchrun.gather_from_ranks(job_rows, only_first=True):
+            yield from (Row(**row) for row in rank_rows)
         return end
 
     def close(self) -> None:
-        """End the ranks and all their children, and remove the directory. Safe to repeat."""
+        """End the ranks and all their children, and remove the directory. Idempotent."""
+        if self._leader is None:
+            return
         self._forward_output()
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)
-                self._connection.settimeout(CLOSE_TIMEOUT_S)
-                while self._connection.recv(4096):  # until the leader has removed the group
-                    pass
-            self._connection.close()
-        # the leader was killed, and perhaps the server
-        if self._directory and self._directory.exists():
-            fork_server.end_session(self._leader, self._directory)
+        with contextlib.suppress(OSError):
+            self._leader.shutdown(socket.SHUT_WR)
+            self._leader.settimeout(CLOSE_TIMEOUT_S)
+            while self._leader.recv(4096):  # until the leader has removed the group
+                pass
+        self._leader.close()
+        # If it is still there, the leader was killed, and perhaps the server.
+        if self._directory.exists():
+            end_session(self._leader_pid, self._directory)
         for rank in self._ranks.values():
             rank.pipe.close()
-        self._connection = None
+        self._leader = None
+        self._leader_pid = -1
         self._ranks = {}
-        self._leader = -1
 
     def _agree(self) -> RankFailure | None:
         """Close the group after a failure; return the one to show, the same in every process of a
@@ -225,24 +171,27 @@ class RankGroup:
             self.close()  # first: ranks of other processes may wait for this one
         ends = torchrun.gather_from_ranks(self._failure and asdict(self._failure))
         failures = [RankFailure(**end) for end in ends if end]
-        if failures:
-            self.close()
-        return results.first_failure(failures) if failures else None
+        if not failures:
+            return None
+        self.close()
+        return results.first_failure(failures)
 
     def _listen(self, kind: str, timeout_s: float, index: int) -> Iterator[Row]:
-        """Wait for a message of this kind from every rank; yield rows. Sets the messages and the
-        failure, if any."""
+        """Wait for a message of this kind from every rank; yield rows.
+
+        Sets the messages and the failure, if any.
+        """
         missing = set(self._numbers)
         deadline = time.monotonic() + timeout_s
         failures: list[RankFailure] = []
         self._messages = []
         while missing:
-            is_late = time.monotonic() >= deadline  # one more look after it
+            is_late = time.monotonic() >= deadline  # looks once more after it
             for number, message in self._receive(max(0.0, deadline - time.monotonic())):
                 if message["kind"] == "row":
                     handed_over = time.monotonic()
                     yield Row(index, number, message["values"])
-                    # the caller's time is not the point's
+                    # The time that the caller takes for a row is not the point's.
                     deadline += time.monotonic() - handed_over
                     continue
                 missing.discard(number)
@@ -250,9 +199,8 @@ class RankGroup:
                     self._messages.append(message)
                     continue
                 failures.append(self._describe_failure(number, message))
-                grace_s = (
-                    GRACE_FOR_CAUSE_S if all(one.is_consequence for one in failures) else GRACE_S
-                )
+                has_cause = not all(failure.is_consequence for failure in failures)
+                grace_s = GRACE_S if has_cause else GRACE_FOR_CAUSE_S
                 deadline = min(deadline, time.monotonic() + grace_s)
             if is_late and time.monotonic() >= deadline:
                 break
@@ -263,22 +211,24 @@ class RankGroup:
     def _receive(self, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Wait until ranks start, send something or end; yield (rank, message), in each rank's
         order."""
-        assert self._connection is not None, "the group was started"
-        watched: dict[Any, _Rank] = {
+        assert self._leader is not None, "the group was started"
+        watched: dict[Any, Rank] = {
             rank.pipe: rank for rank in self._ranks.values() if not rank.pipe.closed
         }
-        ready = connection.wait([self._connection, *watched], timeout_s)
+        ready = connection.wait([self._leader, *watched], timeout_s)
         for pipe, rank in watched.items():
             if pipe in ready and (message := rank.receive()):
                 yield rank.number, message
-        if self._connection not in ready:
+        if self._leader not in ready:
             return
-        report = fork_server.read_report(self._connection) | {"at": time.monotonic()}
+        report = fork_server.read_report(self._leader) | {"at": time.monotonic()}
         if "pipe" in report:
-            self._ranks[report["rank"]] = _Rank(report["rank"], report["pipe"], self._directory)
-            self._leader = report["leader"]
+            self._ranks[report["rank"]] = Rank(report["rank"], report["pipe"], self._directory)
+            self._leader_pid = report["leader"]
             return
-        for number in [report["rank"]] if "rank" in report else self._numbers:
+        ended = [report["rank"]] if "rank" in report else self._numbers
+        for number in ended:
+            # What a rank has sent before it died comes first.
             while number in self._ranks and (message := self._ranks[number].receive()):
                 yield number, message
             yield number, {"kind": "died", **report}
@@ -299,7 +249,7 @@ class RankGroup:
             rank.current_alternative()[1],
             is_memory_full,
         )
-        return replace(failure, traceback=rank.read("stacks"))
+        return replace(failure, traceback=rank.stacks())
 
     def _describe_lateness(self, kind: str, timeout_s: float, missing: list[int]) -> RankFailure:
         late = [self._ranks[number] for number in missing if number in self._ranks]
@@ -316,19 +266,18 @@ class RankGroup:
 
     def _dump_stacks(self) -> str:
         """Return the stacks of every rank, as of now."""
-        assert self._connection is not None, "the group was started"
+        assert self._leader is not None, "the group was started"
         with contextlib.suppress(OSError):
-            self._connection.send(b"s")
+            self._leader.send(b"s")
         deadline = time.monotonic() + STACKS_TIMEOUT_S
-        before = [""]
-        now = [""]
-        while time.monotonic() < deadline and (now != before or not all(now)):
-            time.sleep(0.05)  # a dump has no end mark: it is complete when it no longer grows
+        before: dict[int, str] = {}
+        now = dict.fromkeys(self._ranks, "")
+        # A dump has no end mark: it is complete when it no longer grows.
+        while time.monotonic() < deadline and (now != before or not all(now.values())):
+            time.sleep(0.05)
             before = now
-            now = [rank.read("stacks") for rank in self._ranks.values()]
-        return "\n".join(
-            f"rank {n}:\n{dump or '(no answer)'}" for n, dump in zip(self._ranks, now, strict=False)
-        )
+            now = {number: rank.stacks() for number, rank in self._ranks.items()}
+        return "\n".join(f"rank {n}:\n{dump or '(no answer)'}" for n, dump in now.items())
 
     def _forward_output(self) -> None:
         for rank in self._ranks.values():

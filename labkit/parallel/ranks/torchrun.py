@@ -28,6 +28,9 @@ PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)
 
 _steps = itertools.count()  # all ranks take the same steps in the same order
+# Keys that this rank has set and not yet deleted. The store lives as long as the job, which may
+# measure for days.
+_set_keys: list[str] = []
 
 
 class LaunchStopped(Exception):
@@ -78,10 +81,13 @@ def job_store() -> Any:
         store, *_ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise ValueError(f"expected a job whose store answers; {describe_job()}") from error
-    # a restarted job may have the same store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    group = os.environ.get(GROUP_NUMBER, "")
-    return dist.PrefixStore(f"labkit/attempt {attempt}/{group}", store)  # type: ignore[attr-defined]
+    group = os.environ.get(GROUP_NUMBER, "job")
+    return dist.PrefixStore(f"{_attempt()}/{group}", store)  # type: ignore[attr-defined]
+
+
+def _attempt() -> str:
+    """Return the prefix of all keys; a restarted job may have the same store."""
+    return f"labkit/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def broadcast_from_first_rank(value: Any) -> Any:
@@ -94,30 +100,52 @@ def broadcast_from_first_rank(value: Any) -> Any:
         return value
     key = f"step {next(_steps)}"
     if job_rank() == 0:
-        job_store().set(key, json.dumps(value))
+        _set(key, value)
     return _wait_and_read(key)
 
 
 def begin_step() -> int:
-    """Wait until rank 0's caller requests more; LaunchStopped if it does not. Returns a number,
-    alike on all ranks."""
+    """Wait until rank 0's caller requests more; LaunchStopped if it does not.
+
+    Return a number, the same on all ranks.
+    """
     if not broadcast_from_first_rank(True):  # rank 0 broadcasts False at the end of a launch
         raise LaunchStopped
     return next(_steps)
 
 
 def gather_from_ranks(value: Any, *, only_first: bool = False) -> list[Any]:
-    """Return every rank's JSON-able `value`, by rank, on every rank of the job, or `only_first` on
-    rank 0, else []."""
+    """Return every rank's JSON-able `value`, by rank, on every rank of the job.
+
+    With `only_first` on rank 0 alone, and [] on the others.
+    """
     if not is_job_rank():
         return [value]
-    key = f"step {next(_steps)} of rank"
-    job_store().set(f"{key} {job_rank()}", json.dumps(value))
-    ranks = range(0 if only_first and job_rank() else read_variable("WORLD_SIZE"))
-    values = [_wait_and_read(f"{key} {rank}") for rank in ranks]
-    for rank in ranks if only_first else ():  # rows of all points would stay in the job's store
-        job_store().delete_key(f"{key} {rank}")
+    old_keys = list(_set_keys)
+    step = f"step {next(_steps)} of rank"
+    _set(f"{step} {job_rank()}", value)
+    if only_first and job_rank() > 0:
+        return []
+    values = [_wait_and_read(f"{step} {rank}") for rank in range(read_variable("WORLD_SIZE"))]
+    # Every rank has reached this step, and so has read whatever was set before it.
+    for key in old_keys:
+        job_store().delete_key(key)
+        _set_keys.remove(key)
     return values
+
+
+def delete_other_groups(current: str) -> None:
+    """Delete the keys of groups of ranks that have ended, once all ranks run group `current`.
+
+    gloo and NCCL leave there how their ranks find one another.
+    """
+    if not is_job_rank() or job_rank() > 0:
+        return
+    store = dist.PrefixStore(_attempt(), job_store().underlying_store)  # type: ignore[attr-defined]
+    # Not every version of torch can list them.
+    for key in getattr(store, "list_keys", list)():
+        if key.partition("/")[0] not in (current, "job"):
+            store.delete_key(key)
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
@@ -170,6 +198,11 @@ def describe_hosts(hosts: dict[str, list[int]] | None) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks: "rank 0" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _set(key: str, value: Any) -> None:
+    job_store().set(key, json.dumps(value))
+    _set_keys.append(key)
 
 
 def _wait_and_read(key: str) -> Any:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.ranks import torchrun
-from labkit.parallel.ranks.fork_server import STACKS_SIGNAL
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
+from labkit.parallel.ranks.server_process import STACKS_SIGNAL
 
 # a tenth of all memory: the caller may hold that much more than a rank before it is killed instead
 OOM_SCORE = 100
