@@ -13,8 +13,9 @@ from labkit.lab.commands import doctor
 from labkit.lab.pages import cards
 from labkit.lab.point import Point
 from labkit.machine import description, gpus
-from labkit.machine.load import Load, busy_points, busy_reason
+from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.parallel.ranks.worker import use_device
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 H100 = ("NVIDIA H100 80GB HBM3", 9, 0)
@@ -64,8 +65,8 @@ def cuda(monkeypatch, tmp_path):
     """A build with CUDA, a loaded driver, and the GPUs that NVML counts and that CUDA has; an error
     replaces one."""
 
-    def pretend(nvml, devices=(), error=None, free="", apps=""):
-        state = SimpleNamespace(is_initialized=False)
+    def pretend(nvml, devices=(), error=None, free="", states=""):
+        state = SimpleNamespace(is_initialized=False, n_queries=0)
 
         def init():
             if error:
@@ -79,14 +80,14 @@ def cuda(monkeypatch, tmp_path):
             )
 
         def smi(command, **_):
-            queries = {
-                "--query-gpu=uuid,memory.free": free,
-                "--query-compute-apps=gpu_uuid,pid": apps,
-            }
-            states = STATES if "clocks_event_reasons" in command[1] else ""
-            return SimpleNamespace(
-                stdout=queries.get(command[1], states if "reasons" in command[1] else TOPOLOGY)
-            )
+            if command[1] == "topo":
+                return SimpleNamespace(stdout=TOPOLOGY)
+            is_known = "throttle_reasons" not in command[1]
+            answer = free if "memory.free" in command[1] else states if is_known else ""
+            if command[1] == "--query-gpu=uuid,clocks_event_reasons.active":
+                answer = "GPU-u0, 0x0\n"
+            state.n_queries += 1
+            return SimpleNamespace(stdout=answer if isinstance(answer, str) else next(answer))
 
         answers = {
             "device_count": lambda: len(devices) if state.is_initialized else nvml,
@@ -103,6 +104,7 @@ def cuda(monkeypatch, tmp_path):
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n"
         )
         description.describe_machine.cache_clear()
+        return state
 
     yield pretend
     monkeypatch.undo()
@@ -119,9 +121,9 @@ NIC0\tPXB\tSYS\tSYS\t X
 
 # One that CUDA does not see, and two of which one is hot and the other at its power cap.
 STATES = """\
-GPU-hidden, 210, 1980, 99, 100.00, 0x0000000000000008
-GPU-u0, 1410, 1980, 91, 700.00, 0x0000000000000020
-GPU-u1, 1980, 1980, 60, 650.00, 0x0000000000000004
+GPU-hidden, 99, 210, 1980, 99, 100.00, 0x0000000000000008
+GPU-u0, 0, 1410, 1980, 91, 700.00, 0x0000000000000020
+GPU-u1, 3, 1980, 1980, 60, 650.00, 0x0000000000000004
 """
 
 
@@ -192,16 +194,56 @@ def test_equal_gpus_take_one_line_and_the_free_memory_decides(cuda):
     assert again == machine
 
 
-def test_the_load_of_gpus_is_seen_by_processes_heat_clocks_and_power(cuda):
-    cuda(nvml=2, devices=[H100] * 2, apps="GPU-u0, 123\nGPU-u1, 77\nGPU-hidden, 5\n")
-    assert description.describe_machine().gpus
-    state = gpus.gpu_load({77})
-    assert state == (1, "heat", 0.71, 91, 650.0)
-    load = Load(gpu=state)
-    assert "another program used a GPU" in busy_reason(load, 64)
+def test_the_load_of_gpus_is_the_worst_of_those_that_cuda_sees(cuda):
+    state = cuda(nvml=2, devices=[H100] * 2, states=STATES)
+    meter = LoadMeter()
+    before = state.n_queries
+    load = meter.load()
+    assert state.n_queries == before + 1  # nvidia-smi takes up to a second to start
+    assert load.gpu == gpus.GpuLoad(0.03, "heat", 0.71, 91, 650.0)
+    assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": load}, 64)["a"]
     assert Load.model_validate_json(load.model_dump_json()) == load
-    hot = load.model_copy(update={"gpu": gpus.gpu_load({77, 123})})
-    assert "heat slowed a GPU down, at 91 °C" in busy_points({"a": hot}, 64)["a"]
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("[N/A], 1410, 1980, 91, [N/A], 0x20", gpus.GpuLoad(None, "heat", 0.71, 91, None)),
+        (
+            "5, [N/A], 1980, [N/A], 90.0, 0x8",
+            gpus.GpuLoad(0.05, "a hardware limit", None, None, 90),
+        ),
+        ("5, 1410, 1980, 50, 90.0, [N/A]", gpus.GpuLoad(0.05, "", 0.71, 50, 90)),
+    ],
+)
+def test_a_value_that_a_gpu_lacks_hides_no_other(cuda, state, expected):
+    cuda(nvml=1, devices=[H100], states=f"GPU-u0, {state}\n")
+    assert gpus.gpu_load() == expected
+    reason = busy_reason(Load(gpu=expected), 64)
+    assert expected.slowed_by in reason
+    assert "None" not in reason
+
+
+@pytest.mark.parametrize(("later", "is_busy"), [(0, False), (100, True)])
+def test_another_program_is_one_that_uses_a_gpu_before_the_ranks_start(
+    cuda, monkeypatch, later, is_busy
+):
+    """A high value may be that of ranks that have just ended; later ones are those of ranks."""
+    monkeypatch.setattr(gpus, "UTILIZATION_SPAN_S", 0.0)
+    utilizations = iter([100, later, 100])
+    states = (f"GPU-u0, {one}, 1980, 1980, 60, 700, 0x0\n" for one in utilizations)
+    cuda(nvml=1, devices=[H100], states=states)
+    assert description.describe_machine().gpus
+    load = LoadMeter().load()
+    assert (busy_reason(load, 64) == "another program used a GPU") == is_busy
+
+
+def test_a_rank_takes_a_gpu_that_cuda_has_and_not_one_that_nvml_counts(cuda, monkeypatch):
+    """As on one slice (MIG) of a host with eight GPUs, in a rank that has not begun with CUDA."""
+    cuda(nvml=8, devices=[MIG])
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert [use_device("cuda", rank) for rank in (1, 0)] == ["cuda:0", "cuda:0"] == current
 
 
 def test_deterministic_math_can_be_read_inside_and_are_set_back():

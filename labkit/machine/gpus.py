@@ -1,4 +1,4 @@
-"""Whether this build of torch can compute on the GPUs, the reason if not, and facts about them.
+"""Whether this build of torch can compute on the GPUs, the reason if not, and their load.
 
 NVML counts GPUs that CUDA cannot use: with a driver older than torch's CUDA, off the bus, or split
 by MIG. So CUDA is initialized and counts again.
@@ -7,11 +7,13 @@ by MIG. So CUDA is initialized and counts again.
 import os
 import re
 import subprocess
+import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,11 @@ NEARLY_FULL_BYTES = 2**30
 SLOWED_BY = {"heat": 0x60, "a hardware limit": 0x88}
 """Bits of NVML's clock event reasons: thermal slowdown by software and hardware, hardware slowdown
 and power brake."""
+
+MIN_UTILIZATION = 0.1
+"""Share of the time from which another program uses a GPU; a desktop that is drawn stays below."""
+UTILIZATION_SPAN_S = 1.0
+"""The longest span over which NVML averages it."""
 
 
 def no_gpu_reason() -> str | None:
@@ -38,9 +45,7 @@ def no_gpu_reason() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every call warns of a driver that is too old
         try:
-            if torch.cuda.device_count() > 0:
-                torch.cuda.init()
-            count = torch.cuda.device_count()
+            count = count_gpus()
             reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
         except Exception as error:  # of several types, by what fails
             message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
@@ -90,7 +95,7 @@ def _no_kernels_reason(index: int) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, such as "580.65.06"; None if unknown."""
+    """Return the NVIDIA driver's version, such as "580.65.06"; None if unknown."""
     with suppress(OSError):
         if match := re.search(r"Kernel Module\s.*?(\d+(\.\d+)+)", NVIDIA_DRIVER.read_text()):
             return match[1]
@@ -98,7 +103,7 @@ def driver_version() -> str | None:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Versions that decide how fast GPUs are: torch's build, CUDA, cuDNN, NCCL, the driver."""
+    """Return versions that decide how fast GPUs are: of torch's build, CUDA, cuDNN, NCCL, driver."""
     cudnn = torch.backends.cudnn.version()
     nccl = None
     with suppress(Exception):  # a build without NCCL
@@ -112,57 +117,84 @@ def library_versions() -> dict[str, str | None]:
 
 
 def free_memory_bytes() -> dict[str, int]:
-    """Free memory of each GPU by UUID, without a CUDA context on any; empty without
-    `nvidia-smi`."""
-    return {
-        uuid: int(free) * 2**20
-        for uuid, free in _query("gpu", "uuid,memory.free")
-        if free.isdigit()
-    }
+    """Return free bytes of each GPU by UUID, without a CUDA context; empty without `nvidia-smi`."""
+    return {uuid: int(free) * 2**20 for uuid, free in _query("uuid,memory.free") if free.isdigit()}
 
 
-class GpuLoad(NamedTuple):
-    """What slows the GPUs of this process: the worst value of any."""
+@dataclass(frozen=True)
+class GpuLoad:
+    """The load of the GPUs of this process: the worst value of any. None: no GPU says it.
 
-    other_processes: int
-    slowed_by: str
+    A laptop's or a virtual GPU may lack some of the values.
+    """
+
+    utilization: float | None = None
+    """Share of the last second, or less, in which a kernel ran."""
+    slowed_by: str = ""
     """Why a GPU runs below its clock: "heat", "a hardware limit", or ""; a power cap does not
     count."""
-    clock_share: float
+    clock_share: float | None = None
     """Of the highest clock; low on an idle GPU."""
-    temperature: int
+    temperature: float | None = None
     """Degrees Celsius."""
-    power_limit_w: float
+    power_limit_w: float | None = None
 
 
-def gpu_load(own: Collection[int]) -> GpuLoad | None:
-    """The load of the GPUs that CUDA sees, without the processes `own`; None without
-    `nvidia-smi`."""
-    visible = {
-        str(torch.cuda.get_device_properties(index).uuid)
-        for index in range(torch.cuda.device_count())
-    }
-    states: list[list[str]] = []
-    # before driver 535 the second
-    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
-        fields = f"uuid,clocks.sm,clocks.max.sm,temperature.gpu,power.limit,{reasons}"
-        states = states or [row[1:] for row in _query("gpu", fields) if row[0] in visible]
-    with suppress(ValueError):  # a value that this GPU does not have
-        clocks, highest, degrees, watts = zip(*(map(float, row[:4]) for row in states), strict=True)
-        slowed = [
-            name
-            for name, mask in SLOWED_BY.items()
-            if any(int(row[4], 16) & mask for row in states)
-        ]
-        pids = [int(pid) for uuid, pid in _query("compute-apps", "gpu_uuid,pid") if uuid in visible]
-        share = min(clock / most for clock, most in zip(clocks, highest, strict=True))
-        others = len({*pids} - {*own})
-        return GpuLoad(others, "".join(slowed[:1]), round(share, 2), int(max(degrees)), min(watts))
-    return None
+def gpu_load() -> GpuLoad | None:
+    """Return the load of the GPUs that CUDA sees; None without `nvidia-smi`.
+
+    Not their processes: NVML answers with ids of the host, which a container does not have, and
+    other ranks of a job or a server of MPS are no other program.
+    """
+    visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(count_gpus())}
+    names = ("utilization.gpu", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit")
+    rows = _query(",".join(["uuid", *names, _reasons_field()]))
+    states = [[_number(text) for text in row[1:]] for row in rows if row[0] in visible]
+    if not states:
+        return None
+    utilizations, clocks, highest, temperatures, limits, reasons = zip(*states, strict=True)
+    shares = [
+        clock / most
+        for clock, most in zip(clocks, highest, strict=True)
+        if clock is not None and most
+    ]
+    utilization = max(_known(utilizations), default=None)
+    slowed_by = [
+        name
+        for name, mask in SLOWED_BY.items()
+        if any(int(reason) & mask for reason in _known(reasons))
+    ]
+    return GpuLoad(
+        utilization=None if utilization is None else utilization / 100,
+        slowed_by="".join(slowed_by[:1]),
+        clock_share=round(min(shares), 2) if shares else None,
+        temperature=max(_known(temperatures), default=None),
+        power_limit_w=min(_known(limits), default=None),
+    )
+
+
+def utilization_by_others() -> float | None:
+    """Return the utilization of the GPUs while this process leaves them alone; None if unknown.
+
+    The value is that of the last second, in which ranks of this process may have ended: a high one
+    is read again.
+    """
+    load = gpu_load()
+    if load is not None and (load.utilization or 0.0) >= MIN_UTILIZATION:
+        time.sleep(UTILIZATION_SPAN_S)
+        load = gpu_load()
+    return None if load is None else load.utilization
+
+
+def count_gpus() -> int:
+    """Return how many GPUs CUDA can use, which initializes CUDA: before, it answers for NVML."""
+    if torch.cuda.device_count() > 0:
+        torch.cuda.init()
+    return torch.cuda.device_count()
 
 
 def link_types() -> str | None:
-    """The GPUs' connections by `nvidia-smi topo` ("NV18", "NODE, SYS"); None if unknown."""
+    """Return the GPUs' connections by `nvidia-smi topo` ("NV18", "NODE, SYS"); None if unknown."""
     rows = [line.split() for line in _nvidia_smi("topo", "-m")]
     matrix = [
         row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row
@@ -179,21 +211,37 @@ def is_nearly_full() -> bool:
     return False
 
 
-def _query(kind: str, fields: str) -> list[list[str]]:
-    """Rows of a query of `nvidia-smi`, whose first field is a UUID; a row that lacks a field is
-    left out."""
-    rows = [
-        line.split(", ")
-        for line in _nvidia_smi(f"--query-{kind}={fields}", "--format=csv,noheader,nounits")
-    ]
+@cache
+def _reasons_field() -> str:
+    """Return what this driver calls the reasons of its clocks; before 535 it was another name."""
+    name = "clocks_event_reasons.active"
+    return name if _query(f"uuid,{name}") else "clocks_throttle_reasons.active"
+
+
+def _query(fields: str) -> list[list[str]]:
+    """Return a row per GPU, whose first field is a UUID; [] if one of the fields is unknown."""
+    lines = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    rows = [line.split(", ") for line in lines]
     return [
         [row[0].removeprefix("GPU-"), *row[1:]] for row in rows if len(row) == 1 + fields.count(",")
     ]
 
 
-def _nvidia_smi(*arguments: str) -> Iterator[str]:
+def _number(text: str) -> float | None:
+    """Return a decimal or hexadecimal number; None for "[N/A]", of what this GPU does not have."""
+    with suppress(ValueError):
+        return int(text, 16) if text.startswith("0x") else float(text)
+    return None
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that it prints; none if it is not there, or fails."""
+    command = ["nvidia-smi", *arguments]
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", *arguments]
-        yield from subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.splitlines()
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return result.stdout.splitlines()
+    return []

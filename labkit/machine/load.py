@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from statistics import median_low
 
 import numpy as np
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 
 from labkit.machine.cgroups import throttled_periods
 from labkit.machine.description import describe_machine
-from labkit.machine.gpus import GpuLoad, gpu_load
+from labkit.machine.gpus import MIN_UTILIZATION, GpuLoad, gpu_load, utilization_by_others
 
 SAMPLE_S = 0.1
 MIN_SPAN_S = 0.5
@@ -49,6 +50,7 @@ class Load(BaseModel, frozen=True):
     copy_s: float | None = None
     """A copy of 64 MB before the point."""
     gpu: GpuLoad | None = None
+    """Its utilization is that before any rank ran."""
 
 
 def load_before_measuring() -> Load:
@@ -59,25 +61,31 @@ def load_before_measuring() -> Load:
 
 
 class LoadMeter:
-    """Measures the load by others than this process and its descendants, since the last call of
-    `load`.
+    """Measures the load by others than this process and its descendants.
 
-    `owns_all_ranks` is False if ranks of other processes run here, too, as in a torchrun job.
+    It is made before the ranks start, since only then all use of a GPU is that of others.
     """
 
     def __init__(self, *, owns_all_ranks: bool = True) -> None:
+        """`owns_all_ranks`: False if ranks of other processes run here, too, as in a torchrun
+        job."""
         self._owns_all_ranks = owns_all_ranks
+        self._has_gpus = bool(describe_machine().gpus)
+        self._gpu_utilization = utilization_by_others() if self._has_gpus else None
         self._before = _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
-        """Measure the load since the last call. Cores are None for a span below `at_least_s`: ticks
-        are too coarse."""
+        """Measure the load since the last call.
+
+        Cores are None for a span below `at_least_s`: ticks are too coarse.
+        """
         before = self._before
         self._before = _read_times()
         at_s, busy_s, stolen_s, own_s, throttled, periods = (self._before - before).tolist()
-        share = round(throttled / periods, 3) if periods > 0 else None
-        own = {process.pid for process in _own_processes()}
-        load = Load(throttled_share=share, gpu=gpu_load(own) if describe_machine().gpus else None)
+        load = Load(
+            throttled_share=round(throttled / periods, 3) if periods > 0 else None,
+            gpu=self._gpu_load() if self._has_gpus else None,
+        )
         if at_s < at_least_s or not self._owns_all_ranks:
             return load
         others = max(0.0, busy_s - own_s) / at_s  # ticks round up
@@ -85,12 +93,15 @@ class LoadMeter:
             update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)}
         )
 
+    def _gpu_load(self) -> GpuLoad | None:
+        load = gpu_load()
+        return load and replace(load, utilization=self._gpu_utilization)
+
 
 def _read_times() -> np.ndarray:
-    """Return seconds of the clock, busy, stolen and own seconds of cores, throttled and all periods
-    of a quota.
+    """Return seconds of the clock, busy, stolen and own seconds of cores, and a quota's periods.
 
-    Only differences mean something.
+    The periods are two numbers, throttled ones and all. Only differences mean something.
     """
     every = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
@@ -130,10 +141,11 @@ def busy_reason(load: Load, cores: int) -> str:
     """A phrase for what slows a measurement down; "" if nothing does."""
     taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
     held_back = load.throttled_share or 0.0
-    if load.gpu and load.gpu.other_processes:
+    if load.gpu and (load.gpu.utilization or 0.0) >= MIN_UTILIZATION:
         return "another program used a GPU"
     if load.gpu and load.gpu.slowed_by:
-        return f"{load.gpu.slowed_by} slowed a GPU down, at {load.gpu.temperature} °C"
+        at = "" if load.gpu.temperature is None else f", at {load.gpu.temperature:.0f} °C"
+        return f"{load.gpu.slowed_by} slowed a GPU down{at}"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
         others = (
             "other programs"

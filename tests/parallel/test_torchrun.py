@@ -308,6 +308,7 @@ def test_ranks_take_the_gpus_of_their_machine_in_turn(
     current: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     assert use_device("cpu") == "cpu"
     assert use_device("cuda", rank) == device
     assert current == [device]

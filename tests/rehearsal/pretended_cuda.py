@@ -240,6 +240,7 @@ def pretended_gpu():
     answers = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "init": lambda: None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores
+from labkit.machine.gpus import count_gpus
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 from labkit.parallel.ranks.server_process import STACKS_SIGNAL
@@ -106,7 +107,7 @@ def use_device(kind: str, rank: int | None = None) -> str:
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     number = torchrun.read_variable("LOCAL_RANK") if torchrun.is_job_rank() else rank
-    device = f"cuda:{number % torch.cuda.device_count()}"
+    device = f"cuda:{number % count_gpus()}"
     torch.cuda.set_device(device)
     return device
 
