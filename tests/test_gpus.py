@@ -1,6 +1,7 @@
 """GPUs that are there and cannot be used: labs run on the CPU, with the reason; and the facts about
 those that can."""
 
+import shutil
 import subprocess
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -244,6 +245,16 @@ def test_a_rank_takes_a_gpu_that_cuda_has_and_not_one_that_nvml_counts(cuda, mon
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert [use_device("cuda", rank) for rank in (1, 0)] == ["cuda:0", "cuda:0"] == current
+
+
+@pytest.mark.parametrize(("n_bytes", "is_small"), [(64 * 2**20, True), (24 * GIB, False)])
+def test_doctor_mentions_a_small_shared_memory(n_bytes, is_small, tmp_path, monkeypatch):
+    """labkit's transport needs none of it, but whoever asks why ranks fail may look here."""
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=n_bytes))
+    assert (f"{tmp_path} has only 64 MiB" in dict(doctor.machine_rows())["shared memory"]) == (
+        is_small
+    )
 
 
 def test_deterministic_math_can_be_read_inside_and_are_set_back():

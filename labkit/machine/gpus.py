@@ -103,7 +103,7 @@ def driver_version() -> str | None:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return versions that decide how fast GPUs are: of torch's build, CUDA, cuDNN, NCCL, driver."""
+    """Return versions that decide how fast GPUs are: torch, CUDA, cuDNN, NCCL, the driver."""
     cudnn = torch.backends.cudnn.version()
     nccl = None
     with suppress(Exception):  # a build without NCCL

@@ -1,6 +1,8 @@
 """The tables of `labkit doctor`: this machine, and the labs and profiles that it can run."""
 
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,6 +15,21 @@ from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.machine.description import describe_machine
 from labkit.parallel.transport.shared_memory import unavailable_reason
+
+SHM = Path("/dev/shm")
+MIN_SHM_BYTES = 2**30
+"""NVIDIA recommends at least this much for containers; Docker gives them 64 MiB."""
+
+
+def _small_shm_note() -> str:
+    """Note a small /dev/shm: labkit's ranks do without it, but not NCCL's and DataLoader's."""
+    if not SHM.is_dir():
+        return ""
+    n_bytes = shutil.disk_usage(SHM).total
+    if n_bytes >= MIN_SHM_BYTES:
+        return ""
+    size = format_bytes(n_bytes)
+    return f"; {SHM} has only {size}: NCCL and workers of a DataLoader may fail (--shm-size=1g)"
 
 
 def machine_rows() -> list[tuple[str, str]]:
@@ -37,6 +54,7 @@ def machine_rows() -> list[tuple[str, str]]:
         shared_memory = (
             f"not available ({reason}): CPU ranks send point to point, which takes longer"
         )
+    shared_memory += _small_shm_note()
     facts |= {"backends": ", ".join(backends), "shared memory": shared_memory}
     return list(
         (

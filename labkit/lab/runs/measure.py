@@ -5,7 +5,6 @@ Under torchrun the first rank of the job makes the decisions and writes the run;
 help to measure.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -134,10 +133,13 @@ def needs_calibration(studies: Iterable[Lab], profile: str) -> bool:
     24 hours.
 
     False at `smoke`, which must be short, and under torchrun, where all other ranks would have to
-    wait.
+    wait. ParameterError if the environment describes any other job.
     """
     predicts = any(question.needs_calibration for lab in studies for question in lab.questions)
-    if not predicts or profile == "smoke" or "WORLD_SIZE" in os.environ:
+    if not predicts or profile == "smoke":
+        return False
+    _check_job()
+    if torchrun.is_job_rank():
         return False
     machine = describe_machine()
     calibration = newest_calibration(machine, within=FRESH)
