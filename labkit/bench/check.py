@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TOO_SLOW = "right, but too slow to time"
+"""Verdict of a check on a result that is right after more time than the rounds may take."""
+
 cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
 
 

@@ -13,7 +13,7 @@ assessing differential expression in microarray experiments", section 3).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -151,7 +151,7 @@ def combine_sessions(
     table["within"] = groups["within"].mean()
     table = table.reset_index()
     group = table.groupby(list(setting), dropna=False, sort=False).ngroup()
-    variance, freedom = _moderate_variance(table, group.to_numpy())
+    variance, freedom = _session_variance(table, group.to_numpy())
     variance = np.maximum(variance, table["within"]).where(np.isfinite(table["within"]))
     error = np.sqrt(variance / table["sessions"])
     is_alone = np.isnan(freedom)
@@ -164,7 +164,16 @@ def combine_sessions(
     )
 
 
-def _moderate_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def moderate_variance(
+    variance: Any, freedom: Any, prior: Any, prior_freedom: Any
+) -> tuple[Any, Any]:
+    """Shrink a variance towards a prior one, each weighted by its degrees of freedom; return both
+    of the result. Smyth 2004, equation 7."""
+    total = prior_freedom + freedom
+    return (prior_freedom * prior + freedom * variance) / total, total
+
+
+def _session_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Variance of one session's logarithm and its degrees of freedom, per row; NaN in a setting
     with one session."""
     repeated = table["between"].notna()
@@ -180,8 +189,7 @@ def _moderate_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarr
         others = np.delete(np.arange(len(n)), index)[np.delete(n, index) > 0]
         if len(others):
             prior = 1 / (1 / PRIOR_FREEDOM + 1 / (MEDIAN_EFFICIENCY * freedom[others].sum()))
-            total[index] = freedom[index] + prior
-            variance[index] = (
-                prior * np.median(scaled[others]) + freedom[index] * own[index]
-            ) / total[index]
+            variance[index], total[index] = moderate_variance(
+                own[index], freedom[index], np.median(scaled[others]), prior
+            )
     return variance[group], total[group]

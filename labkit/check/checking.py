@@ -3,14 +3,18 @@ baseline."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from labkit.check import TOLERANCE
-from labkit.check.comparison import Change, SessionTimes, compare, differences, has_lost_hardware
+from labkit.check.comparison import NOT_COMPARABLE, Change, compare
+from labkit.check.facts import Difference, describe_hardware, differences, has_lost_hardware
+from labkit.check.sessions import SessionTimes
 from labkit.check.worker import CheckPoint, measure_quantities
 from labkit.lab.config import (
     ParameterError,
@@ -32,7 +36,8 @@ from labkit.lab.project import (
 )
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
-from labkit.lab.runs.store import Run, find_run
+from labkit.lab.runs.store import Run, RunFileError, find_run
+from labkit.lab.units import counted, join_words
 from labkit.lab.user_checks import Correctness, verdicts
 from labkit.machine.description import Machine, describe_machine
 from labkit.studies import load_lab
@@ -99,6 +104,18 @@ CORRECTNESS: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], bool]]] = {
 ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 
+class Status(IntEnum):
+    """Exit status of a check."""
+
+    OK = 0
+    WRONG = 1
+    """A result is wrong or missing."""
+    SLOWER = 3
+    """The machine lost speed, cores, threads or GPUs."""
+    NOTHING_COMPARED = 4
+    """No quantity could be compared: there is no baseline, or the machine was busy in all."""
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """Results of a check; `baseline` has the newest run last, and is empty if nothing was
@@ -108,8 +125,12 @@ class CheckResult:
     baseline: Sequence[Run]
     correctness: list[Correctness]
     changes: list[Change]
-    circumstances: list[str] = field(default_factory=list)
     tolerance: float = TOLERANCE
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a result is wrong, or a point of the fixed set failed."""
+        return any(self.run.failures()) or any(one.is_bad for one in self.correctness)
 
     @property
     def slower(self) -> list[Change]:
@@ -121,13 +142,29 @@ class CheckResult:
         ]
 
     @property
-    def status(self) -> int:
-        """Exit status: 1 if a result is wrong or missing, 3 if the machine lost speed, cores or
-        GPUs, else 0."""
-        if any(self.run.failures()) or any(one.is_bad for one in self.correctness):
-            return 1
+    def circumstances(self) -> list[Difference]:
+        """Changes of the software since the baseline, which may explain others."""
+        if not self.baseline:
+            return []
+        return [one for one in differences(self.baseline[-1], self.run) if not one.forbids]
+
+    @property
+    def nothing_compared_reason(self) -> str | None:
+        """The most frequent reason if no quantity could be compared, or None."""
+        reasons = [one.reason for one in self.changes]
+        if not reasons or any(one.verdict != NOT_COMPARABLE for one in self.changes):
+            return None
+        return max(set(reasons), key=reasons.count)
+
+    @property
+    def status(self) -> Status:
+        """Exit status of the check."""
+        if self.is_wrong:
+            return Status.WRONG
         has_lost = bool(self.baseline) and has_lost_hardware(self.baseline[-1], self.run)
-        return 3 if has_lost or self.slower else 0
+        if has_lost or self.slower:
+            return Status.SLOWER
+        return Status.NOTHING_COMPARED if self.nothing_compared_reason else Status.OK
 
 
 def check_machine(
@@ -154,8 +191,7 @@ def check_machine(
         correctness = list(check_correctness(show, on_output))
         options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}
         run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
-    notes = differences(baseline[-1], run, decisive=False) if baseline else []
-    return CheckResult(run, baseline, correctness, compare(baseline, run), notes, tolerance)
+    return CheckResult(run, baseline, correctness, compare(baseline, run), tolerance)
 
 
 def check_correctness(
@@ -208,33 +244,71 @@ def baseline_folder(machine: Machine) -> Path:
     return project_root() / "data" / "baselines" / (re.sub(r"[^\w-]+", "-", machine.host) or "host")
 
 
-def load_baseline(against: str | None) -> list[Run]:
-    """Return the run that `--against` names, or this machine's saved runs that are comparable with
-    the newest.
+def load_baseline(against: str | None, say: Callable[[str], None] = lambda line: None) -> list[Run]:
+    """Return the run that `--against` names, or this machine's saved runs of the newest's torch.
 
-    Raises RunFileError, which names the file, for a damaged one, and ParameterError for a lab's
-    run.
+    `say` gets a line for each choice that a reader might not expect. Raises RunFileError, which
+    names the file, for a damaged one, and ParameterError for a lab's run.
     """
-    folder = baseline_folder(describe_machine())
-    paths = (
-        sorted(folder.glob("*.jsonl"))
-        if against is None
-        else [find_run([checks_directory(), folder], against)]
-    )
-    runs = [Run.load(path) for path in paths]
-    for run in runs:
-        if run.header.lab != CHECK.name:
-            raise ParameterError(
-                f"{run.path.name}: a run of {run.header.lab}; expected one that `labkit check`"
-                " wrote"
-            )
-    return [run for run in runs if not differences(runs[-1], run, decisive=True)]
+    folder = _find_baseline_folder(describe_machine())
+    if against is not None:
+        return [_load_check(find_run([checks_directory(), folder], against))]
+    runs = [_load_check(path) for path in sorted(folder.glob("*.jsonl"))]
+    if not runs:
+        return []
+    if folder != baseline_folder(describe_machine()):
+        say(
+            f"the baseline was saved on {runs[-1].header.machine.host}, which has the same"
+            " processor, cores and GPUs"
+        )
+    used = [run for run in runs if _is_alike(runs[-1], run)]
+    if left_out := [run for run in runs if run not in used]:
+        torches = join_words(sorted({str(_torch(run)) for run in left_out}))
+        say(
+            f"left out of the baseline: {counted(len(left_out), 'run')} (torch {torches}), because"
+            f" the newest (torch {_torch(runs[-1])}) is of other hardware or another torch"
+        )
+    return used
+
+
+def _load_check(path: Path) -> Run:
+    run = Run.load(path)
+    if run.header.lab != CHECK.name:
+        raise ParameterError(
+            f"{path.name}: a run of {run.header.lab}; expected one that `labkit check` wrote"
+        )
+    return run
+
+
+def _torch(run: Run) -> str | None:
+    return run.header.machine.versions.get("torch")
+
+
+def _is_alike(newest: Run, run: Run) -> bool:
+    """Return whether both are of one machine and torch: only then their spread is its drift."""
+    is_one_machine = not any(one.forbids for one in differences(newest, run))
+    return is_one_machine and _torch(newest) == _torch(run)
+
+
+def _find_baseline_folder(machine: Machine) -> Path:
+    """Return the folder of this host's baseline, or that of an equal machine if this host has none.
+
+    Containers and clouds give a machine another name at every start.
+    """
+    own = baseline_folder(machine)
+    if any(own.glob("*.jsonl")):
+        return own
+    for path in sorted(own.parent.glob("*/*.jsonl"), key=lambda path: path.name, reverse=True):
+        with suppress(RunFileError):
+            if describe_hardware(Run.load(path).header.machine) == describe_hardware(machine):
+                return path.parent
+    return own
 
 
 def no_baseline_reason(result: CheckResult) -> str | None:
     """Return why a run must not be a baseline: something failed, or the machine was busy; or
     None."""
-    if result.status:
+    if result.is_wrong:
         return "something is wrong or failed"
     times = SessionTimes(result.run)
     reason = next(filter(None, map(times.missing_reason, times.names)), None)
@@ -243,6 +317,7 @@ def no_baseline_reason(result: CheckResult) -> str | None:
 
 def save_baseline(result: CheckResult) -> Path:
     """Add a run to this machine's baseline, and return its file."""
-    path = baseline_folder(result.run.header.machine) / result.run.path.name
+    folder = _find_baseline_folder(result.run.header.machine)
+    path = folder / result.run.path.name
     write_file(path, result.run.path.read_bytes())
     return path

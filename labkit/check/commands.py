@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from labkit.check import TOLERANCE
-from labkit.lab.commands.console import document, err, number, out, print_load, require_loopback
+from labkit.lab.commands.console import (
+    document,
+    err,
+    number,
+    out,
+    print_load,
+    print_table,
+    require_loopback,
+)
 from labkit.lab.config import ParameterError
 from labkit.lab.project import check_writable, path_from_here, write_file
 from labkit.lab.units import counted
@@ -60,7 +67,7 @@ def check(
     s on two cores.
 
     Exit status: 0; 1 if a result is wrong; 3 if something is slower by more than the tolerance, or
-    hardware is gone.
+    hardware is gone; 4 if nothing could be compared, as without a baseline.
     """
     from labkit.check.archives import write_bundle
     from labkit.check.checking import (
@@ -79,7 +86,7 @@ def check(
         if bundle.is_dir():
             raise ParameterError(f"--bundle names the file to write, and {bundle} is a folder")
         check_writable(bundle.parent)
-    baseline = [] if save else load_baseline(against)
+    baseline = [] if save else load_baseline(against, err.print)
     require_loopback()
     print_load()
     try:
@@ -102,7 +109,7 @@ def check(
         err.print(f"no baseline was saved: {reason}")
         raise typer.Exit(1)
     path = save_baseline(result)
-    runs = counted(len(load_baseline(None)), "run")
+    runs = counted(len(load_baseline(None, err.print)), "run")
     err.print(
         f"baseline: {runs}, {path_from_here(path)}; three, saved at different hours, show changes"
         " of 10 to 20%"
@@ -115,30 +122,21 @@ def describe(result: "CheckResult") -> dict[str, Any]:
     numbers = []
     for one in result.changes:
         facts: dict[str, Any] = {name: getattr(one, name) for name in NUMBERS}
-        facts |= {"validity": one.verdict, "measured": result.run.header.started}
+        facts["validity"] = f"{one.verdict}: {one.reason}" if one.reason else one.verdict
+        facts["measured"] = result.run.header.started
         numbers.append(number(f"{one.quantity}, {one.place}", one.ratio, unit, **facts))
     return {
         "numbers": numbers,
         "status": result.status,
         "baseline": [run.name for run in result.baseline],
-        "circumstances": result.circumstances,
-        "correctness": [asdict(one) for one in result.correctness],
+        "circumstances": [str(one) for one in result.circumstances],
+        "nothing_compared": result.nothing_compared_reason,
+        "correctness": [asdict(one) | {"is_bad": one.is_bad} for one in result.correctness],
     }
 
 
 def _print(result: "CheckResult") -> None:
-    for (lab, device, ranks), group in groupby(
-        result.correctness, key=lambda one: (one.lab, one.device, one.ranks)
-    ):
-        rows = list(group)
-        right = ", ".join(row.name for row in rows if row.verdict == "ok")
-        out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
-        for row in rows:
-            if row.verdict != "ok":
-                out.print(
-                    f"  {row.name}: {row.verdict}: {row.reason}",
-                    style="bold red" if row.is_bad else None,
-                )
+    _print_correctness(result)
     for _, reason, _ in result.run.failures():
         out.print(f"not timed: {reason}")
     if result.baseline:
@@ -148,45 +146,60 @@ def _print(result: "CheckResult") -> None:
             f"baseline: {header.machine.label}, {runs}, the newest of"
             f" {header.started:%Y-%m-%d %H:%M} UTC"
         )
-    verdicts = {one.verdict for one in result.changes}
-    common = [*verdicts] if len(verdicts) == 1 and "not comparable: " in str(verdicts) else []
-    for line in (*result.circumstances, *common):
-        out.print(line)
-    for place, changes in groupby(result.changes, key=lambda one: one.place):
-        factor = statistics.median(
-            [one.shared for one in changes if not math.isnan(one.shared)] or [1.0]
-        )
-        if abs(math.log(factor)) > math.log1p(result.tolerance):
-            times = f"{factor:.2f} times as long"
-            out.print(
-                f"{place}: all take {times}, which the baseline's runs explain: ratios leave it out"
-            )
-    table = Table(
-        "quantity",
-        "where",
-        "now",
-        "now / baseline",
-        "shows from",
-        "verdict",
-        box=None,
-        pad_edge=False,
-    )
-    for one in result.changes:
-        ratio = smallest = ""
-        if not math.isnan(one.ratio):
-            ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
-            smallest = f"{100 * (one.smallest_change - 1):.0f}%"
-        speed = one.speed + describe_peak_share(one, result.run.header.machine)
-        table.add_row(
-            one.quantity, one.place, speed, ratio, smallest, "" if common else one.verdict
-        )
-    out.print(table, soft_wrap=False)
+    if result.circumstances:
+        changed = ", ".join(map(str, result.circumstances))
+        out.print(f"since the baseline: {changed}; the machine is the same")
+    _print_shared_changes(result)
+    common = result.nothing_compared_reason
+    rows = [_row(one, result.run.header.machine, common) for one in result.changes]
+    print_table(rows, "quantity", "where", "now", "now / baseline", "shows from", "verdict")
     if any(one.smallest_change > 1.1 for one in result.changes):
         out.print(
             "more baseline runs (`labkit check --save`), at different hours, show smaller changes"
         )
     if slower := ", ".join(f"{one.quantity} ({one.place})" for one in result.slower):
-        out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}")
+        out.print(f"slower by more than {100 * result.tolerance:g}%: {slower}", style="bold red")
+    if common:
+        out.print(f"nothing was compared: {common}", style="bold")
+
+
+def _print_correctness(result: "CheckResult") -> None:
+    """Print the right implementations of each lab and place in a line, and a line for each other
+    one."""
+    for (lab, device, ranks), group in groupby(
+        result.correctness, key=lambda one: (one.lab, one.device, one.ranks)
+    ):
+        rows = list(group)
+        right = ", ".join(row.name for row in rows if row.verdict == "ok")
+        out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
+        for row in rows:
+            if row.verdict != "ok":
+                style = "bold red" if row.is_bad else None
+                out.print(f"  {row.name}: {row.verdict}: {row.reason}", style=style)
+
+
+def _print_shared_changes(result: "CheckResult") -> None:
+    for place, changes in groupby(result.changes, key=lambda one: one.place):
+        factors = [one.shared for one in changes if not math.isnan(one.shared)]
+        factor = statistics.median(factors or [1.0])
+        if abs(math.log(factor)) > math.log1p(result.tolerance):
+            out.print(
+                f"{place}: all take {factor:.2f} times as long, which the baseline's runs explain:"
+                " ratios leave it out"
+            )
+
+
+def _row(one: "Change", machine: "Machine", common: str | None) -> tuple[str, ...]:
+    """Return a change as a row of the table; a reason that all have in common is not repeated."""
+    ratio = smallest = ""
+    if not math.isnan(one.ratio):
+        ratio = f"{one.ratio:.2f} [{one.low:.2f}, {one.high:.2f}]"
+        smallest = f"{100 * (one.smallest_change - 1):.0f}%"
+    verdict: str = one.verdict
+    if one.reason:
+        verdict = "" if common else f"{one.verdict}: {one.reason}"
+    speed = one.speed + describe_peak_share(one, machine)
+    return one.quantity, one.place, speed, ratio, smallest, verdict
 
 
 def describe_peak_share(one: "Change", machine: "Machine") -> str:

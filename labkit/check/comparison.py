@@ -1,15 +1,9 @@
 """Compare a run of the fixed set with a machine's baseline: which quantities changed, by how much.
 
-A place is a device and a number of ranks. A round times each of its quantities, one after the
-other; the slowest rank counts. All quantities of a place share the speed of the cores, which
-depends on what else a virtual machine's host runs. This shared change is estimated and subtracted,
-as far as it varies in the baseline (`_subtract_shared_change`). A session gives one number per
-quantity, the median of its rounds; a run gives the median of its sessions, each in new processes.
-
-Runs still differ by more than their sessions explain, by a drift that is similar for all quantities
-of a machine. A baseline of several runs estimates it, and the variance of each quantity is shrunk
-towards it (moderated t-statistics: Smyth 2004, section 3). Intervals hold for all quantities of a
-check together (Bonferroni).
+All quantities of a place share the speed of the cores, which depends on what else a virtual
+machine's host runs. This shared change is estimated and subtracted, as far as it varies in the
+baseline (`_subtract_shared_change`). What remains is compared as any two sets of runs are
+(`bench.changes`).
 
 A host may move the cores of a virtual machine. Cores without a common cache exchange data at a
 third of the rate, and have more memory bandwidth together. So quantities of several cores are
@@ -19,32 +13,24 @@ compared only with runs whose cores exchanged data as fast (`MOVED_FACTOR`).
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import chdtri, stdtrit
+from scipy.special import stdtrit
 
+from labkit.bench.changes import compare_levels
 from labkit.bench.statistics import MIN_RELEVANT_DIFFERENCE
-from labkit.check.worker import THREADS, TURNS
+from labkit.check.facts import differences
+from labkit.check.sessions import MIN_SESSIONS, SessionTimes
 from labkit.lab.runs.store import Run
-from labkit.lab.units import counted, format_seconds, format_value, join_words
+from labkit.lab.units import counted, join_words
 
-QUANTITY = ["device", "world_size", "quantity"]
 DRIFT = 0.05
-MIN_DRIFT = 0.01
-"""Standard deviation of a run beyond what sessions explain: assumed if the baseline has few runs,
-and the smallest."""
-MIN_RUNS_FOR_DRIFT = 3
-PRIOR_FREEDOM = 10.0
-"""Weight, in degrees of freedom, of the assumption that all quantities drift alike."""
+"""Standard deviation of a run beyond what sessions explain, while the baseline has few runs."""
 ERROR_OVER_MAD = 1.25 * 1.4826
 """Standard error of a median times the root of the sample size, over the median absolute
 deviation."""
-FALSE_ALARMS = 0.05
-"""Probability that a check of an unchanged machine reports a change."""
-MIN_SESSIONS = 3
-"""Undisturbed sessions per quantity and run."""
 MIN_PEERS = 3
 """Other quantities of a place that show what all share."""
 RANGE = (0.02, 0.98)
@@ -54,26 +40,25 @@ MAX_SLOPE = 2.0
 MOVED_FACTOR = 1.4
 """Factor by which moved cores differ in the time of an exchange, relative to that of a call on one
 core."""
-DECISIVE = ("set of quantities", "processor", "cores", "GPUs", "torch")
-"""Facts in which two runs must agree, or their times are not comparable."""
-COLUMNS = {"FLOP/s": "flops_per_s", "B/s": "bytes_per_s"}
+
+NOT_COMPARABLE = "not comparable"
+Verdict = Literal["slower", "faster", "no change shown", "not comparable"]
 
 
 @dataclass(frozen=True)
 class Change:
     """Change of a quantity since the baseline: seconds now over seconds then, above 1 is slower.
 
-    `place`: "2 ranks, cpu". `verdict`: "slower", "faster", "no change shown", or "not comparable:
-    <reason>". The new run took `seconds` per sample, at a `rate` of work per second (NaN if only
-    the time counts); `speed` is text. `shared`: the part of the change that the quantity shares
-    with the others of its place, as when a virtual machine's cores are slower. `ratio` and its
-    interval are what remains. `smallest_change`: the smallest ratio above 1 that would have counted
-    as a change.
+    The new run took `seconds` per sample, at a `rate` of work per second (NaN if only the time
+    counts); `speed` is text. `ratio` and its interval are what remains without `shared`.
     """
 
     quantity: str
     place: str
-    verdict: str
+    """Ranks and device: "2 ranks, cpu"."""
+    verdict: Verdict
+    reason: str = ""
+    """Why it is not comparable."""
     seconds: float = math.nan
     rate: float = math.nan
     speed: str = ""
@@ -81,7 +66,10 @@ class Change:
     low: float = math.nan
     high: float = math.nan
     shared: float = math.nan
+    """Part of the change that all quantities of the place share, as when a virtual machine's cores
+    are slower."""
     smallest_change: float = math.nan
+    """Smallest ratio above 1 that would have counted as a change."""
 
 
 def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
@@ -95,97 +83,38 @@ def compare(baseline: Sequence[Run], run: Run) -> list[Change]:
         for one, factor in zip(earlier, factors, strict=True)
         if not abs(np.log(factor)) > np.log(MOVED_FACTOR)
     ]
-    blocker = (
-        join_words(differences(baseline[-1], run, decisive=True))
-        if baseline
-        else "there is no baseline"
-    )
+    blocker = "there is no baseline"
+    if baseline:
+        blocker = join_words(
+            [
+                f"{one.name}: {one.before} in the baseline, {one.now} now"
+                for one in differences(baseline[-1], run)
+                if one.forbids
+            ]
+        )
     names = list(dict.fromkeys(name for one in (current, *earlier) for name in one.names))
     parallel = {name for one in (current, *earlier) for name in one.parallel}
     judged: dict[Any, dict[str, Any]] = {}
     for group, runs in ((parallel, alike), (set(names) - parallel, earlier)):
         if runs and group and not blocker:
-            judged |= _judge(current, runs, sorted(group), parallel, len(names)).to_dict("index")
+            table = _judge(current, runs, sorted(group), parallel, len(names))
+            judged |= table.to_dict("index")
     changes = []
     for name in names:
         reason = blocker or current.missing_reason(name)
-        if reason is None and name not in judged:
+        if not reason and name not in judged:
             times = f"{factors[-1]:.1f} times as long as in the baseline"
             reason = (
                 f"cores exchange data for {times}: the host moved them; `labkit check --save` adds"
                 " this state"
             )
-        elif reason is None and math.isnan(judged[name]["ratio"]):
+        elif not reason and math.isnan(judged[name]["ratio"]):
             reasons = filter(None, (one.missing_reason(name) for one in earlier))
             reason = f"{next(reasons, 'it was not measured')}, in the baseline"
-        facts: dict[str, Any] = {"verdict": f"not comparable: {reason}"} if reason else judged[name]
-        changes.append(
-            Change(
-                name[2], f"{counted(name[1], 'rank')}, {name[0]}", **current.speed(name), **facts
-            )
-        )
+        facts = {"verdict": NOT_COMPARABLE, "reason": reason} if reason else judged[name]
+        place = f"{counted(name[1], 'rank')}, {name[0]}"
+        changes.append(Change(name[2], place, **current.speed(name), **facts))
     return changes
-
-
-class SessionTimes:
-    """Times of a run's undisturbed sessions, as logarithms: `rounds` by quantity (row), session and
-    round (columns).
-
-    `medians`: of the sessions, NaN if they are too few; `noise`: the distance of the two turns of
-    each round. `parallel`: quantities of several cores. `exchange`: time in which two ranks
-    exchange a message, over that of a call; NaN if unknown.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        rows = timed_rows(run)
-        self.names = list(rows[QUANTITY].drop_duplicates().itertuples(index=False, name=None))
-        several = rows[
-            (rows["device"] == "cpu") & ((rows["world_size"] > 1) | (rows["threads"] > 1))
-        ]
-        self.parallel = set(several[QUANTITY].itertuples(index=False, name=None))
-        rows = rows[~rows["point"].isin(list(run.busy))]
-        self._work = rows.groupby(QUANTITY)[["work", "unit"]].first()
-        slowest = np.log(
-            rows.groupby([*QUANTITY, "session", "repeat", "turn"], sort=False)["seconds"].max()
-        )
-        turns = slowest.unstack("turn").reindex(columns=TURNS)
-        self.rounds = turns.mean(axis=1).unstack(["session", "repeat"])
-        distances = (turns[TURNS[1]] - turns[TURNS[0]]).groupby([*QUANTITY, "session"]).median()
-        self.noise = abs(distances.groupby(QUANTITY).median())
-        sessions = self.rounds.T.groupby(level="session").median()
-        self.medians = sessions.median().where(sessions.count() >= MIN_SESSIONS)
-        exchange = [
-            load.exchange_s
-            for point, load in run.loads.items()
-            if load.exchange_s and point not in run.busy
-        ]
-        call_s = math.exp(self.medians.get(("cpu", 1, "call"), math.nan))
-        self.exchange = float(np.median(exchange)) / call_s if exchange else math.nan
-
-    def speed(self, name: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the seconds per sample, the rate of its work, and either of them as text."""
-        if name not in self.rounds.index:
-            return {}
-        seconds = math.exp(self.rounds.loc[name].median())
-        work, unit = self._work.loc[name]
-        if unit not in COLUMNS:
-            return {"seconds": seconds, "speed": format_seconds(seconds)}
-        rate = float(work / seconds)
-        return {"seconds": seconds, "rate": rate, "speed": format_value(COLUMNS[unit], rate)}
-
-    def missing_reason(self, name: tuple[Any, ...]) -> str | None:
-        """Return why there are too few undisturbed sessions, or None."""
-        if not math.isnan(self.medians.get(name, math.nan)):
-            return None
-        points = self._run.coverage()
-        points = points[(points["device"] == name[0]) & (points["world_size"] == name[1])]
-        busy = [
-            f"busy: {self._run.busy[point]}" for point in points["point"] if point in self._run.busy
-        ]
-        failed = points.loc[points["status"] != "ok", "reason"].dropna().tolist()
-        missing = "too few sessions measured it" if name in self.medians else "it was not measured"
-        return str([*busy, *failed, missing][0])
 
 
 def _judge(
@@ -193,7 +122,7 @@ def _judge(
     earlier: Sequence[SessionTimes],
     names: Sequence[Any],
     parallel: Container[Any],
-    n_names: int,
+    n_compared: int,
 ) -> pd.DataFrame:
     """Return ratio, its interval, the smallest change and the verdict of these quantities; NaN if
     not measured."""
@@ -210,28 +139,22 @@ def _judge(
     levels = by_run.median().where(by_run.count() >= MIN_SESSIONS).reindex(range(n_runs + 1))
     deviations = sessions.sub(levels, level="run").abs().groupby(level="run").median()
     explained = ((ERROR_OVER_MAD * deviations) ** 2 / by_run.count()).mean()
-    medians = levels.iloc[:-1]
-    counts = medians.count()
-    between = medians.var()
-    typical = (counts - 1) / chdtri(counts - 1, 0.5)  # a variance's expectation over its median
-    excess = (between * typical - explained)[counts >= MIN_RUNS_FOR_DRIFT].median()
-    drift = DRIFT**2 if math.isnan(excess) else max(excess, MIN_DRIFT**2)
-    freedom = PRIOR_FREEDOM + counts - 1
-    variance = (PRIOR_FREEDOM * (drift + explained) + (counts - 1) * between.fillna(0)) / freedom
-    reach = stdtrit(freedom, 1 - FALSE_ALARMS / n_names / 2) * np.sqrt(variance * (1 + 1 / counts))
-    change = levels.iloc[-1] - medians.mean()
-    least = np.maximum(
-        reach, np.maximum(current.noise.reindex(names), math.log1p(MIN_RELEVANT_DIFFERENCE))
+    table = compare_levels(
+        levels.iloc[:-1].T, levels.iloc[-1:].T, explained, drift=DRIFT, n_compared=n_compared
     )
+    change = table["change"]
+    # The noise within a round, and differences that nobody would act on, are no change either.
+    noise = current.noise.reindex(names)
+    least = np.maximum(table["reach"], np.maximum(noise, math.log1p(MIN_RELEVANT_DIFFERENCE)))
     whole = current.medians - pd.concat([one.medians for one in earlier], axis=1).mean(axis=1)
-    verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
     logs = {
         "ratio": change,
-        "low": change - reach,
-        "high": change + reach,
+        "low": change - table["reach"],
+        "high": change + table["reach"],
         "smallest_change": least,
+        "shared": whole.reindex(names) - change,
     }
-    logs["shared"] = whole.reindex(names) - change
+    verdict = np.select([change > least, change < -least], ["slower", "faster"], "no change shown")
     return np.exp(pd.DataFrame(logs)).assign(verdict=verdict)
 
 
@@ -280,67 +203,3 @@ def _level_beyond(levels: pd.Series, rounds: pd.Series, level: float) -> float:
     )
     low, high = rounds.quantile(list(RANGE))
     return level - min(max(level, levels.mean() - reach, low), levels.mean() + reach, high)
-
-
-def timed_rows(run: Run) -> pd.DataFrame:
-    """Return the rows that have times."""
-    columns = [
-        *QUANTITY,
-        "turn",
-        "session",
-        "repeat",
-        "point",
-        "rank",
-        "seconds",
-        "unit",
-        "work",
-        "threads",
-    ]
-    return run.frame().reindex(columns=columns).dropna(subset="seconds")
-
-
-def differences(baseline: Run, run: Run, *, decisive: bool) -> list[str]:
-    """Return how two runs differ in the facts that forbid a comparison, or in others that may have
-    caused a change."""
-    facts = pd.DataFrame([_facts(baseline), _facts(run)]).T.fillna("none").replace("", "none")
-    return [
-        f"{name}: {then} in the baseline, {now} now"
-        for name, then, now in facts.itertuples()
-        if then != now and (name in DECISIVE) == decisive
-    ]
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    machine = run.header.machine
-    threads = timed_rows(run)["threads"].max()
-    quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
-    gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
-    return {
-        "set of quantities": max(
-            (point.get("number") or 0 for point in run.header.planned.values()), default=0
-        ),
-        "processor": machine.cpu,
-        "cores": f"{machine.cores}{quota}",
-        "GPUs": gpus or machine.no_gpu_reason,
-        **machine.versions,
-        "host": machine.host,
-        "system": machine.system,
-        "Python": machine.python,
-        "labkit": str(machine.source),
-        "links of GPUs": machine.gpu_links,
-        f"threads ({THREADS})": None if math.isnan(threads) else f"{threads:.0f}",
-    }
-
-
-def has_lost_hardware(baseline: Run, run: Run) -> bool:
-    """Return whether ranks have fewer cores, threads or GPUs than before; another processor is
-    another machine."""
-    amounts = []
-    for one in (baseline, run):
-        machine = one.header.machine
-        threads = timed_rows(one)["threads"].max()  # NaN without rows
-        amounts.append(
-            (machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), threads)
-        )
-    has_less = any(now < then for then, now in zip(*amounts, strict=True))
-    return has_less and baseline.header.machine.cpu == run.header.machine.cpu

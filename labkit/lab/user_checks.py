@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from labkit.bench.check import TOO_SLOW
 from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
@@ -61,7 +62,7 @@ class Correctness:
 
     @property
     def is_bad(self) -> bool:
-        return self.verdict not in ("ok", "not measured")
+        return self.verdict not in ("ok", TOO_SLOW, "not measured")
 
 
 def verdicts(run: Run) -> Iterator[Correctness]:
@@ -150,8 +151,10 @@ def _check(
         )
     results = [one for one in verdicts(run) if one.name.partition(" over ")[0] in (NAME, EVERY)]
     bad = [one for one in results if one.is_bad]
-    if not bad and any(one.verdict == "ok" for one in results):
-        return AlternativeCheck("right")
+    right = [one for one in results if one.verdict in ("ok", TOO_SLOW)]
+    if right and not bad:
+        slow = next((one for one in right if one.verdict == TOO_SLOW), None)
+        return AlternativeCheck("right", f"too slow to time ({slow.reason})" if slow else "")
     if not results:
         return AlternativeCheck("fails", "it was not measured")
     kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}

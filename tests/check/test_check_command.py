@@ -10,14 +10,17 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import validate
 
+from labkit.bench.check import TOO_SLOW
 from labkit.check import checking
 from labkit.check.archives import write_bundle
 from labkit.check.checking import (
     CHECK,
     CheckConfig,
+    Status,
     baseline_folder,
     check_correctness,
     check_machine,
+    load_baseline,
 )
 from labkit.check.commands import describe
 from labkit.lab.config import ParameterError
@@ -60,8 +63,8 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
     assert {"matmul float32", "copy", "attention", "training step, all ranks"} <= set(
         frame["quantity"]
     )
-    assert {one.verdict for one in result.changes} == {"not comparable: there is no baseline"}
-    assert result.status == 0
+    assert {one.reason for one in result.changes} == {"there is no baseline"}
+    assert result.status == Status.NOTHING_COMPARED
 
 
 def test_correctness_says_each_implementation_at_each_place(monkeypatch):
@@ -87,7 +90,7 @@ def test_status_3_is_for_lost_speed_or_hardware_and_1_for_wrong_results(measured
         assert _check(baseline).status == status
     measured(made_run(2, slower={"copy": 0.4}))
     assert _check(baseline).status == 0
-    for change, status in (({"cpu": "another", "cores": 1}, 0), ({"cores": 1}, 3)):
+    for change, status in (({"cpu": "another", "cores": 1}, 4), ({"cores": 1}, 3)):
         measured(made_run(2, machine=baseline.header.machine.model_copy(update=change)))
         assert _check(baseline).status == status
 
@@ -105,6 +108,58 @@ def test_a_baseline_is_saved_and_compared_with(home, measured, command):
     numbers = {one["name"]: one for one in document["numbers"]}
     assert numbers["attention, 1 rank, cpu"]["validity"] == "slower"
     assert numbers["copy, 1 rank, cpu"]["validity"] == "no change shown"
+
+
+def test_what_is_right_but_slow_is_no_failure_and_what_was_not_compared_no_success(measured):
+    slow = replace(OK, verdict=TOO_SLOW, reason="1.01 s for one pass")
+    busy = made_run(2, load={"average": 3.0, "busy_cores": 1.0})
+    measured(made_run(2), [slow])
+    assert _check(made_run(1)).status == Status.OK
+    for run, baseline in ((busy, [made_run(1)]), (made_run(2), [])):
+        measured(run)
+        result = _check(*baseline)
+        assert result.status == Status.NOTHING_COMPARED
+        assert result.nothing_compared_reason
+
+
+def _save(run, home):
+    folder = baseline_folder(run.header.machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / run.path.name).write_bytes(run.path.read_bytes())
+
+
+def test_an_upgrade_is_compared_and_named_and_once_saved_its_old_runs_are_left_out_aloud(
+    home, measured, command
+):
+    machine = describe_machine().model_copy(update={"gpus": []})
+    old = machine.model_copy(update={"versions": machine.versions | {"torch": "2.0.0"}})
+    for number in range(3):
+        _save(made_run(number, home / f"2026010{number}.jsonl", machine=old), home)
+    measured(made_run(5, home / "20260201.jsonl", machine=machine, slower={"copy": 2.0}))
+    status, said, _ = command("check")
+    assert status == Status.SLOWER
+    assert f"torch 2.0.0 -> {machine.versions['torch']}" in said
+    status, _, complaints = command("check", "--save")
+    assert status == 0
+    assert "left out of the baseline: 3 runs (torch 2.0.0)" in complaints
+    assert "baseline: 1 run," in complaints
+
+
+def test_a_renamed_host_keeps_its_baseline_and_adds_to_it(home, measured, command):
+    machine = describe_machine().model_copy(update={"host": "4f7c9a"})
+    _save(made_run(1, home / "20260101.jsonl", machine=machine), home)
+    said = []
+    assert [run.name for run in load_baseline(None, said.append)] == ["20260101"]
+    assert "4f7c9a" in said[0]
+    measured(made_run(2, home / "20260102.jsonl"))
+    assert command("check", "--save")[0] == 0
+    assert len(load_baseline(None)) == 2
+
+
+def test_the_baseline_of_another_machine_is_nobody_elses(home):
+    other = describe_machine().model_copy(update={"host": "4f7c9a", "cpu": "another"})
+    _save(made_run(1, home / "20260101.jsonl", machine=other), home)
+    assert load_baseline(None) == []
 
 
 @pytest.mark.parametrize(

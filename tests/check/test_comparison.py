@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from labkit.check.comparison import compare, differences, has_lost_hardware
+from labkit.check.comparison import compare
+from labkit.check.facts import differences, has_lost_hardware
 from labkit.machine.description import Gpu
 from tests.cases import thinned
 from tests.check.made_up import QUANTITIES, made_run
@@ -87,7 +88,6 @@ GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0")
         ({}, {"machine": _machine(cpu_quota=0.5)}, "quota 0.5"),
         ({}, {"machine": _machine(cpu="another")}, "processor"),
         ({"machine": _machine(gpus=[GPU])}, {}, "GPUs: 1x NVIDIA H100 in the baseline, none now"),
-        ({}, {"machine": _machine(versions={"torch": "1.0"})}, "torch"),
         ({}, {"load": BUSY}, "busy: other programs took 1.0 of 2 cores"),
         ({"load": BUSY}, {}, "in the baseline"),
         ({}, {"status": "failed"}, "rank 0 died"),
@@ -102,9 +102,18 @@ GPU = Gpu(name="NVIDIA H100", memory_bytes=8 * 2**30, compute_capability="9.0")
 def test_what_cannot_be_compared_says_why(baseline, now, reason):
     changes = compare([] if baseline is None else [made_run(1, **baseline)], made_run(2, **now))
     assert changes
-    assert all(
-        one.verdict.startswith("not comparable: ") and reason in one.verdict for one in changes
-    )
+    assert all(one.verdict == "not comparable" and reason in one.reason for one in changes)
+
+
+def test_another_torch_explains_a_change_and_forbids_no_comparison():
+    """Also the label of a build: "+cpu"."""
+    torch = made_run(0).header.machine.versions["torch"].partition("+")[0]
+    upgraded = _machine(versions={"torch": f"{torch}+other"})
+    baseline = made_run(1)
+    now = made_run(2, machine=upgraded, slower={"matmul float32": 4.0})
+    assert _verdicts(compare([baseline], now))["matmul float32"] == "slower"
+    (torch_change,) = [one for one in differences(baseline, now) if one.name == "torch"]
+    assert (torch_change.now, torch_change.forbids) == (f"{torch}+other", False)
 
 
 def test_cores_that_a_host_moved_are_compared_with_runs_in_that_state():
@@ -136,7 +145,7 @@ def test_lost_cores_and_gpus_count_as_lost_and_gained_ones_do_not():
 
 def test_what_else_differs_is_named_beside_the_comparison():
     now = made_run(2, machine=_machine(system="Linux 99", host="elsewhere"), threads=1)
-    notes = differences(made_run(1), now, decisive=False)
-    assert any(note.startswith("system: ") and "Linux 99" in note for note in notes)
-    assert any("threads" in note and note.endswith("2 in the baseline, 1 now") for note in notes)
-    assert not differences(made_run(1), made_run(2), decisive=False)
+    found = {one.name: (one.now, one.forbids) for one in differences(made_run(1), now)}
+    assert found["system"] == ("Linux 99", False)
+    assert found["threads (OMP_NUM_THREADS)"] == ("1", False)
+    assert not differences(made_run(1), made_run(2))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from labkit.bench.check import TOO_SLOW
 from labkit.bench.clock import time_once
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
@@ -36,7 +37,6 @@ FORWARD = "forward"
 BACKWARD = "backward"
 BOTH = "forward and backward"
 MARGIN = 1.1  # over the formulas: allocators round up, and matmuls have workspaces
-TOO_SLOW = "right, but too slow to time"
 WARM_UP_TOKENS = 64
 
 

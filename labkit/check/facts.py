@@ -1,0 +1,91 @@
+"""Facts in which two checks differ: of the machine, which forbid a comparison, or of its software,
+which may explain a change."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.check.sessions import timed_rows
+from labkit.check.worker import THREADS
+from labkit.lab.runs.store import Run
+from labkit.machine.description import Machine
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact in which two runs differ."""
+
+    name: str
+    before: str
+    now: str
+    forbids: bool
+    """Whether it is of the machine: times of two machines are not compared."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.before} -> {self.now}"
+
+
+def differences(before: Run, now: Run) -> list[Difference]:
+    """Return the facts in which two runs differ, those that forbid a comparison first."""
+    hardware, other_hardware = (
+        describe_hardware(run.header.machine) | {"set of quantities": _number_of_set(run)}
+        for run in (before, now)
+    )
+    return [
+        *_compare_facts(hardware, other_hardware, forbids=True),
+        *_compare_facts(_describe_software(before), _describe_software(now), forbids=False),
+    ]
+
+
+def _compare_facts(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, forbids: bool
+) -> Iterator[Difference]:
+    for name in dict.fromkeys((*before, *now)):
+        then = str(before.get(name) or "none")
+        today = str(now.get(name) or "none")
+        if then != today:
+            yield Difference(name, then, today, forbids)
+
+
+def describe_hardware(machine: Machine) -> dict[str, Any]:
+    """Return what two machines must have in common for a comparison of their times."""
+    quota = "" if machine.cpu_quota is None else f" (quota {machine.cpu_quota:g})"
+    gpus = ", ".join(f"{count}x {gpu.name}" for count, gpu in machine.gpu_counts)
+    return {
+        "processor": machine.cpu,
+        "cores": f"{machine.cores}{quota}",
+        "GPUs": gpus or machine.no_gpu_reason,
+    }
+
+
+def has_lost_hardware(before: Run, now: Run) -> bool:
+    """Return whether ranks have fewer cores, threads or GPUs than before; another processor is
+    another machine."""
+    amounts = []
+    for run in (before, now):
+        machine = run.header.machine
+        threads = timed_rows(run)["threads"].max()  # NaN without rows
+        amounts.append(
+            (machine.cores, machine.cpu_quota or machine.cores, len(machine.gpus), threads)
+        )
+    has_less = any(now < then for then, now in zip(*amounts, strict=True))
+    return has_less and before.header.machine.cpu == now.header.machine.cpu
+
+
+def _number_of_set(run: Run) -> int:
+    return max((point.get("number") or 0 for point in run.header.planned.values()), default=0)
+
+
+def _describe_software(run: Run) -> dict[str, Any]:
+    machine = run.header.machine
+    threads = timed_rows(run)["threads"].max()
+    return {
+        **machine.versions,
+        "host": machine.host,
+        "system": machine.system,
+        "Python": machine.python,
+        "labkit": str(machine.source),
+        "links of GPUs": machine.gpu_links,
+        f"threads ({THREADS})": None if math.isnan(threads) else f"{threads:.0f}",
+    }
