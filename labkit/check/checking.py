@@ -2,17 +2,16 @@
 baseline."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from labkit.check import TOLERANCE
 from labkit.check.comparison import NOT_COMPARABLE, Change, compare
+from labkit.check.correctness import check_correctness
 from labkit.check.facts import Difference, describe_hardware, differences, has_lost_hardware
 from labkit.check.sessions import SessionTimes
 from labkit.check.worker import CheckPoint, measure_quantities
@@ -35,12 +34,11 @@ from labkit.lab.project import (
     write_file,
 )
 from labkit.lab.runs.measure import measure
-from labkit.lab.runs.progress import Progress, ShowProgress
+from labkit.lab.runs.progress import ShowProgress
 from labkit.lab.runs.store import Run, RunFileError, find_run
 from labkit.lab.units import counted, join_words
-from labkit.lab.user_checks import Correctness, verdicts
+from labkit.lab.user_checks import Correctness
 from labkit.machine.description import Machine, describe_machine
-from labkit.studies import load_lab
 
 CPU_RANKS = 2
 
@@ -79,29 +77,6 @@ CHECK = Lab(
     worker=measure_quantities,
     questions=(),
 )
-
-# By lab: parameters, and which of its points check results. Compiled naive attention is torch's,
-# and slow to compile.
-CORRECTNESS: Mapping[str, tuple[Mapping[str, Any], Callable[[Any], bool]]] = {
-    "attention": (
-        {
-            "implementations": [
-                "tiled",
-                "flash",
-                "sdpa_flash",
-                "sdpa_efficient",
-                "sdpa_cudnn",
-                "sdpa",
-            ]
-        },
-        lambda point: True,
-    ),
-    "all_reduce": ({}, lambda point: point.sweep in ("sizes", "transports")),
-    "data_parallel": ({}, lambda point: point.sweep in ("wrappers", "accumulation")),
-    "sharding": ({"optimizers": ["AdamW"]}, lambda point: point.kind == "time"),
-    "sync_batchnorm": ({"alternatives": ["labkit", "torch"]}, lambda point: True),
-}
-ONCE = {"repeats": 1, "warmup": 0, "sessions": 1}
 
 
 class Status(IntEnum):
@@ -192,45 +167,6 @@ def check_machine(
         options: Any = {"directory": folder, "on_progress": show, "on_output": on_output}
         run = measure(CHECK, CHECK.configure("quick", {}), profile="quick", **options)
     return CheckResult(run, baseline, correctness, compare(baseline, run), tolerance)
-
-
-def check_correctness(
-    show: ShowProgress, on_output: Callable[[str], None] | None
-) -> Iterator[Correctness]:
-    """Yield the verdict on each implementation of the labs, on every device and transport of this
-    machine."""
-    labs = [(device, *pair) for device in ("cpu", "cuda") for pair in _correctness_labs(device)]
-    with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
-        for index, (device, lab, config) in enumerate(labs):
-            show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
-            yield from verdicts(
-                measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
-            )
-
-
-def _correctness_labs(device: str) -> Iterator[tuple[Lab, Any]]:
-    """Yield labs reduced to the points that check results, each with its shortest config; none
-    without the device."""
-    for name, (parameters, is_checked) in CORRECTNESS.items():
-        lab = load_lab(name)
-        names = lab.config.model_fields
-        values = {
-            key: value
-            for key, value in {**ONCE, **parameters, "device": device}.items()
-            if key in names
-        }
-        # others have points of every backend
-        if device == "cpu" or ("device" in names and describe_machine().gpus):
-            yield (
-                replace(lab, points=partial(_select, lab, is_checked)),
-                lab.configure("smoke", values),
-            )
-
-
-def _select(
-    lab: Lab, is_checked: Callable[[Any], bool], config: Any, machine: Machine
-) -> Iterator[Point]:
-    return filter(is_checked, lab.points(config, machine))
 
 
 def checks_directory() -> Path:

@@ -55,6 +55,8 @@ class Lab:
     worker: Callable[..., Iterable[Mapping[str, Any]] | None]
     """Runs on every rank for each point and yields rows; its module imports nothing heavy."""
     questions: Sequence[Question]
+    is_checked: Callable[[Any], bool] = lambda point: True
+    """Whether a point belongs to a check of results. Others time what these have checked."""
     alternatives: tuple[str, ...] = ()
     """Columns that name what a row checks or times; a row has one of them."""
     names: Mapping[Any, str] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import validate
 
 from labkit.bench.check import TOO_SLOW
-from labkit.check import checking
+from labkit.check import checking, correctness
 from labkit.check.archives import write_bundle
 from labkit.check.checking import (
     CHECK,
@@ -68,9 +68,8 @@ def test_the_set_is_measured_and_every_quantity_has_both_turns(monkeypatch):
 
 
 def test_correctness_says_each_implementation_at_each_place(monkeypatch):
-    monkeypatch.setattr(
-        checking, "CORRECTNESS", {"sync_batchnorm": checking.CORRECTNESS["sync_batchnorm"]}
-    )
+    only = {"sync_batchnorm": correctness.LABS["sync_batchnorm"]}
+    monkeypatch.setattr(correctness, "LABS", only)
     rows = list(check_correctness(lambda _: None, None))
     assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [
         ("labkit", 2, "ok")
@@ -81,12 +80,12 @@ def test_correctness_says_each_implementation_at_each_place(monkeypatch):
 def test_status_3_is_for_lost_speed_or_hardware_and_1_for_wrong_results(measured):
     baseline = made_run(1)
     slow = made_run(2, slower={"copy": 2.0})
-    for run, correctness, status in (
+    for run, verdicts, status in (
         (made_run(2), [OK], 0),
         (slow, [OK], 3),
         (slow, [OK, WRONG], 1),
     ):
-        measured(run, correctness)
+        measured(run, verdicts)
         assert _check(baseline).status == status
     measured(made_run(2, slower={"copy": 0.4}))
     assert _check(baseline).status == 0

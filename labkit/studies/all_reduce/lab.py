@@ -219,6 +219,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="algorithms",
     register=register,
+    is_checked=lambda point: point.sweep in ("sizes", "transports"),
     alternatives=("algorithm",),
     names=NAMES,
     questions=[

@@ -1,5 +1,4 @@
-"""Data-parallel training: how to average gradients over ranks, with which bucket size, and what it
-costs a step."""
+"""Data-parallel training: how to average gradients, in which buckets, and what it costs a step."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -253,6 +252,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="implementations",
     register=register,
+    is_checked=lambda point: point.sweep in ("wrappers", "accumulation"),
     model_parameters=("workloads",),
     alternatives=("implementation",),
     names=NAMES,

@@ -221,6 +221,7 @@ LAB = Lab(
     points=points,
     plugin_parameter="implementations",
     register=register,
+    is_checked=lambda point: point.kind == "time",
     model_parameters=("sizes",),
     alternatives=("implementation",),
     names=NAMES,
