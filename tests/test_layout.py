@@ -120,7 +120,6 @@ LONG = {
     "parallel/collectives.py": 417,
     "parallel/context.py": 370,
     "parallel/data_parallel/base.py": 371,
-    "parallel/pipeline.py": 361,
     "parallel/sharding/scheduler.py": 327,
     "parallel/sharding/unit.py": 343,
     "parallel/tensor.py": 379,

@@ -1,25 +1,22 @@
-"""Pipeline parallelism: each rank has some consecutive layers, and micro-batches pass through the
-ranks.
+"""Pipeline parallelism: each rank has some consecutive layers, and micro-batches pass through them.
 
-    pipeline = Pipeline(layers, schedule="1f1b", micro_batches=8)     this rank keeps its stage's layers
-    loss = pipeline.step(inputs, targets, loss_function)              forward and backward of the whole batch
+    pipeline = Pipeline(layers, schedule="1f1b", micro_batches=8)     keeps this rank's layers
+    loss = pipeline.step(inputs, targets, loss_function)              forward and backward
     torch.optim.AdamW(pipeline.parameters()).step()
 
-`labkit.parallel.pipeline_schedule` has the schedules, what they idle and hold, and why no message
-waits forever. A step sends every micro-batch's activations to the next stage, and their gradients
-to the stage before.
+`pipeline_schedule` has the schedules, what they idle and hold, and why no message waits forever.
+`pipeline_pass` carries one out: every micro-batch's activations go to the next stage, and their
+gradients to the stage before.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from labkit.parallel.agreement import (
     agree_once,
@@ -27,39 +24,31 @@ from labkit.parallel.agreement import (
     describe_parameter,
     describe_values,
 )
-from labkit.parallel.collectives import all_reduce
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.exchange import exchange
-from labkit.parallel.pipeline_schedule import Task, TaskTime, balance, make_schedule, plan_rank
-from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.gradients import Layout, add_layout, fork_seed
+from labkit.parallel.pipeline_layers import (
+    check_state,
+    find_tied,
+    gather_state,
+    gradients_set_aside,
+    measure_layers,
+    sum_tied,
+)
+from labkit.parallel.pipeline_pass import (
+    Loss,
+    Pass,
+    Plan,
+    check_batch,
+    empty_like_header,
+    make_header,
+    sum_over,
+)
+from labkit.parallel.pipeline_schedule import TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.transport import AUTO, find_transport, member_group
 
-HEADER = 12  # numbers that announce an activation: dtype, dimensions, and sizes
+__all__ = ["Pipeline", "measure_layers"]
 
-
-def measure_layers(
-    layers: Sequence[nn.Module],
-    inputs: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    repeats: int = 3,
-) -> list[float]:
-    """Return the seconds of each layer's forward pass, best of `repeats`, the mean over ranks. A
-    collective."""
-    seconds = torch.zeros(len(layers), dtype=torch.float64, device=inputs.device)
-    with torch.no_grad():
-        for number, layer in enumerate(layers):
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                outputs = layer(inputs)
-                if inputs.is_cuda:
-                    torch.cuda.synchronize(inputs.device)
-                times.append(time.perf_counter() - start)
-            inputs = outputs
-            seconds[number] = min(times)
-    all_reduce(seconds, group)
-    return seconds.tolist()
+PREFIX = "layers."  # of names in this rank's state
 
 
 class Pipeline(nn.Module):
@@ -67,15 +56,16 @@ class Pipeline(nn.Module):
 
     Args:
         layers: modules that map one tensor to one float tensor, not in place; the same list on
-        every rank. Rank 0's
-            values are broadcast. The gradient of a parameter that several ranks share (a tied
-            embedding) is summed.
-        schedule: "gpipe", "1f1b" or "interleaved". micro_batches: equal parts of a batch, along its
-        first dimension. group: the process group, whose rank r has stage r; None: all ranks.
-        chunks: stages per rank; None: 2 if interleaved, else 1. costs: cost of each layer, in any
-        unit (`measure_layers`), to balance stages by; None: its parameters. recompute: keep only
-        the inputs of stages, and repeat their forward pass before backward. transport: as for
-        `labkit.parallel.collectives.all_reduce`.
+            every rank. Rank 0's values are broadcast. The gradient of a parameter that several
+            ranks share (a tied embedding) is summed.
+        micro_batches: equal parts of a batch, along its first dimension.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        group: the process group, whose rank r has stage r; None: all ranks.
+        chunks: stages per rank; None: 2 if interleaved, else 1.
+        costs: cost of each layer, in any unit (`measure_layers`), to balance stages by; None: its
+            parameters.
+        recompute: keep only the inputs of stages, and repeat their forward pass before backward.
+        transport: as for `labkit.parallel.collectives.all_reduce`.
 
     After a step, `times` has when each task ran, and `peak_held` the most micro-batches held.
     Average over data-parallel ranks after it: `wrapper = BucketedDDP(pipeline, group=...)`, then
@@ -98,264 +88,232 @@ class Pipeline(nn.Module):
         transport: str = AUTO,
     ) -> None:
         super().__init__()
-        self.group = members = member_group(group)
-        self.rank = members.rank()
-        self.ranks = members.size()
+        self.group = member_group(group)
+        self.rank = self.group.rank()
+        self.ranks = self.group.size()
         self.micro_batches = micro_batches
         self.recompute = recompute
-        self.chunks = chunks = (2 if schedule == "interleaved" else 1) if chunks is None else chunks
-        costs = (
-            [sum(p.numel() for p in layer.parameters()) for layer in layers]
-            if costs is None
-            else list(costs)
-        )
-        named = {
-            f"{number}.{name}": parameter
-            for number, layer in enumerate(layers)
-            for name, parameter in layer.named_parameters()
-        }
+        if chunks is None:
+            chunks = 2 if schedule == "interleaved" else 1
+        self.chunks = chunks
+        n_stages = chunks * self.ranks
+        if costs is None:
+            costs = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        whole = nn.ModuleList(layers)
 
         def describe() -> dict[str, object]:
             self.schedule = make_schedule(schedule, self.ranks, micro_batches, chunks=chunks)
-            if len(layers) < chunks * self.ranks or len(costs) != len(layers):
+            if len(layers) < n_stages or len(costs) != len(layers):
                 raise ValueError(
-                    f"expected {chunks * self.ranks} layers or more with a cost each, got"
-                    f" {len(layers)}"
+                    f"expected {n_stages} layers or more with a cost each, got {len(layers)}"
                 )
             return {
                 "schedule": schedule,
                 "micro_batches": micro_batches,
                 "chunks": chunks,
-                "costs": costs,
+                "costs": list(costs),
                 "recompute": recompute,
                 "transport": transport,
-                **{name: describe_parameter(parameter) for name, parameter in named.items()},
+                **{name: describe_parameter(p) for name, p in whole.named_parameters()},
             }
 
-        agree_once("pipeline", describe, members)
-        self.device = next((p.device for p in named.values()), torch.device("cpu"))
-        broadcast(
-            dict.fromkeys(
-                each for layer in layers for each in (*layer.parameters(), *layer.buffers())
-            ),
-            members,
-        )
-        self._transport = find_transport(members, self.device, transport)
-        self.stages = balance(costs, chunks * self.ranks)
-        own = self.stages[self.rank :: self.ranks]
+        agree_once("pipeline", describe, self.group)
+        broadcast([*whole.parameters(), *whole.buffers()], self.group)
+        self.device = next((p.device for p in whole.parameters()), torch.device("cpu"))
+        self._transport = find_transport(self.group, self.device, transport)
+        self.stages = balance(costs, n_stages)
+        local = self.stages[self.rank :: self.ranks]
         self.layers = nn.ModuleDict(
-            {str(number): layers[number] for stage in own for number in stage}
+            {str(number): layers[number] for stage in local for number in stage}
         )
-        self._tied = self._find_tied(layers)
+        # By name, because FSDP replaces parameters.
+        self._tied = find_tied(layers, self.stages, self.ranks, PREFIX)
+        for names in self._tied:
+            if self.rank in names:
+                # `clip_grad_norm_` counts the gradient once.
+                layout = Layout(self.group, copies=len(names))
+                add_layout(self.get_parameter(names[self.rank]), layout)
+        self._shapes = {name: value.shape for name, value in whole.state_dict().items()}
         self._plan = plan_rank(self.schedule, self.rank)
-        self._shapes: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
-        self._marks: list[tuple[Task, Any, Any]] = []
+        self._marks: list[tuple[Any, Any, Any]] = []
         self.peak_held = 0
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a pipeline is tied to its ranks: save gather_state_dict(), or make it again from"
+            " copies of the layers"
+        )
 
     @property
     def times(self) -> list[TaskTime]:
-        """When each task of the last step ran. On a GPU, from the first task's start; reading waits
-        for the GPU."""
+        """When each task of the last step ran; on a GPU, for which it waits, from the first on."""
         if self.device.type != "cuda":
             return [TaskTime(*marks) for marks in self._marks]
         torch.cuda.synchronize(self.device)
-        seconds = [
-            [self._marks[0][1].elapsed_time(event) / 1000 for event in events]
-            for _, *events in self._marks
-        ]
+        origin = self._marks[0][1]
         return [
-            TaskTime(task, *ends) for (task, *_), ends in zip(self._marks, seconds, strict=True)
-        ]
-
-    def _find_tied(self, layers: Sequence[nn.Module]) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the parameters that this rank and others have, with the ranks that do."""
-        owners: dict[nn.Parameter, set[int]] = {}
-        for stage, numbers in enumerate(self.stages):
-            for parameter in (p for number in numbers for p in layers[number].parameters()):
-                owners.setdefault(parameter, set()).add(stage % self.ranks)
-        return [
-            (p, sorted(ranks))
-            for p, ranks in owners.items()
-            if self.rank in ranks and len(ranks) > 1
+            TaskTime(task, origin.elapsed_time(start) / 1000, origin.elapsed_time(end) / 1000)
+            for task, start, end in self._marks
         ]
 
     def step(
-        self, inputs: Tensor, targets: Tensor, loss_function: Callable[[Any, Tensor], Tensor]
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: Loss,
+        data_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Add the gradients of a batch to those of this rank's parameters; return its loss,
-        float64, on every rank.
+        """Add a batch's gradients to those of this rank's parameters; return its loss, float64.
 
-        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches; the loss
-        is the mean of `loss_function(outputs, targets)` over micro-batches. If inputs require a
-        gradient, rank 0 gets it.
+        inputs and targets (B, ...), alike on all ranks, B a multiple of the micro-batches. If
+        inputs are a leaf that requires a gradient, rank 0 gets it.
 
-        Raises ValueError, on all ranks, for another batch, and if shapes differ between ranks.
+        `loss_function(outputs, targets)` returns a mean, and the loss is the mean over
+        micro-batches. Or it returns (sum, count) (`losses.summed_loss`), and the loss is the sum
+        over all targets that count, divided by their number; zero without any. `data_group`: the
+        ranks with this stage of other batches. Sums and counts are then those of all batches, and
+        the mean over that group (`wrapper.average`) is the gradient of the loss.
+
+        Raises ValueError, on all ranks, for another batch, and if batches differ between ranks.
+        An error of a layer or of the loss is raised on its rank, and ValueError with its text on
+        the others; gradients are then as before.
         """
-        batch = {"inputs": describe_values(inputs), "targets": describe_values(targets)}
-        batches = (
-            f"{tuple(inputs.shape)} {inputs.dtype} {torch.is_autocast_enabled(self.device.type)}"
-        )
-        agree_per_pass("inputs and targets", lambda: batch, self.group)
-        if (
-            inputs.dim() < 1
-            or len(inputs) % self.micro_batches
-            or len(inputs) != len(targets)
-            or not len(inputs)
-        ):
-            got = f"{tuple(inputs.shape)} inputs and {tuple(targets.shape)} targets"
-            raise ValueError(
-                f"expected a batch that {self.micro_batches} micro-batches divide, got {got}"
-            )
-        parts = list(
-            zip(inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
-        )
-        before = [parameter.grad for parameter, _ in self._tied]
-        for parameter, _ in self._tied:
-            parameter.grad = None
-        run = _Run(self, parts, loss_function, batches)
-        for is_message, task in self._plan:
-            if is_message:
-                run.pass_on(task)
-            else:
-                run.compute(task)
+
+        def describe() -> dict[str, str]:
+            check_batch(inputs, targets, self.micro_batches)
+            return {"inputs": describe_values(inputs), "targets": describe_values(targets)}
+
+        agree_per_pass("inputs and targets", describe, self.group)
+        batch = (inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches))
+        # The gradients of this step are corrected by the number of targets, earlier ones are not.
+        with gradients_set_aside([*self.parameters()]):
+            with fork_seed(self.group):  # else all stages drop the same positions
+                run = self._run(self._plan, *batch, loss_function)
+            loss = self._finish_step(run, data_group)
         self._marks = run.marks
         self.peak_held = run.peak_held
-        for (parameter, owners), earlier in zip(self._tied, before, strict=True):
-            self._sum_tied(parameter, owners, earlier)
-        all_reduce(run.loss, self.group, "sum", transport=self._transport)
-        return run.loss[0]
+        return loss
 
-    def run_stage(self, stage: int, x: Tensor) -> Tensor:
-        """Run the layers of a stage that this rank has."""
-        for number in self.stages[stage]:
-            x = self.layers[str(number)](x)
-        return x
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Return the whole model's outputs for a batch, (B, ...), on every rank. A collective.
 
-    def _sum_tied(self, parameter: nn.Parameter, owners: list[int], earlier: Tensor | None) -> None:
-        """Sum a gradient over the ranks that have the parameter, in the order of ranks, and add the
-        earlier one."""
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        place = owners.index(self.rank)
-        number = len(owners)
-        parts = [own if i == place else torch.empty_like(own) for i in range(number)]
-        for distance in range(1, number):
-            to = (place + distance) % number
-            source = (place - distance) % number
-            exchange(
-                own,
-                owners[to],
-                parts[source],
-                owners[source],
-                self.group,
-                transport=self._transport,
-            )
-        total = torch.stack(parts).sum(0)
-        parameter.grad = total if earlier is None else earlier + total
+        In evaluation mode and without gradients; afterwards every module's mode is as before.
+        inputs (B, ...), alike on all ranks. Errors as `step`.
+        """
 
+        def describe() -> dict[str, str]:
+            check_batch(inputs, inputs)
+            return {"inputs": describe_values(inputs)}
 
-class _Run:
-    """One step: messages that arrived, messages to send, and activations held for backward."""
+        agree_per_pass("inputs", describe, self.group)
+        parts = inputs.tensor_split(min(len(inputs), self.micro_batches))
+        orders = [
+            [task for task in order if task.kind == "F" and task.micro_batch < len(parts)]
+            for order in self.schedule
+        ]
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                run = self._run(plan_rank(orders, self.rank), parts)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        local = torch.cat(run.outputs) if run.outputs else None
+        last = (len(self.stages) - 1) % self.ranks
+        header = run.agree_on_end(make_header(local))[last]
+        outputs = empty_like_header(header, self.device) if local is None else local
+        assert isinstance(outputs, Tensor)
+        broadcast([outputs], self.group, last)
+        return outputs
 
-    def __init__(
+    @torch.no_grad()
+    def gather_state_dict(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the state of the whole list of layers, as `nn.Sequential`'s, on every rank.
+
+        A collective: call it on all ranks. `state`: this rank's state, if something else holds it
+        (FSDP's `consolidated_state_dict(to=None)`).
+        """
+        state = self.state_dict() if state is None else state
+        local = {name.removeprefix(PREFIX): value for name, value in state.items()}
+        whole = gather_state(local, self.group, self.device)
+        return {name: whole[name] for name in self._shapes if name in whole}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's part of the whole list's state (`gather_state_dict`), or its own state.
+
+        ValueError, on all ranks if they have one state, unless names and shapes are the list's.
+        """
+        if any(name.startswith(PREFIX) for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        if strict:
+            check_state(state_dict, self._shapes)
+        local = {
+            f"{PREFIX}{name}": value
+            for name, value in state_dict.items()
+            if name.partition(".")[0] in self.layers
+        }
+        return super().load_state_dict(local, strict, assign)
+
+    def _run(
         self,
-        pipeline: Pipeline,
-        parts: list[tuple[Tensor, Tensor]],
-        loss_function: Any,
-        batches: str,
-    ) -> None:
-        self._pipeline = pipeline
-        self._parts = parts
-        self._loss_function = loss_function
-        self._batches = batches
-        self._last = len(pipeline.stages) - 1
-        self._arrived: dict[Task, Tensor] = {}
-        self._outgoing: dict[Task, Tensor] = {}
-        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.marks: list[tuple[Task, Any, Any]] = []
-        self.peak_held = 0
-        self.loss = torch.zeros(1, dtype=torch.float64, device=pipeline.device)
+        plan: Plan,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] = (),
+        loss_function: Loss | None = None,
+    ) -> Pass:
+        stages = {}
+        for stage in range(self.rank, len(self.stages), self.ranks):
+            numbers = self.stages[stage]
+            stages[stage] = nn.Sequential(*[self.layers[str(number)] for number in numbers])
+        run = Pass(
+            stages,
+            len(self.stages),
+            self.group,
+            self._transport,
+            self.device,
+            inputs,
+            targets,
+            loss_function,
+            recompute=self.recompute,
+        )
+        run.run(plan)
+        return run
 
-    def compute(self, task: Task) -> None:
-        start = self._mark()
-        (self._forward if task.kind == "F" else self._backward)(task)
-        self.marks.append((task, start, self._mark()))
-        self.peak_held = max(self.peak_held, len(self._held))
-
-    def _mark(self) -> Any:
-        """Return this moment, or on a GPU an event in its stream."""
-        if self._pipeline.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _forward(self, task: Task) -> None:
-        pipeline = self._pipeline
-        inputs, targets = self._parts[task.micro_batch]
-        x = self._arrived.pop(task).requires_grad_() if task.stage else inputs
-        if pipeline.recompute:
-            y = checkpoint(pipeline.run_stage, task.stage, x, use_reentrant=False)
-        else:
-            y = pipeline.run_stage(task.stage, x)
-        if task.stage == self._last:
-            y = self._loss_function(y, targets) / len(self._parts)
-            self.loss += y.detach()
-        elif isinstance(y, Tensor) and y.dtype in FLOAT_TYPES:
-            self._outgoing[task] = y.detach()
-        else:
-            raise ValueError(
-                f"expected stage {task.stage} to give a float tensor, got"
-                f" {getattr(y, 'dtype', type(y))}"
-            )
-        self._held[task.stage, task.micro_batch] = x, y
-
-    def _backward(self, task: Task) -> None:
-        x, y = self._held.pop((task.stage, task.micro_batch))
-        gradient = None if task.stage == self._last else self._arrived.pop(task)
-        if y.requires_grad:
-            y.backward(gradient)
-        if task.stage:
-            self._outgoing[task] = torch.zeros_like(x) if x.grad is None else x.grad
-
-    def pass_on(self, task: Task) -> None:
-        """Send or receive the message after a task: an activation or its gradient."""
-        pipeline = self._pipeline
-        there = task.destination
-        source, target = (each.stage % pipeline.ranks for each in (task, there))
-        if source == target:
-            self._arrived[there] = self._outgoing.pop(task)
-            return
-        boundary = self._batches, min(task.stage, there.stage)
-        sent = self._outgoing.pop(task) if pipeline.rank == source else None
-        if boundary not in pipeline._shapes:
-            pipeline._shapes[boundary] = self._announce(sent, source, target)
-        shape, dtype = pipeline._shapes[boundary]
-        if sent is None:
-            received = self._arrived[there] = torch.empty(
-                shape, dtype=dtype, device=pipeline.device
-            )
-        elif (sent.shape, sent.dtype) != (shape, dtype):
-            shapes = f"{tuple(shape)}, got {tuple(sent.shape)}"
-            raise ValueError(f"expected stages to give every micro-batch one shape, {shapes}")
-        self._transfer(received if sent is None else sent, source, target)
-
-    def _announce(
-        self, sent: Tensor | None, source: int, target: int
-    ) -> tuple[torch.Size, torch.dtype]:
-        """Send shape and dtype of a boundary's activations ahead of the first one, or receive
-        them."""
-        pipeline = self._pipeline
-        header = torch.zeros(HEADER, dtype=torch.int64, device=pipeline.device)
-        if sent is not None:
-            header[: 2 + sent.dim()] = torch.tensor(
-                [FLOAT_TYPES.index(sent.dtype), sent.dim(), *sent.shape]
-            )
-        self._transfer(header, source, target)
-        kind, dims, *sizes = header.tolist()
-        return torch.Size(sizes[:dims]), FLOAT_TYPES[kind]
-
-    def _transfer(self, tensor: Tensor, source: int, target: int) -> None:
-        """Send a tensor, or receive it in place."""
-        pipeline = self._pipeline
-        sent, received = (tensor, None) if pipeline.rank == source else (None, tensor)
-        exchange(sent, target, received, source, pipeline.group, transport=pipeline._transport)
+    @torch.no_grad()
+    def _finish_step(self, run: Pass, data_group: dist.ProcessGroup | None) -> Tensor:
+        """Return the loss, once tied gradients are summed and divided by the number of targets."""
+        has_gradient = [
+            self.rank in names and self.get_parameter(names[self.rank]).grad is not None
+            for names in self._tied
+        ]
+        local = torch.tensor([run.loss_sum, run.count, run.divisor], dtype=torch.float64)
+        last = (len(self.stages) - 1) % self.ranks
+        problem: Exception | None = None
+        total = count = divisor = 0.0
+        try:
+            numbers = [*local.view(torch.int64).tolist(), *map(int, has_gradient)]
+            by_rank = run.agree_on_end(numbers)
+            from_last = torch.tensor(by_rank[last][:3]).view(torch.float64)
+            total, count, divisor = from_last.tolist()
+        except Exception as error:
+            problem = error
+        data_ranks = 1
+        if data_group is not None:
+            total, count, data_ranks = sum_over(data_group, total, count, problem)
+        if problem is not None:
+            raise problem
+        for number, names in enumerate(self._tied):
+            # Where no owner has a gradient, there is none: zeros would decay the parameter.
+            is_used = any(row[3 + number] for row in by_rank)
+            if is_used and self.rank in names:
+                parameter = self.get_parameter(names[self.rank])
+                sum_tied(parameter, list(names), self.group, self._transport)
+        factor = divisor * data_ranks / count if count else 1.0
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        loss = total / count if count else total
+        return torch.tensor(loss, dtype=torch.float64, device=self.device)

@@ -1,6 +1,8 @@
 """Pipelines compute what one process does, in every schedule; schedules end, and hold and idle what
 they say."""
 
+import copy
+import time
 from collections import deque
 from functools import cache
 from itertools import chain, product
@@ -13,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from labkit.costs import communication
-from labkit.parallel import pipeline
+from labkit.parallel import pipeline, pipeline_pass
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.losses import IGNORED, summed_loss
 from labkit.parallel.messages import gather_json
 from labkit.parallel.pipeline import Pipeline, measure_layers
 from labkit.parallel.pipeline_schedule import (
@@ -144,18 +147,15 @@ def test_messages() -> list[str]:
 def leave_out_each(schedule: str) -> list[str]:
     """Name the messages without which no rank gets a wrong result."""
     stages = Pipeline(build(), schedule=schedule, micro_batches=2)
-    run_step(stages)  # announces shapes
-    pass_on = pipeline._Run.pass_on
-    messages = []
+    pass_on = pipeline_pass.Pass._pass_on
 
     def pass_others_on(run: Any, task: Task) -> None:
         if task != message:
             pass_on(run, task)
-        elif task in run._outgoing:
+        elif task.stage % 3 == stages.rank:
             run._outgoing.pop(task)
         else:
-            shape, dtype = stages._shapes[run._batches, min(task.stage, task.destination.stage)]
-            run._arrived[task.destination] = torch.zeros(shape, dtype=dtype)
+            run._arrived[task.destination] = torch.zeros(4, 3, 6, dtype=torch.float64)
 
     def is_right() -> bool:
         error = torch.tensor([furthest(run_step(stages), reference())])
@@ -165,20 +165,19 @@ def leave_out_each(schedule: str) -> list[str]:
     needless = []
     plans = [plan_rank(stages.schedule, rank) for rank in range(3)]
     messages = sorted({task for plan in plans for is_message, task in plan if is_message})
-    for message in messages:
-        pipeline._Run.pass_on = pass_others_on  # type: ignore[method-assign]
-        needless += [str(message)] if is_right() else []
-    pipeline._Run.pass_on = pass_on  # type: ignore[method-assign]
-    for place in ((Pipeline, "_sum_tied"), (pipeline, "all_reduce")):
-        with left_out(0, {place: lambda *args, **options: None}):
-            needless += [place[1]] if is_right() else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_pass.Pass, "_pass_on", pass_others_on)
+        for message in messages:
+            needless += [str(message)] if is_right() else []
+    with left_out(0, {(pipeline, "sum_tied"): lambda *args, **options: None}):
+        needless += ["tied"] if is_right() else []
     is_complete = len(messages) == 2 * 2 * (3 * SCHEDULES[schedule] - 1)
     return needless if is_complete else [*needless, f"{len(messages)} messages"]
 
 
 @on_ranks(4)
 def test_bytes() -> list[str]:
-    """A rank sends in a step what the formula says, but for the notes that ranks agree by."""
+    """A rank sends in a step what the formula says, not counting headers and agreement."""
     wrong = []
     p = dist.get_world_size()
     rank = dist.get_rank()
@@ -192,11 +191,226 @@ def test_bytes() -> list[str]:
         last = chunks * p - 1
         # activations go to one, gradients to another
         neighbors = sum((stage > 0) + (stage < last) for stage in stages)
-        expected = (
-            2 * 3 * 6 * 8 * neighbors * 4 + tied + communication.recursive_doubling(p, 8).n_bytes
-        )
+        expected = 2 * 3 * 6 * 8 * neighbors * 4 + tied
         wrong += [] if sent == expected else [f"{schedule}: {sent} bytes, {expected} expected"]
     return wrong
+
+
+def masked_batch() -> tuple[Tensor, Tensor]:
+    """A batch in which micro-batches have 5, 0, 1 and 2 targets."""
+    targets = TARGETS.clone()
+    targets.view(-1)[[5, *range(6, 12), 12, 13, 14, 15, 16, *range(20, 24)]] = IGNORED
+    return TOKENS, targets
+
+
+def mean_of_all(logits: Tensor, targets: Tensor) -> Tensor:
+    total, count = summed_loss(logits, targets)
+    return total / count.clamp(min=1)
+
+
+@on_ranks(2)
+def test_targets_that_do_not_count() -> list[str]:
+    """The loss is the mean over all targets that count, and zero without any."""
+    tokens, targets = masked_batch()
+    model = nn.Sequential(*build())
+    model[2][0].weight.grad = torch.ones_like(model[2][0].weight)
+    expected = mean_of_all(model(tokens), targets)
+    (2 * expected).backward()
+    stages = Pipeline(build(), micro_batches=4)
+    if "2" in stages.layers:  # an earlier gradient is not divided by the number of targets
+        stages.layers["2"][0].weight.grad = torch.ones_like(stages.layers["2"][0].weight)
+    for _ in range(2):
+        loss = stages.step(tokens, targets, summed_loss)
+    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    result = {name.removeprefix("layers."): grad for name, grad in gradients(stages).items()}
+    error = furthest({"loss": loss, **result}, {"loss": expected.detach(), **grads})
+    wrong = [] if error <= EXACT else [f"masked: {error}"]
+    stages.zero_grad()
+    loss = stages.step(tokens, torch.full_like(targets, IGNORED), summed_loss)
+    if loss != 0 or any(grad.any() for grad in gradients(stages).values()):
+        wrong.append(f"no targets: {loss}")
+    return wrong
+
+
+@on_ranks(2)
+def test_no_gradient() -> list[str]:
+    """A parameter has a gradient only if it has one in one process."""
+
+    def freeze(layers: list[nn.Module]) -> None:
+        layers[0].weight.requires_grad_(False)
+
+    def cut(layers: list[nn.Module]) -> None:
+        layers[5].register_forward_hook(lambda module, inputs, output: output.detach())
+
+    wrong = []
+    for change in (freeze, cut):
+        layers = build()
+        change(layers)
+        model = nn.Sequential(*layers)
+        loss_of(model(TOKENS), TARGETS).backward()
+        stages = Pipeline(layers := build(), micro_batches=4)
+        change(layers)
+        result = run_step(stages)
+        expected = {
+            name: p.grad
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p.grad is not None
+        }
+        own = {n for n, _ in stages.named_parameters(remove_duplicate=False)}
+        names = {name for name in expected if f"layers.{name}" in own}
+        if {*result} - {"loss"} != names or furthest(result, reference() | expected) > EXACT:
+            wrong.append(f"{change.__name__}: {sorted(result)}")
+    stages = Pipeline(build(), micro_batches=4)
+    with torch.no_grad():
+        stages.step(TOKENS, TARGETS, loss_of)
+    return [*wrong, *(f"without grad: {name}" for name in gradients(stages))]
+
+
+@on_ranks(2, 3)
+def test_errors() -> list[str]:
+    """One rank's error ends the step on all, soon and with its text; the next step works."""
+
+    def raises(logits: Tensor, targets: Tensor) -> Tensor:
+        raise ZeroDivisionError("no loss")
+
+    def in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        def fail(gradient: Tensor) -> None:
+            raise ZeroDivisionError("in backward")
+
+        output.register_hook(fail)
+
+    def as_tuple(module: nn.Module, inputs: Any, output: Tensor) -> tuple[Tensor, Tensor]:
+        return output, output
+
+    def unreduced(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+    wrong = []
+    cases: list[tuple[str, Any, Any]] = [
+        ("no loss", None, raises),
+        ("in backward", in_backward, loss_of),
+        ("one dense float tensor", as_tuple, loss_of),
+        ("a loss of one", None, unreduced),
+    ]
+    stages = Pipeline(layers := build(), micro_batches=4)
+    # the last layer of the first stage: its output goes to another rank
+    border = layers[stages.stages[0][-1]]
+    for text, hook, loss in cases:
+        handle = border.register_forward_hook(hook) if hook else None
+        start = time.perf_counter()
+        stages.zero_grad()
+        try:
+            stages.step(TOKENS, TARGETS, loss)
+            wrong.append(f"{text}: accepted")
+        except (ValueError, ZeroDivisionError) as error:
+            if text not in str(error) or time.perf_counter() - start > 2 or gradients(stages):
+                wrong.append(f"{text}: {error}, {gradients(stages)}")
+        if handle:
+            handle.remove()
+        error = furthest(run_step(stages), reference())
+        wrong += [] if error <= EXACT else [f"after {text}: {error}"]
+    return wrong
+
+
+@on_ranks(2)
+def test_other_shapes() -> list[str]:
+    """Steps may differ in dtype, in autocast and in shape."""
+    stages = Pipeline(build(), micro_batches=4)
+    wrong = []
+    run_step(stages)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_step(stages)
+    stages.step(TOKENS[:4, :2], TARGETS[:4, :2], loss_of)
+    stages.float()
+    error = furthest(run_step(stages), reference())
+    wrong += [] if error <= TOLERANCES[torch.float32] else [f"float32: {error}"]
+    stages.double()
+    error = furthest(run_step(stages), reference())
+    return wrong if error <= TOLERANCES[torch.float32] else [*wrong, f"float64 again: {error}"]
+
+
+def build_with_statistics() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 6),
+        nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)),
+        nn.Linear(6, 2),
+    ]
+
+
+@on_ranks(2)
+def test_statistics() -> list[str]:
+    """Recomputing counts a batch once, and measuring layers changes nothing."""
+    x = torch.randn(16, 6)
+    wrong = []
+    states = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        stages = Pipeline(build_with_statistics(), micro_batches=4, recompute=recompute)
+        stages.step(x, x[:, :2], mse_loss)
+        states.append({name: buffer.clone() for name, buffer in stages.named_buffers()})
+    if furthest(states[0], states[1]) > 0:
+        wrong.append(f"{states[0]} {states[1]}")
+    layers = build_with_statistics()
+    generator = torch.get_rng_state()
+    measure_layers(layers, x)
+    if int(layers[0].num_batches_tracked) or not torch.equal(generator, torch.get_rng_state()):
+        wrong.append("measuring changes the model or the random numbers")
+    return wrong
+
+
+@on_ranks(2)
+def test_dropout() -> list[str]:
+    """With one seed, stages drop other positions, and the seed decides which."""
+    torch.manual_seed(0)
+    stages = Pipeline([nn.Dropout(), nn.Dropout()], micro_batches=1)
+    kept = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: (
+            kept.append((output > 0).tolist()) if isinstance(module, nn.Dropout) else None
+        )
+    )
+    for _ in range(2):
+        torch.manual_seed(1)
+        stages.step(torch.ones(1, 99), torch.ones(1, 99), mse_loss)
+    handle.remove()
+    # Stage 1 has only what stage 0 has left.
+    by_rank = gather_json(kept[0][0])
+    different = sum(first != second for first, second in zip(*by_rank, strict=True))
+    return [] if kept[0] == kept[1] and different > 10 else [f"{different} differ"]
+
+
+@on_ranks(2, 3)
+def test_evaluate_and_states() -> list[str]:
+    """Evaluation gives one process's outputs on all ranks; a state is saved and loaded whole."""
+    wrong = []
+    model = nn.Sequential(*build_with_statistics()).double()
+    other = nn.Sequential(*build_with_statistics()).double()
+    inputs = torch.randn(16, 6, dtype=torch.float64)
+    model(inputs)  # running statistics
+    for schedule in ("1f1b", "interleaved") if dist.get_world_size() == 2 else ("gpipe",):
+        stages = Pipeline([*other.children()], schedule=schedule, micro_batches=4)
+        stages.load_state_dict(model.state_dict())
+        stages.layers.train(mode=stages.rank == 0)
+        for batch in (inputs, inputs[:3], inputs[:5]):
+            error = furthest({"": stages.evaluate(batch)}, {"": model.eval()(batch).detach()})
+            wrong += [] if error <= EXACT else [f"{schedule}, {len(batch)}: {error}"]
+        if {module.training for module in stages.layers.modules()} != {stages.rank == 0}:
+            wrong.append("evaluation leaves another mode")
+        state = stages.gather_state_dict()
+        if [*state] != [*model.state_dict()] or furthest(state, model.state_dict()) > 0:
+            wrong.append(f"{schedule}: {[*state]}")
+    cut = dict(list(state.items())[:-1])
+    attempts: Attempts = [
+        ("3.bias", lambda: stages.load_state_dict(cut)),
+        ("no such name", lambda: stages.load_state_dict(state | {"9.weight": state["1.weight"]})),
+        ("1.weight", lambda: stages.load_state_dict(state | {"1.weight": state["1.bias"]})),
+        ("expected a batch", lambda: stages.evaluate(inputs[:0])),
+    ]
+    with pytest.raises(TypeError, match="gather_state_dict"):
+        copy.deepcopy(stages)
+    return wrong + find_refusals_that_fail(attempts)
 
 
 @settings(deadline=None, max_examples=30)
@@ -272,9 +486,13 @@ def test_refusals() -> list[str]:
             "a batch that 4 micro-batches divide",
             lambda: good.step(TOKENS[:7], TARGETS[:7], loss_of),
         ),
-        ("expected the same", lambda: good.step(TOKENS[: 8 - 4 * (rank == 1)], TARGETS, loss_of)),
+        ("got (4, 3) inputs", lambda: good.step(TOKENS[: 8 - 4 * (rank == 1)], TARGETS, loss_of)),
         ("a batch that 4 micro-batches divide", lambda: good.step(TOKENS, TARGETS[:4], loss_of)),
         ("expected the same", lambda: good.step(torch.full((8, 3), rank / 2), TARGETS, loss_of)),
+        (
+            "inputs without a graph",
+            lambda: good.step(inputs_from(1, torch.float64) * 2, TARGETS, loss_of),
+        ),
     ]
     return find_refusals_that_fail(attempts)
 
@@ -282,7 +500,7 @@ def test_refusals() -> list[str]:
 @on_ranks(4)
 def test_axes() -> list[str]:
     """Two pipelines of two ranks, each with half of the batch, are right with a wrapper's average,
-    not without it."""
+    not without it, and weigh the halves by their targets."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     part = mesh.get_local_rank("data")
     stages = Pipeline(
@@ -298,7 +516,19 @@ def test_axes() -> list[str]:
 
     before = is_right()
     wrapper.average(absent=())
-    return [] if not before and is_right() else [f"before the average {before}"]
+    wrong = [] if not before and is_right() else [f"before the average {before}"]
+    tokens, targets = masked_batch()  # 2 targets in one half of the batch, 5 in the other
+    model = nn.Sequential(*build())
+    expected = mean_of_all(model(tokens), targets)
+    expected.backward()
+    stages.zero_grad()
+    batch = tokens.chunk(2)[part], targets.chunk(2)[part]
+    loss = stages.step(*batch, summed_loss, data_group=mesh.get_group("data"))
+    wrapper.average(absent=())
+    grads = {name.removeprefix("layers."): grad for name, grad in gradients(stages).items()}
+    whole = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    error = furthest({"loss": loss, **grads}, {"loss": expected.detach(), **whole})
+    return wrong if error <= EXACT else [*wrong, f"masked: {error}"]
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.metric import Results
-from labkit.parallel import context, pipeline, tensor
+from labkit.parallel import context, pipeline_pass, tensor
 from labkit.parallel.data_parallel.base import BackgroundAllReduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
@@ -37,8 +37,12 @@ SWEEPS = ("wrappers", "accumulation", "timeline", "memory")
 MEASURED = {"seconds", "duration_s", "peak_bytes", "parameters_bytes"}
 BREAKS = {
     "tensor": (tensor._Ranks, "sum", lambda ranks, x: x),
-    "pipeline": (pipeline, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
-    "axes": (pipeline, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
+    "pipeline": (
+        pipeline_pass,
+        "exchange",
+        lambda *arguments, **options: _lose(*arguments, **options),
+    ),
+    "axes": (pipeline_pass, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
     "context": (context, "_merge", lambda *_: None),
     "sharding": (ShardedOptimizer, "gather_parameters", lambda optimizer: None),
     **dict.fromkeys(SWEEPS, (BackgroundAllReduce, "average", lambda *_: None)),
@@ -81,7 +85,7 @@ def _measure_all():
     torch.set_num_threads(1)
     rows = {}
     for (name, (worker, point)), is_broken in product(POINTS.items(), (False, True)):
-        broken = BREAKS[name] if is_broken else (pipeline, "exchange", exchange)
+        broken = BREAKS[name] if is_broken else (pipeline_pass, "exchange", exchange)
         with patch.object(*broken):
             rows[f"{name}, {is_broken}"] = list(worker.measure(point))
     return rows

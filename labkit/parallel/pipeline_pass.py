@@ -1,0 +1,280 @@
+"""One pass of a batch through a pipeline: the tasks of a rank, and the messages between its stages.
+
+Every message begins with a header: a tensor follows, or nothing follows (no gradient), or a rank
+has failed. Shapes and dtypes travel in the header, so they may change from message to message.
+
+A rank that fails sends failures in place of its remaining messages. A rank that receives one
+computes nothing any more and does the same. So no rank waits for a message that never comes, all
+reach the end of the pass, and there they compare how it went.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from labkit.parallel.agreement import agree_per_pass
+from labkit.parallel.exchange import exchange
+from labkit.parallel.pipeline_layers import on_copies_of_buffers
+from labkit.parallel.pipeline_schedule import Task
+from labkit.parallel.prepare import FLOAT_TYPES
+from labkit.parallel.transport import Transport
+
+Loss = Callable[[Any, Tensor], Any]
+"""(outputs, targets) to a mean, one number, or to (sum, count)."""
+Plan = Sequence[tuple[bool, Task]]
+
+NOTHING = 0
+TENSOR = 1
+FAILURE = 2
+"""What follows a header."""
+MAX_DIMS = 8
+HEADER_LENGTH = 4 + MAX_DIMS  # what follows, whether it requires a gradient, dtype, dims, sizes
+
+
+class Failed(NamedTuple):
+    """In place of a tensor: the rank that should have made it has failed."""
+
+
+def make_header(content: Tensor | Failed | None) -> list[int]:
+    """Return the numbers that announce a message."""
+    if content is None:
+        return [NOTHING, *[0] * (HEADER_LENGTH - 1)]
+    if isinstance(content, Failed):
+        return [FAILURE, *[0] * (HEADER_LENGTH - 1)]
+    if content.dim() > MAX_DIMS:
+        raise ValueError(f"expected at most {MAX_DIMS} dimensions, got {tuple(content.shape)}")
+    dtype = FLOAT_TYPES.index(content.dtype)
+    sizes = [*content.shape, *[0] * (MAX_DIMS - content.dim())]
+    return [TENSOR, int(content.requires_grad), dtype, content.dim(), *sizes]
+
+
+def empty_like_header(header: Sequence[int], device: torch.device) -> Tensor | Failed | None:
+    """Return a tensor to receive what a header announces, or what stands for no tensor."""
+    follows, requires_grad, dtype, dims, *sizes = header
+    if follows != TENSOR:
+        return Failed() if follows == FAILURE else None
+    content = torch.empty(sizes[:dims], dtype=FLOAT_TYPES[dtype], device=device)
+    return content.requires_grad_(bool(requires_grad) and torch.is_grad_enabled())
+
+
+class Pass:
+    """A pass of micro-batches through the stages of this rank.
+
+    `stages` has the layers of each stage, by its number; other ranks' stages are not in it.
+    `inputs` and `targets` are those of each micro-batch, `recompute` as for `Pipeline`. Without
+    a loss function it only goes forward.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Sequential],
+        n_stages: int,
+        group: dist.ProcessGroup,
+        transport: Transport,
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] = (),
+        loss_function: Loss | None = None,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        self._stages = stages
+        self._last = n_stages - 1
+        self._group = group
+        self._transport = transport
+        self._device = device
+        self._inputs = inputs
+        self._targets = targets
+        self._loss_function = loss_function
+        self._recompute = recompute
+        self._arrived: dict[Task, Tensor | Failed | None] = {}
+        self._outgoing: dict[Task, Tensor | Failed | None] = {}
+        # Inputs and outputs of stages whose backward pass is to come.
+        self._held: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self.peak_held = 0
+        self.marks: list[tuple[Task, Any, Any]] = []
+        self.error: Exception | None = None
+        self.has_failed = False
+        self.outputs: list[Tensor] = []
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.divisor = 0.0
+
+    def run(self, plan: Plan) -> None:
+        """Carry out the tasks and messages of this rank. `error` is what a layer or the loss raised.
+
+        Errors of messages, as when a rank has ended, are raised at once: nothing can be sent.
+        """
+        for is_message, task in plan:
+            if is_message:
+                self._pass_on(task)
+            elif not self.has_failed:
+                start = self._mark()
+                try:
+                    (self._forward if task.kind == "F" else self._backward)(task)
+                except Exception as error:
+                    self.error = error
+                    self._fail()
+                self.marks.append((task, start, self._mark()))
+                self.peak_held = max(self.peak_held, len(self._held))
+
+    def agree_on_end(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, by rank. A collective.
+
+        If a rank has failed, its error is raised there, and ValueError with its text elsewhere.
+        """
+        return _agree_on_success("pass", self.error, self._group, numbers)
+
+    def _fail(self) -> None:
+        self.has_failed = True
+        self._held.clear()  # its memory may be what is missing
+
+    def _mark(self) -> Any:
+        """Return this moment, or on a GPU an event in its stream."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _forward(self, task: Task) -> None:
+        x: Any = self._arrived.pop(task) if task.stage else self._inputs[task.micro_batch]
+        stage = self._stages[task.stage]
+        if self._recompute and torch.is_grad_enabled():
+            contexts = partial(_recompute_contexts, stage)
+            y = checkpoint(stage, x, use_reentrant=False, context_fn=contexts)
+        else:
+            y = stage(x)
+        if task.stage == self._last and self._loss_function is not None:
+            y = self._add_loss(y, self._targets[task.micro_batch])
+        else:
+            _check_output(task.stage, y)
+            if task.stage == self._last:
+                self.outputs.append(y.detach())
+            else:
+                self._outgoing[task] = y.detach().requires_grad_(y.requires_grad)
+        if self._loss_function is not None:
+            self._held[task.stage, task.micro_batch] = x, y
+
+    def _add_loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Add a micro-batch's loss to the sum; return what its backward pass begins with."""
+        assert self._loss_function is not None
+        result = self._loss_function(outputs, targets)
+        # A mean counts as one target: the mean over the batch is then that of the means.
+        total, count = result if isinstance(result, tuple) else (result, 1.0)
+        if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
+            got = f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor) else total
+            raise ValueError(
+                f"expected a loss of one floating-point number, or (sum, count), got {got!s:.80}"
+            )
+        if self.divisor == 0:
+            # The batch's count is known only after the last micro-batch, and backward passes begin
+            # before. Gradients are corrected then, by a factor that is 1 if all counts are equal.
+            self.divisor = len(self._inputs) * (float(count) or 1.0)
+        self.loss_sum += total.detach().reshape(())
+        self.count += count
+        return total.reshape(()) / self.divisor
+
+    def _backward(self, task: Task) -> None:
+        x, y = self._held.pop((task.stage, task.micro_batch))
+        gradient: Any = self._arrived.pop(task) if task.stage < self._last else None
+        # Nothing arrives where nothing behind needs this stage's outputs, as in one process.
+        if y.requires_grad and (gradient is not None or task.stage == self._last):
+            y.backward(gradient)
+        if task.stage:
+            self._outgoing[task] = x.grad
+
+    def _pass_on(self, task: Task) -> None:
+        """Send or receive the message after a task: an activation or its gradient."""
+        there = task.destination
+        source = task.stage % self._group.size()
+        target = there.stage % self._group.size()
+        content: Tensor | Failed | None
+        if self._group.rank() == source:
+            content = Failed() if self.has_failed else self._outgoing.pop(task)
+            if source != target:
+                self._send(content, target)
+                return
+        else:
+            content = self._receive(source)
+        if isinstance(content, Failed):
+            self._fail()
+        self._arrived[there] = content
+
+    def _send(self, content: Tensor | Failed | None, target: int) -> None:
+        header = torch.tensor(make_header(content), device=self._device)
+        exchange(header, target, None, group=self._group, transport=self._transport)
+        if isinstance(content, Tensor):
+            exchange(content, target, None, group=self._group, transport=self._transport)
+
+    def _receive(self, source: int) -> Tensor | Failed | None:
+        header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
+        exchange(None, None, header, source, self._group, transport=self._transport)
+        content = empty_like_header(header.tolist(), self._device)
+        if isinstance(content, Tensor):
+            landing = content.detach()
+            exchange(None, None, landing, source, self._group, transport=self._transport)
+        return content
+
+
+def _check_output(stage: int, y: Any) -> None:
+    if isinstance(y, Tensor) and y.dtype in FLOAT_TYPES and y.layout is torch.strided:
+        return
+    got = f"{y.layout} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+    raise ValueError(f"expected stage {stage} to return one dense float tensor, got {got}")
+
+
+def _recompute_contexts(
+    stage: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a stage's forward pass and of its repetition before backward."""
+    return nullcontext(), on_copies_of_buffers(stage)
+
+
+def check_batch(inputs: Tensor, targets: Tensor, micro_batches: int = 1) -> None:
+    """Raise ValueError for a batch that cannot be cut, and for inputs with a graph."""
+    shapes = f"{tuple(inputs.shape)} inputs and {tuple(targets.shape)} targets"
+    is_batch = inputs.dim() > 0 and len(inputs) > 0 and len(inputs) == len(targets)
+    if not is_batch or len(inputs) % micro_batches:
+        raise ValueError(
+            f"expected a batch that {micro_batches} micro-batches divide, got {shapes}"
+        )
+    if inputs.grad_fn is not None:
+        # Every rank has such a graph, and only the first stage could give it a gradient.
+        raise ValueError(
+            f"expected inputs without a graph, got some of {type(inputs.grad_fn).__name__}:"
+            " detach them, or make what computes them a layer"
+        )
+
+
+def sum_over(
+    group: dist.ProcessGroup, total: float, count: float, error: Exception | None
+) -> tuple[float, float, int]:
+    """Return a loss's sum and count over all batches, and the number of these batches.
+
+    `error`: of this rank's pipeline. It is raised here, and ValueError with its text elsewhere.
+    """
+    bits = torch.tensor([total, count], dtype=torch.float64).view(torch.int64).tolist()
+    by_rank = _agree_on_success("step", error, group, bits)
+    totals = torch.tensor(by_rank).view(torch.float64).sum(0).tolist()
+    return totals[0], totals[1], len(by_rank)
+
+
+def _agree_on_success(
+    subject: str, error: Exception | None, group: dist.ProcessGroup, numbers: Sequence[int]
+) -> list[list[int]]:
+    def describe() -> dict[str, str]:
+        if error is not None:
+            raise error
+        return {}
+
+    return agree_per_pass(subject, describe, group, numbers=numbers)
