@@ -116,7 +116,6 @@ def test_studies_never_import_one_another():
 LONG = {
     "lab/advise/report.py": 389,
     "lab/compare.py": 351,
-    "nn/flash_attention.py": 357,
     "parallel/collectives.py": 417,
     "parallel/context.py": 370,
     "parallel/data_parallel/base.py": 371,

@@ -1,5 +1,4 @@
-"""Correctness checks before anything is timed: errors, their limits, agreement of ranks,
-matmuls."""
+"""Checks results before anything is timed: errors, limits, agreement of ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +28,10 @@ def largest(values: Tensor) -> float:
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest deviation relative to the largest expected value of its tensor; infinite for NaN or
-    missing tensors."""
+    """Return the largest deviation, relative to the largest expected value of its tensor.
+
+    Infinite for NaN and for missing tensors.
+    """
     if actual.keys() != expected.keys():
         return math.inf
     errors = [
@@ -40,8 +41,7 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
-    """The numbers of all ranks, equally many on each, in order of ranks; a collective if there are
-    several."""
+    """Return the numbers of all ranks, equally many on each, by rank. A collective."""
     if not dist.is_initialized():
         return [list(numbers)]
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -52,14 +52,17 @@ def gather_numbers(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def max_over_ranks(error: float) -> float:
-    """The largest error of any rank, on all ranks: they must agree on what is timed. NaN counts as
-    infinite."""
+    """Return the largest error of any rank, on all ranks.
+
+    They must agree on what is timed. NaN counts as infinite.
+    """
     return max(math.inf if math.isnan(one) else one for (one,) in gather_numbers([error]))
 
 
 def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | None:
-    """The first rank whose report begins with a number that is not negative, and its report; None
-    without one.
+    """Return the first rank whose report begins with a number of at least 0, and the report.
+
+    None if there is none.
 
     A collective: all ranks pass equally many numbers and get the same result. NaN and infinities
     are kept.
@@ -72,8 +75,7 @@ def first_failing_rank(report: Sequence[float]) -> tuple[int, list[float]] | Non
 
 @contextmanager
 def deterministic_math() -> Iterator[None]:
-    """Give the same inputs the same gradients on CUDA: IEEE float32 instead of TF32, deterministic
-    convolutions.
+    """Compute without TF32 and with deterministic convolutions on CUDA, within the block.
 
     A check computes everything twice, and rounding alone can grow large, as in batch norm over two
     values.
@@ -97,8 +99,7 @@ def deterministic_math() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Work:
-    """An operation to time, its FLOPs, the least bytes that it reads and writes, and the verdict on
-    its result."""
+    """An operation to time: its FLOPs, the least bytes that it moves, and its check."""
 
     run: Callable[[], Any]
     flops: float
@@ -109,8 +110,10 @@ class Work:
 def matrix_product(
     device: str, dtype: torch.dtype, m: int, k: int, n: int, *, batch: int = 1
 ) -> Work:
-    """A matmul of normal (m, k) and (k, n), or a `batch` of them; one row of a first result is
-    checked in float64."""
+    """Return a matmul of normal (m, k) and (k, n), or a `batch` of them.
+
+    One row of a first result is checked in float64.
+    """
     left, right = (
         torch.randn(batch, *sides, device=device).to(dtype) for sides in ((m, k), (k, n))
     )
@@ -128,8 +131,7 @@ def matrix_product(
 
 
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:
-    """Relative error that rounding explains in a matmul whose elements are sums of `terms`
-    products.
+    """Return the relative error that rounding explains in sums of `terms` products.
 
     Successive additions of K terms are off by about sqrt(K)/6 units. Three times that is allowed,
     and at least eight units for libraries that add in blocks. TF32 instead of float32 is off by

@@ -26,8 +26,9 @@ ROWS_AT_ONCE = 64  # periods compared at a time: their float64 copies stay in ca
 
 
 def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | None:
-    """Describe the first wrong element on the first such rank, on all ranks; None if the sum is
-    right.
+    """Describe the first wrong element on the first wrong rank, on all ranks.
+
+    None if the sum is right.
 
     `reduce` should sum `tensor`, contiguous and of a float type, over all ranks in place.
     """
@@ -46,8 +47,7 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
 def first_deviation(
     tensor: Tensor, ranks: int, *, starts: Iterable[int] = (0,), within: float = 0.0
 ) -> tuple[int, float, float]:
-    """The first element further than `within` from the sum of all ranks' parts, that sum, and the
-    actual value.
+    """Return the first element off by more than `within`: its index, the sum, the value.
 
     (-1, 0, 0) if there is none. Several `starts` are summed, too.
     """
@@ -62,8 +62,7 @@ def first_deviation(
 
 
 def fill_part(tensor: Tensor, rank: int, ranks: int, *, start: int = 0, times: int = 1) -> None:
-    """Overwrite the tensor with the part of `rank` from element `start` of the sequence, times a
-    number."""
+    """Overwrite the tensor with `times` the part of `rank`, from element `start` on."""
     vector = tensor.view(-1)
     period = (_part(rank, ranks, tensor.dtype, start) * times).to(tensor.device, tensor.dtype)
     end = len(vector) // PERIOD * PERIOD

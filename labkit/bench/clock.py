@@ -1,5 +1,4 @@
-"""A clock: alternatives take turns in a shuffled order, until their ratios are precise or the time
-is up.
+"""A clock: alternatives run in shuffled rounds until their ratios are precise enough.
 
 CPU time is `time.perf_counter`. CUDA time is a pair of events on the current stream of an idle
 device. It includes whatever the stream waits for: kernels, and the host if it is slower. A host
@@ -38,15 +37,18 @@ T = TypeVar("T")
 MIN_ROUNDS = 8
 """Rounds before which no interval counts as narrow."""
 GROWTH = 1.25
-"""Rounds at one check over those at the check before; frequent checks would stop at chance
-agreement."""
+"""Rounds at one check over those at the check before.
+
+Frequent checks would stop at chance agreement.
+"""
 
 
 def time_interleaved(
     alternatives: Mapping[str, Action], *, warmup: int, repeats: int, **options: Any
 ) -> dict[str, list[float]]:
-    """Seconds per call of each alternative, one sample per round; `options` as in
-    `time_parts_interleaved`.
+    """Return seconds per call of each alternative, one sample per round.
+
+    `options` as in `time_parts_interleaved`.
 
     Sample i of all alternatives is from the same round. An empty mapping takes no time.
     """
@@ -68,8 +70,9 @@ def time_parts_interleaved(
     ratio_within: float = 0.0,
     rounds_s: float = math.inf,
 ) -> Samples:
-    """Time alternatives in successive parts, such as forward and backward: seconds by alternative
-    and part.
+    """Time alternatives in successive parts, such as forward and backward.
+
+    Returns seconds by alternative and part.
 
     A round gives each alternative one turn, in a new order (`turn_order`); a turn runs all its
     parts. Turns expose every alternative to the same drift of the machine, so ratios hold even if
@@ -121,8 +124,7 @@ def turn_order(names: Iterable[str], round_number: int, *, seed: int | str = 0) 
 
 
 class Stopping:
-    """Decides after each round whether it was the last one. Create it when the first kept round
-    begins."""
+    """Decides after each round whether it was the last. Starts with the first kept round."""
 
     def __init__(self, ratio_within: float, rounds_s: float) -> None:
         self._half_width = math.log1p(ratio_within)
@@ -131,8 +133,10 @@ class Stopping:
         self._next_check = MIN_SAMPLES if ratio_within or rounds_s < math.inf else math.inf
 
     def is_enough(self, samples: Samples) -> bool:
-        """Whether the ratios of each part are precise, or the time is up. A collective; all ranks
-        decide alike."""
+        """Return whether each part's ratios are precise, or the time is up.
+
+        A collective: all ranks decide alike.
+        """
         columns = [seconds for parts in samples.values() for seconds in parts.values()]
         if not columns or (rounds := len(columns[0])) < self._next_check:
             return False
@@ -155,8 +159,10 @@ class Stopping:
 
 
 def _widest_ratio(logs: list[np.ndarray]) -> float:
-    """Half the width of the widest interval, in log units, of a ratio of two alternatives; of a
-    lone one, its time."""
+    """Return half the width of the widest interval of a ratio of two alternatives.
+
+    In log units; of a lone alternative, its time's.
+    """
     differences = [one - other for one, other in combinations(logs, 2)] or logs
     return max((estimate.high - estimate.low) / 2 for estimate in map(estimate_paired, differences))
 

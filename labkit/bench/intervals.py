@@ -24,8 +24,10 @@ MAX_VALUES = 500
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio or its logarithm, the 95% interval, and the p-value of no difference; NaN with too
-    few samples."""
+    """A ratio or its logarithm, its 95% interval, and the p-value of no difference.
+
+    NaN with too few samples.
+    """
 
     value: float
     low: float = float("nan")
@@ -34,8 +36,9 @@ class Estimate:
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float]:
-    """Bound the median of `values`, (n,), by interpolated order statistics (Hettmansperger &
-    Sheather 1986).
+    """Bound the median of `values`, (n,), by interpolated order statistics.
+
+    Hettmansperger & Sheather 1986.
 
     NaN, NaN below `MIN_SAMPLES`.
     """
@@ -89,8 +92,10 @@ def estimate_paired(differences: np.ndarray) -> Estimate:
 
 
 def autocorrelation_factor(values: np.ndarray) -> float:
-    """Factor by which lag-1 correlation r widens an interval, sqrt((1 + r) / (1 - r)); 1 if r is
-    not positive."""
+    """Return the factor by which a lag-1 correlation r widens an interval.
+
+    sqrt((1 + r) / (1 - r)), and 1 if r is not positive.
+    """
     centered = values - values.mean()
     power = float(centered @ centered)
     rounding = len(values) * (4 * np.finfo(float).eps * float(np.abs(values).max())) ** 2
@@ -111,8 +116,10 @@ def _student(value: float, error: float, freedom: float) -> Estimate:
 
 @lru_cache(maxsize=64)
 def _signed_rank_cdf(n: int) -> np.ndarray:
-    """P(T <= t) for t = 0, 1, ...: every rank counts or does not, so the counts are a product of (1
-    + x**rank)."""
+    """Return P(T <= t) for t = 0, 1, ...
+
+    Every rank counts or does not, so the counts are a product of (1 + x**rank).
+    """
     counts = np.ones(1)
     for rank in range(1, n + 1):
         counts = (np.pad(counts, (0, rank)) + np.pad(counts, (rank, 0))) / 2

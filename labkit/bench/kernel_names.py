@@ -1,5 +1,4 @@
-"""Families and short names of operators and GPU kernels, by the demangled names that a profiler
-gives."""
+"""Families and short names of operators and GPU kernels, by a profiler's names."""
 
 import re
 from functools import cache
@@ -58,8 +57,7 @@ _RULES = (
 _WORK = re.compile(
     r"\w*[Ff]unctor\w*|\w+Ops\b|\w+_kernel_cuda|\w+_kernel(?=\()|\w+KernelImpl|Gemm\w+"
 )
-"""Template arguments that name a kernel's work: "MulFunctor", "exp_kernel_cuda",
-"GemmUniversal"."""
+"""Template arguments that name a kernel's work: "MulFunctor", "GemmUniversal"."""
 
 
 @cache
@@ -75,8 +73,9 @@ def family_of(name: str) -> str:
 
 @cache
 def short_name(name: str) -> str:
-    """A kernel's demangled name without namespaces, parameters and most template arguments, at most
-    `MAX_NAME` long.
+    """Return a kernel's name without namespaces, parameters and most template arguments.
+
+    At most `MAX_NAME` long.
 
     Kernels that do different work keep different names: the innermost functor, or the tile of a
     CUTLASS GEMM.

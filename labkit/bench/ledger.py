@@ -1,5 +1,4 @@
-"""A ledger of tensor memory: every storage from its allocation to its release, with size, operator
-and line of code.
+"""A ledger of tensor memory: every storage from its allocation to its release.
 
     with FakeTensorMode(), AllocationLedger(source=name) as ledger:      # or without FakeTensorMode
         step = ...
@@ -40,12 +39,13 @@ class Allocation:
     born: int
     operator: str
     line: str
-    """The line of the forward pass that called for it, "file.py:12"; in a backward pass, the line
-    it differentiates."""
+    """The line of the forward pass that allocated it, "file.py:12".
+
+    In a backward pass, the line that is differentiated.
+    """
     phase: str
     recomputed: bool
-    """Allocated inside a backward pass with gradients enabled: by activation checkpointing, which
-    repeats a part."""
+    """Whether activation checkpointing allocated it, as it repeats a part in backward."""
     freed: int | None = None
     category: str = ""
 
@@ -135,8 +135,10 @@ class AllocationLedger(TorchDispatchMode):
         self.moment += 1
 
     def _line(self) -> str:
-        """The current line under study, remembered for the backward pass of the operator that it
-        calls."""
+        """Return the current line under study.
+
+        It is remembered for the backward pass of the operator that the line calls.
+        """
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
@@ -166,8 +168,7 @@ def peak_between(allocations: Sequence[Allocation], start: int, end: int) -> Pea
 def timeline_between(
     allocations: Sequence[Allocation], start: int, end: int, points: int = 200
 ) -> list[tuple[int, dict[str, int]]]:
-    """(moment, live bytes by category) of the highest moment of each of about `points`
-    stretches."""
+    """Return (moment, live bytes by category) at the top of each of about `points` stretches."""
     categories, live = _live_bytes(allocations, start, end)
     totals = live.sum(axis=1)
     stretch = max(1, (end - start) // points)
@@ -184,8 +185,10 @@ def timeline_between(
 def _live_bytes(
     allocations: Sequence[Allocation], start: int, end: int
 ) -> tuple[list[str], np.ndarray]:
-    """The categories, and live bytes (moments, categories) after the event before `start` and each
-    one up to `end`."""
+    """Return the categories, and live bytes of each, (moments, categories).
+
+    After the event before `start`, and after each one up to `end`.
+    """
     categories = _categories(allocations)
     changes = np.zeros((end + 1, len(categories)), dtype=np.int64)  # row 0: before the first event
     for allocation in allocations:

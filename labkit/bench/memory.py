@@ -45,8 +45,10 @@ class AllocationRecord:
     peaks: dict[str, int] = field(default_factory=dict)
     base_bytes: int = 0
     left_bytes: int = 0
-    """CPU: allocated inside and not freed, by the profiler. If all was dropped, another thread has
-    freed it, and the record is this much too high from then on."""
+    """Bytes allocated inside and not freed, by the profiler of a CPU.
+
+    If everything was dropped, another thread has freed it, and the record is this much too high.
+    """
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -96,8 +98,7 @@ def _cuda_bytes(moment: str) -> int:
 def measure_second_peak(
     make: Callable[[], T], run: Callable[[T], Any], *, device: str
 ) -> dict[str, Any]:
-    """Measure the peak of the second `run` of the subject that `make` returns, which is included. A
-    collective.
+    """Measure the peak of the second `run` of what `make` returns. A collective.
 
     Return columns of a row: `peak_bytes`, or `not_measured` with the reason. A record in which
     another thread freed tensors, which the profiler misses, is repeated until every rank has one
@@ -132,8 +133,9 @@ class ProcessPeak:
 
 @contextmanager
 def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
-    """Measure the highest memory use in the block, above the use at its start, whichever thread
-    frees what.
+    """Measure the highest memory use in the block above that at its start.
+
+    It does not matter which thread frees what.
 
     CUDA: bytes of the caching allocator. CPU: the resident set on Linux, with what libraries
     allocate.
@@ -159,8 +161,10 @@ def process_peak(device: str = "cpu") -> Iterator[ProcessPeak]:
 
 
 def return_memory_when_freed() -> None:
-    """From now on return freed tensors above 64 KiB to Linux at once, so that a peak counts no free
-    memory. Slower."""
+    """Return freed tensors above 64 KiB to Linux at once, from now on.
+
+    Else a peak would count free memory. Slower.
+    """
     # M_MMAP_THRESHOLD: larger blocks are mapped, and unmapped when freed
     _call_glibc("mallopt", -3, 1 << 16)
 
@@ -178,8 +182,7 @@ def _resident_bytes(field: str) -> int:
 
 
 def saved_for_backward(function: Callable[[], T]) -> tuple[T, dict[int, int]]:
-    """Call `function`; return its result, and bytes by address of the storages that autograd saved,
-    inputs included."""
+    """Call `function`; return its result, and bytes by address that autograd saved."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""A probe of the machine before a point: how long two ranks take to answer one another, and a copy
-of 64 MB.
+"""A probe of the machine before each point: a round trip of two ranks, a copy of 64 MB.
 
 Load by other programs shows as late wake-ups of ranks, and a slow phase of the memory as a slow
 copy. Two ranks exchange 1 MiB three times as slowly if a host has placed their cores where they
@@ -36,8 +35,7 @@ def probed(worker: Callable[..., Any], point: Any, **options: Any) -> Iterator[A
 
 
 def probe() -> dict[str, float]:
-    """Return the mean round trips of `MESSAGES` between ranks 0 and 1, and `copy_s`, on rank 0; {}
-    on other ranks.
+    """Return the mean round trips of `MESSAGES` and `copy_s` on rank 0, and {} elsewhere.
 
     Without a second rank on the CPU there are no round trips; without 128 MB of memory, no
     `copy_s`. CPU ranks wait for one another, since the work of others would slow the copy down.

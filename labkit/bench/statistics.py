@@ -1,5 +1,4 @@
-"""Which differences count: comparisons by table, one rule of significance, and ratios from several
-sessions.
+"""Which differences count: comparisons by table, one rule of significance, sessions.
 
 The rule (`with_verdicts`): the false-discovery rate over all comparisons that answer a question is
 at most `FALSE_DISCOVERY_RATE`, and no difference below `MIN_RELEVANT_DIFFERENCE` is claimed.
@@ -25,14 +24,17 @@ from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, 
 Verdict = Literal["faster", "slower", "no difference shown"]
 
 FALSE_DISCOVERY_RATE = 0.025
-"""Half of the usual 5%: successive rounds resemble one another, and intervals do not cover all of
-that."""
+"""Half of the usual 5%.
+
+Successive rounds resemble one another, and intervals do not cover all of that.
+"""
 MIN_RELEVANT_DIFFERENCE = 0.03
-"""Smallest relative difference that counts: two runs differ by more than the repeats within a
-run."""
+"""Smallest relative difference that counts.
+
+Two runs differ by more than the repeats within a run.
+"""
 PRIOR_FREEDOM = 3.0
-"""How alike variances of settings are assumed to be: a scaled inverse chi-squared distribution with
-this freedom.
+"""Freedom of the prior for variances of settings, a scaled inverse chi-squared one.
 
 A larger value raises false claims above 5% if every fifth setting varies ten times as much as the
 others. A smaller one makes small tables claim nothing (`tests/bench/test_sessions.py`).
@@ -82,8 +84,7 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
 
 
 def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.DataFrame:
-    """One row per group of `by`: the `median` of the column `value`, its bounds `low` and `high`,
-    and `n`.
+    """Return `median`, `low`, `high` and `n` of the column `value`, by group of `by`.
 
     ValueError for a value that is not finite.
     """
@@ -97,8 +98,7 @@ def median_groups(frame: pd.DataFrame, value: str, by: Sequence[str]) -> pd.Data
 def compare_groups(
     frame: pd.DataFrame, value: str, setting: Sequence[str], column: str, baseline: Hashable
 ) -> pd.DataFrame:
-    """Compare, within each setting, `value` (a time) of every alternative in `column` with that of
-    `baseline`.
+    """Compare `value`, a time, of every alternative in `column` with the baseline's.
 
     One row per (setting, alternative) with `ratio`, `low`, `high`, `p`, and `verdict`, adjusted for
     all rows. Settings without the baseline are left out. Rows of a setting and alternative are in
@@ -167,15 +167,19 @@ def combine_sessions(
 def moderate_variance(
     variance: Any, freedom: Any, prior: Any, prior_freedom: Any
 ) -> tuple[Any, Any]:
-    """Shrink a variance towards a prior one, each weighted by its degrees of freedom; return both
-    of the result. Smyth 2004, equation 7."""
+    """Shrink a variance towards a prior one, each weighted by its degrees of freedom.
+
+    Returns variance and freedom of the result. Smyth 2004, equation 7.
+    """
     total = prior_freedom + freedom
     return (prior_freedom * prior + freedom * variance) / total, total
 
 
 def _session_variance(table: pd.DataFrame, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variance of one session's logarithm and its degrees of freedom, per row; NaN in a setting
-    with one session."""
+    """Return the variance of one session's logarithm and its degrees of freedom, per row.
+
+    NaN in a setting with one session.
+    """
     repeated = table["between"].notna()
     # alternatives with several sessions, per setting
     n = repeated.groupby(group).sum().to_numpy(dtype=float)

@@ -99,8 +99,10 @@ def profile_call(
 
 
 def read_events(trace: Trace) -> list[TraceEvent]:
-    """List the events of a Chrome trace by start: kernels, copies and fills of a GPU if there are
-    any, or operators."""
+    """List the events of a Chrome trace by start.
+
+    A GPU's kernels, copies and fills if there are any, else operators.
+    """
     host = _complete(trace, HOST)
     device = _complete(trace, DEVICE)
     events = device or host
@@ -123,8 +125,10 @@ def read_events(trace: Trace) -> list[TraceEvent]:
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[Event]:
-    """The events with a duration in these categories, by start; an event comes before those inside
-    it."""
+    """List the events with a duration in these categories, by start.
+
+    An event comes before those inside it.
+    """
     events = [
         event
         for event in trace["traceEvents"]
@@ -143,8 +147,10 @@ def _end(event: Event) -> float:
 
 
 def _self_times(events: list[Event]) -> list[float]:
-    """Duration of each event minus the host's events directly inside it, per thread, in the order
-    of `_complete`."""
+    """Return each event's duration without the host's events directly inside it.
+
+    Per thread, in the order of `_complete`.
+    """
     own = [float(event["dur"]) for event in events]
     stacks: dict[Any, list[int]] = defaultdict(list)
     for i, event in enumerate(events):

@@ -1,2 +1,1 @@
-"""Predictions as formulas, from numbers to numbers: what an operation costs before it is
-measured."""
+"""Formulas that predict what an operation costs before it is measured."""

@@ -1,5 +1,4 @@
-"""Rates of one machine, measured once by the lab `limits`, and the times that follow for operators
-and messages.
+"""Rates of one machine, measured by the lab `limits`, and times that follow from them.
 
 Every prediction of every lab uses these numbers and no others. An operator takes as long as a
 square matmul of its FLOPs, or as an addition that moves its bytes, whichever takes longer, by
@@ -27,20 +26,23 @@ NCCL = "NCCL"
 ROW = "messages in a row"
 IN_A_ROW = 4
 DOUBLING = "recursive doubling"
-"""Also timed, to separate a message from its call: successive messages, and an all-reduce made of
-messages."""
+"""Timed to separate a message from its call.
+
+Successive messages, and an all-reduce made of messages.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autograd:
-    """The cost of a forward and backward pass on top of its operators, when something else ran
-    before it."""
+    """Cost of a forward and backward pass on top of its operators.
+
+    With something else before it.
+    """
 
     begin_s: float
     """Both passes together, once."""
     operator_s: float
-    """Each operator with next to nothing to do, forward or backward, with the Python that calls
-    it."""
+    """Time of an operator with next to nothing to do, with the Python that calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,15 @@ class Rates:
     products: dict[str, Curve]
     """By dtype: FLOPs and seconds of square matmuls."""
     additions: Curve
-    """Bytes moved and seconds of an addition whose result is a new tensor, as an operator of a
-    model creates it."""
+    """Bytes and seconds of an addition whose result is a new tensor."""
     autograd: Autograd | None = None
     """None on a GPU, and in older runs."""
 
     def operator_s(self, flops: float, n_bytes: float, dtype: str = "float32") -> float:
-        """Seconds of one operator with its call; NaN for a matmul in a dtype that was not
-        measured."""
+        """Return seconds of one operator with its call.
+
+        NaN for a matmul in a dtype that was not measured.
+        """
         moving_s = _interpolate(self.additions, n_bytes)
         if not flops:
             return moving_s
@@ -139,8 +142,10 @@ class Calibration:
         return transport.predict_s(cost) if transport else None
 
     def messages_s(self, calls: float, n_bytes: float, ranks: int) -> float | None:
-        """Seconds of so many collectives, a message each, between CPU ranks; None if no transport
-        was measured."""
+        """Return seconds of some collectives, a message each, between CPU ranks.
+
+        None if no transport was measured.
+        """
         transport = self.transport("shared memory", MESSAGE, ranks) or self.transport(
             "gloo", MESSAGE, ranks
         )
@@ -150,8 +155,10 @@ class Calibration:
 
 
 def _interpolate(curve: Curve, work: float) -> float:
-    """Interpolate between two points in logarithms; beyond the last one at its rate, below the
-    first its time."""
+    """Interpolate between points in logarithms.
+
+    Beyond the last point at its rate; below the first, its time.
+    """
     sizes, times = zip(*curve, strict=True)
     if work >= sizes[-1]:
         return float(times[-1] * work / sizes[-1])

@@ -1,5 +1,4 @@
-"""Costs of collectives: messages and bytes by algorithm, the alpha-beta model and its fit, gradient
-buckets.
+"""Costs of collectives: messages and bytes, the alpha-beta model, gradient buckets.
 
 Alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n * beta seconds. An all-reduce
 is a reduce-scatter and an all-gather of shards of n/p bytes, which each send at least n (p-1)/p
@@ -40,8 +39,10 @@ def ring(world_size: int, n_bytes: float) -> MessageCost:
 
 
 def butterfly(world_size: int, n_bytes: float) -> MessageCost:
-    """Direct exchange: each rank sends each other rank a shard, twice; the p-1 messages of a round
-    are concurrent."""
+    """Direct exchange: each rank sends each other rank a shard, twice.
+
+    The p-1 messages of a round are concurrent.
+    """
     return MessageCost(2 if world_size > 1 else 0, 2 * n_bytes * (world_size - 1) / world_size)
 
 
@@ -51,16 +52,20 @@ def one_shot(world_size: int, n_bytes: float) -> MessageCost:
 
 
 def recursive_doubling(world_size: int, n_bytes: float) -> MessageCost:
-    """log2(p) exchanges of the whole tensor; ranks beyond a power of two fold in before and out
-    after."""
+    """Recursive doubling: log2(p) exchanges of the whole tensor.
+
+    Ranks beyond a power of two fold in before and out after.
+    """
     rounds = world_size.bit_length() - 1
     messages = rounds if world_size == 2**rounds else rounds + 2
     return MessageCost(messages, messages * n_bytes)
 
 
 def halving_doubling(world_size: int, n_bytes: float) -> MessageCost:
-    """Reduce-scatter by halving, all-gather by doubling: 2 log2(p) messages, 2n(p-1)/p bytes; folds
-    as above."""
+    """Halving-doubling: 2 log2(p) messages, 2n(p-1)/p bytes.
+
+    Reduce-scatter by halving, all-gather by doubling; folds as above.
+    """
     rounds = world_size.bit_length() - 1
     messages, sent = recursive_doubling(world_size, n_bytes)
     shards = 2 * n_bytes * (1 - 2**-rounds)
@@ -72,8 +77,10 @@ ALL_REDUCE_COSTS: Mapping[str, CostOf] = {cost.__name__: cost for cost in ALL_RE
 
 
 class Calls(NamedTuple):
-    """Collectives of one rank in a step, each of a whole tensor of `n_bytes`; or messages to one
-    other rank."""
+    """Collectives of one rank in a step, each of a whole tensor of `n_bytes`.
+
+    Or messages to one other rank.
+    """
 
     collective: str
     """"all_reduce", "reduce_scatter", "all_gather" or "exchange"."""
@@ -82,8 +89,9 @@ class Calls(NamedTuple):
 
 
 def sent_bytes(calls: Iterable[Calls], world_size: int, *, all_reduce: CostOf = butterfly) -> float:
-    """Return the bytes that a rank sends in these calls; reduce-scatter and all-gather exchange
-    shards directly.
+    """Return the bytes that a rank sends in these calls.
+
+    Reduce-scatter and all-gather exchange shards directly.
 
     With an `all_reduce` that folds ranks beyond a power of two, ranks send unequally: these are the
     critical path's.
@@ -102,8 +110,7 @@ def tensor_parallel_calls(
     itemsize: int = 4,
     sequence_parallel: bool = False,
 ) -> list[Calls]:
-    """List the collectives of a step with tensor parallelism, forward and backward, with a
-    vocabulary-parallel loss.
+    """List the collectives of a tensor-parallel step, with a vocabulary-parallel loss.
 
     A layer has two blocks; each sums at one end forward and at the other backward. With sequence
     parallelism each has a collective at both ends, forward and backward. Embedding and output are
@@ -142,14 +149,15 @@ def sharding_calls(n_bytes: int, stage: str) -> list[Calls]:
 
 
 def pipeline_idle_share(ranks: int, micro_batches: int, *, chunks: int = 1) -> float:
-    """Share of a step that each rank of a pipeline idles if stages take equally long and messages
-    no time."""
+    """Return the share of a step that each rank of a pipeline idles.
+
+    If stages take equally long and messages no time.
+    """
     return (ranks - 1) / (chunks * micro_batches + ranks - 1)
 
 
 def bus_bandwidth(world_size: int, n_bytes: float, seconds: float) -> float:
-    """busbw in bytes/s, n/t * 2(p-1)/p: the load of a link, comparable across world sizes
-    (nccl-tests)."""
+    """Return busbw in bytes/s, n/t * 2(p-1)/p: the load of a link (nccl-tests)."""
     return n_bytes / seconds * 2 * (world_size - 1) / world_size
 
 

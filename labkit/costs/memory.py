@@ -22,8 +22,9 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def state_bytes(n_parameters: int, stage: str = "ddp", world_size: int = 1) -> Mapping[str, float]:
-    """Bytes that a rank holds from step to step, by part, in float32 with AdamW. ValueError for an
-    unknown stage.
+    """Return bytes that a rank holds between steps, by part, in float32 with AdamW.
+
+    ValueError for an unknown stage.
 
     Source: Rajbhandari, Rasley, Ruwase & He 2020, ZeRO (arXiv:1910.02054), section 3.1 and figure
     1.
@@ -45,8 +46,9 @@ def saved_by_layer(
     *,
     device: str = "cpu",
 ) -> Mapping[str, int]:
-    """Bytes that one layer saves for its backward pass, by tensor, with its input, the residual
-    stream.
+    """Return bytes that one layer saves for backward, by tensor.
+
+    Its input, the residual stream, is one of them.
 
     A norm saves its input, the scaled input (for the gain) and the scale of each token. A matmul
     saves its input. Softmax saves its result, which the product with the values shares; `silu(gate)
@@ -79,8 +81,10 @@ def saved_by_layer(
 def saved_by_head(
     shape: TransformerShape, batch: int, sequence: int, precision: str = "float32"
 ) -> int:
-    """Bytes saved by the last norm, the output matrix and the loss, most of them float32
-    log-probabilities (T, V)."""
+    """Return bytes that the last norm, output matrix and loss save.
+
+    Most are float32 log-probabilities (T, V).
+    """
     tokens = batch * sequence
     d = shape.d_model
     low = FLOAT32 if precision == "float32" else LOW_PRECISION
@@ -97,8 +101,10 @@ def activation_bytes(
     *,
     device: str = "cpu",
 ) -> int:
-    """Bytes alive between forward and backward. With checkpointing, one residual stream per
-    segment, and the head."""
+    """Return bytes alive between forward and backward.
+
+    With checkpointing, one residual stream per segment, and the head.
+    """
     head = saved_by_head(shape, batch, sequence, precision)
     if checkpoint_segment:
         return (
@@ -124,8 +130,9 @@ def peak_bytes(
     checkpoint_segment: int = 0,
     device: str = "cpu",
 ) -> int:
-    """Peak bytes of a full step with AdamW's states from an earlier one, or of a forward pass,
-    which peaks at the loss.
+    """Return peak bytes of a full step with AdamW's states, or of a forward pass.
+
+    A forward pass peaks at the loss.
 
     A full step peaks in one of three places: as backward begins, with all activations and two
     gradients of the logits; with checkpointing, in the segment that is recomputed; or in the

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BACKWARD_OVER_FORWARD = 2
-"""The gradient of a matmul y = x w takes two of the same size: with respect to x, and with respect
-to w."""
+"""Matmuls of the gradient of y = x w: one with respect to x, and one to w."""
 ADAMW_STATES = 2
 """Numbers of AdamW per parameter: the running means of the gradient and of its square."""
 
@@ -53,15 +52,19 @@ SIZES: Mapping[str, TransformerShape] = {
 
 
 def n_parameters(shape: TransformerShape) -> int:
-    """Parameters: embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm
-    at the end."""
+    """Return the parameters of a shape.
+
+    Embedding and output V*d each, a layer 4*d^2 + 3*d*f and two norms of d, one norm at the end.
+    """
     d = shape.d_model
     return 2 * shape.vocabulary * d + shape.n_layers * (4 * d**2 + 3 * d * shape.d_ff + 2 * d) + d
 
 
 def forward_flops(shape: TransformerShape, batch: int, sequence: int) -> Mapping[str, int]:
-    """FLOPs of one forward pass by part; causal masking saves nothing here, since the whole matrix
-    is computed."""
+    """Return FLOPs of one forward pass by part.
+
+    Causal masking saves nothing here: the whole matrix is computed.
+    """
     tokens = batch * sequence
     d = shape.d_model
     layers = shape.n_layers

@@ -39,8 +39,7 @@ def check_attention_inputs(
     scale: float | None = None,
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES,
 ) -> None:
-    """Raise ValueError unless q is (..., Q, D), k and v are (..., K, D), and all share dtype and
-    device.
+    """Raise ValueError unless q is (..., Q, D) and k, v are (..., K, D), of one dtype and device.
 
     The leading dimensions must be equal (nothing is broadcast) but for grouped queries; no
     dimension may be empty.
@@ -85,8 +84,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention that builds the whole (..., Q, K) matrix: output (..., Q, D) in the dtype
-    of q.
+    """Compute softmax attention with the whole (..., Q, K) matrix.
+
+    The output (..., Q, D) has the dtype of q.
 
     All arithmetic is in the dtype of the inputs; with float64 it is the oracle. `scale` defaults to
     1 / sqrt(D).

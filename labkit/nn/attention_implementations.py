@@ -1,5 +1,4 @@
-"""The table of attention implementations: naive, compiled, tiled, Triton, PyTorch's SDPA; and where
-each can run.
+"""The implementations of attention by name, and where each can run.
 
 Naive attention is called "explicit" in the table, as in recorded runs.
 """
@@ -99,8 +98,10 @@ def no_launch_reason() -> str | None:
 def unavailable_reason(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Return why an implementation cannot run there, or None. SDPA is tried, and a user's may fail
-    when it runs."""
+    """Return why an implementation cannot run there, or None.
+
+    SDPA is tried. A user's may still fail when it runs.
+    """
     if name == "compiled":
         return no_compiler_reason(device.type)
     if name in SDPA_BACKENDS:

@@ -1,5 +1,4 @@
-"""One attention problem to measure implementations on, and the check that each must pass before it
-is timed.
+"""An attention problem, and the check that an implementation must pass to be timed.
 
 The check compares output and gradients with float64. An error may be `FACTOR` times that of
 PyTorch's math SDPA in the same dtype, plus one unit of the dtype. A wrong mask, a missing tile or a
@@ -30,8 +29,10 @@ ROWS_AT_ONCE = 512
 
 
 class AttentionProblem:
-    """q, k, v and the gradient of the output, each `shape` = (..., sequence, head_dim), normal,
-    from a seed."""
+    """Return q, k, v and the gradient of the output, normal, from a seed.
+
+    Each has `shape` = (..., sequence, head_dim).
+    """
 
     def __init__(
         self,
@@ -88,8 +89,10 @@ class Passes:
 
 
 class Reference:
-    """Output and gradients of q, k, v in float64, (sequences, rows, head_dim), the sizes of their
-    rows, and limits."""
+    """Return output and gradients in float64, (sequences, rows, head_dim), with limits.
+
+    And the sizes of their rows.
+    """
 
     def __init__(self, problem: AttentionProblem):
         tensors = [
@@ -142,8 +145,7 @@ class Reference:
 
 
 def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]:
-    """Compare the results of `Passes.run_checked`, or the output alone, with the problem's
-    reference.
+    """Compare the results of `Passes.run_checked`, or the output, with the reference.
 
     Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or
     the worst element: "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
@@ -157,8 +159,7 @@ def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]
 
 
 def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """Output and gradients for (q, k, v, gradient of the output), by unfused attention in their
-    dtype."""
+    """Return output and gradients by unfused attention in the inputs' dtype."""
     q, k, v = (x.detach()[None, None].requires_grad_() for x in tensors[:3])
     with sdpa_kernel(SDPBackend.MATH):
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -1,5 +1,4 @@
-"""Images to classify: CIFAR-100 from its binary archive, and the handwritten digits of
-scikit-learn.
+"""Images to classify: CIFAR-100 from its binary archive, and scikit-learn's digits.
 
 CIFAR-100 (Krizhevsky 2009, "Learning multiple layers of features from tiny images"): a record is a
 coarse label, a fine label and 3072 pixels, one byte each, planes red, green, blue.
@@ -35,8 +34,7 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, 3, 32, 32) in uint8 and their classes (N,) in int64, for training and for
-    validation."""
+    """Images (N, 3, 32, 32), uint8, and classes (N,), int64, for training and validation."""
 
     name: str
     classes: int
@@ -65,8 +63,9 @@ def digits() -> Images:
 
 
 def read_cifar100(path: Path | str) -> Images:
-    """CIFAR-100 with its fine labels, from an archive in the format of the official one, which may
-    have fewer records.
+    """Read CIFAR-100 with its fine labels from an archive.
+
+    In the format of the official one; it may have fewer records.
 
     DatasetError for a file that cannot be read, is cut short or altered, or holds anything but
     records.
@@ -104,8 +103,9 @@ def file_md5(path: Path) -> str:
 def fetch_cifar100(
     directory: Path, say: Callable[[str], None] = lambda text: None, url: str = CIFAR100_URL
 ) -> Path:
-    """Download the official archive to `directory` unless it is there; `say` gets a line before the
-    download.
+    """Download the official archive to `directory` unless it is there.
+
+    `say` gets a line before the download.
 
     DatasetError for another checksum, ConnectionError if the download fails.
     """
@@ -128,8 +128,10 @@ def fetch_cifar100(
 
 
 def _read_records(name: str, size: int, most: int, file: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) and fine labels (N,) of a member of `size` bytes, at most `most` of
-    each."""
+    """Read images (N, 3, 32, 32) and fine labels (N,) of a member.
+
+    At most `most` images of each class.
+    """
     if size % RECORD_BYTES or not 1 <= size // RECORD_BYTES <= most:
         raise DatasetError(
             f"{name}: expected 1 to {most:,} records of {RECORD_BYTES} bytes, got {size:,} bytes"

@@ -7,23 +7,17 @@ FlashAttention-2 (arXiv:2307.08691).
 Runs on CUDA GPUs of compute capability 8.0 and above, and for tests under Triton's interpreter
 (TRITON_INTERPRET=1 set before Triton is imported), thousands of times slower.
 
-Tiles: `python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the
-machine code. A tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits
-shared and tensor memory. The first comes nearest to the tensor cores' peak; a smaller one follows
-for short sequences, which have fewer blocks. Before a tile's first use on a device its results are
-compared with float64; one that is wrong or does not compile is left out.
+Tiles are in `flash_tiles.py`. Before a tile's first use on a device its results are compared with
+float64; one that is wrong or does not compile is left out.
 
 Dimension letters as in `attention.py`: (..., Q, D) queries, (..., K, D) keys and values.
 """
 
-import csv
 import functools
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -32,19 +26,26 @@ from torch.autograd.function import once_differentiable
 
 from labkit.nn import attention, flash_backward_kernels, flash_kernels
 from labkit.nn.attention import KERNEL_DTYPES, VersionWatch, dtype_name, query_group
+from labkit.nn.flash_tiles import (
+    DELTA_TILE,
+    DESCRIPTOR_ALIGNMENT,
+    INTERPRETER_TILES,
+    Tile,
+    tiles_for,
+)
 
 HEAD_DIMS = range(16, 257)
 """Head dimensions of the kernels, which pad one that is not a power of two."""
 MAX_FLOAT32_HEAD_DIM = 128
 MIN_CAPABILITY = (8, 0)
-DESCRIPTOR_ALIGNMENT = 16
-"""Bytes of which tensors that are loaded by descriptors (TMA), and their rows, must be
-multiples."""
 PROBE_QUERIES = 300
 PROBE_KEYS = 333  # full, diagonal and ragged blocks of every tile
 PRECISION = "tf32x3"
-"""float32 matmuls on tensor cores: each operand is split in two TF32 numbers, and three of the four
-products are summed, which drops 2**-22 of a product."""
+"""Precision of float32 matmuls on tensor cores.
+
+Each operand is split in two TF32 numbers, and three of the four products are summed, which drops
+2**-22 of a product.
+"""
 
 INTERPRETED = not isinstance(flash_kernels.forward_kernel, triton.JITFunction)
 KERNELS: dict[str, Any] = {
@@ -54,45 +55,10 @@ KERNELS: dict[str, Any] = {
 }
 
 
-class Tile(NamedTuple):
-    """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
-
-    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by
-    tensor descriptors.
-    """
-
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int
-    specialize: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.block_q}x{self.block_k} {self.warps}w"
-            f" {self.stages}s{' special' * bool(self.specialize)}"
-        )
-
-    def constants(self) -> dict[str, int]:
-        """Compile-time arguments of a kernel."""
-        blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
-        return blocks | ({"WARP_SPECIALIZE": self.specialize} if self.specialize else {})
-
-
-DELTA_TILE = Tile(64, 0, 4, 1)
-"""`delta_kernel` reads two tiles and adds: its size matters little."""
-INTERPRETER_TILES = {
-    "forward": Tile(64, 32, 4, 1),
-    "grad_kv": Tile(32, 64, 4, 1),
-    "grad_q": Tile(64, 32, 4, 1),
-}
-"""Small, so that short sequences have full, diagonal and ragged blocks; a program's own block is
-the larger one."""
-
-
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output
-    (..., Q, D).
+    """`FlashAttention.apply(q, k, v, causal, scale)` -> output (..., Q, D).
+
+    q is (..., Q, D), k and v are (..., K, D).
 
     float32 (TF32 tensor cores three times, near float32), bfloat16 or float16; 16 <= D <= 256 (128
     on GPUs in float32). Deterministic. Inputs that are not contiguous are copied. ValueError for
@@ -134,8 +100,7 @@ class FlashAttention(torch.autograd.Function):
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
 ) -> Tensor:
-    """Attention on the GPU, differentiable: `FlashAttention.apply`. `scale` defaults to 1 /
-    sqrt(D)."""
+    """Compute attention on the GPU, differentiably. `scale` defaults to 1 / sqrt(D)."""
     return FlashAttention.apply(q, k, v, causal, scale)
 
 
@@ -170,8 +135,11 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
 def run_kernel(
     name: str, inputs: Sequence[Tensor], causal: bool, scale: float | None, tile: Tile | None = None
 ) -> list[Tensor]:
-    """Output (..., Q, D) and logsumexp in base 2 (..., Q) of contiguous q, k, v; or dQ, or dK and
-    dV, from q, k, v, dO, the logsumexp and delta. `tile` replaces the tuned ones."""
+    """Run one kernel on contiguous tensors.
+
+    "forward": output (..., Q, D) and base-2 logsumexp (..., Q) of q, k, v. "grad_q", "grad_kv": dQ,
+    or dK and dV, of q, k, v, dO, the logsumexp and delta. `tile` replaces the tuned ones.
+    """
     results = [torch.empty_like(x) for x in (inputs[1:3] if name == "grad_kv" else inputs[:1])]
     if name == "forward":
         results.append(results[0].new_empty(results[0].shape[:-1], dtype=torch.float32))
@@ -198,8 +166,10 @@ def _delta(output: Tensor, grad_output: Tensor) -> Tensor:
 def _launch(
     name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None, tile: Tile | None
 ) -> None:
-    """Start one program for every block of queries (of keys for "grad_kv") of every head; q and k
-    come first."""
+    """Start one program for every block of queries of every head.
+
+    For "grad_kv", of keys. q and k come first.
+    """
     q, k = tensors[:2]
     queries = q.shape[-2]
     keys = k.shape[-2]
@@ -248,36 +218,12 @@ def kernel_constants(
     }
 
 
-def tiles_for(
-    kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
-) -> tuple[Tile, ...]:
-    """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
-
-    GPUs other than A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have 99 KiB of shared
-    memory, and tensor cores so slow that smaller tiles reach their peak. Tiles loaded by
-    descriptors need rows of a multiple of 16 bytes.
-    """
-    gpu = {9: "Hopper", 10: "Blackwell"}.get(
-        capability[0], "A100" if capability == (8, 0) else "other"
-    )
-    key = [
-        gpu,
-        "float32" if dtype == torch.float32 else "half",
-        kernel,
-        str(max(32, triton.next_power_of_2(head_dim))),
-    ]
-    is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
-    with Path(__file__).with_name("flash_tiles.csv").open() as file:
-        tiles = [
-            Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key
-        ]
-    return tuple(tile for tile in tiles if is_aligned or tile.specialize < 2)
-
-
 @functools.cache
 def _autotuned(name: str, tiles: tuple[Tile, ...], size_class: tuple[int, ...]) -> Any:
-    """The kernel with Triton's autotuner, which times tiles once per size class, mask, head
-    dimension, group, dtype."""
+    """Return the kernel with Triton's autotuner.
+
+    It times tiles once per size class, mask, head dimension, group and dtype.
+    """
     configs = [
         triton.Config(tile.constants(), num_warps=tile.warps, num_stages=tile.stages)
         for tile in tiles
@@ -314,8 +260,7 @@ def _tile_fault(
     causal: bool,
     device: torch.device,
 ) -> str | None:
-    """Compare a kernel with this tile with float64 on a small problem: the reason against it, or
-    None."""
+    """Compare a kernel with this tile with float64; return the reason against it, or None."""
     (q, k, v, grad_output, output, logsumexp), expected = _probe(
         head_dim, group, dtype, causal, device
     )
@@ -336,8 +281,10 @@ def _tile_fault(
 def _probe(
     head_dim: int, group: int, dtype: torch.dtype, causal: bool, device: torch.device
 ) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]]]:
-    """q, k, v, dO, and the output and base-2 logsumexp of float64; each kernel's results in
-    float64."""
+    """Make a small problem and its results in float64, by kernel.
+
+    q, k, v, dO, and the output and base-2 logsumexp.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = ((group, PROBE_QUERIES), (1, PROBE_KEYS), (1, PROBE_KEYS), (group, PROBE_QUERIES))
     inputs = [torch.randn(*size, head_dim, generator=generator).to(device, dtype) for size in sizes]

@@ -55,8 +55,7 @@ def _grad_kv_blocks(
     DIAGONAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of the query blocks [first, last). Tiles are transposed: (BLOCK_K,
-    BLOCK_Q)."""
+    """Add the query blocks [first, last). Tiles are transposed: (BLOCK_K, BLOCK_Q)."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     for q_start in range(first, last, BLOCK_Q):
         q = load_tile(q_ptr, q_start, queries, BLOCK_Q, HEAD_DIM, BLOCK_D, RAGGED)
@@ -99,8 +98,7 @@ def grad_kv_kernel(
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_K keys, summed over the queries that see them, of all GROUP
-    heads."""
+    """One program: dK and dV of BLOCK_K keys, summed over queries and all GROUP heads."""
     # the first keys are seen by most queries
     k_start, head = program(keys, BLOCK_K, LAST_FIRST=False)
     k_ptr += head * keys * HEAD_DIM

@@ -36,14 +36,18 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 LENGTHS = ("queries", "keys")
-"""Arguments whose values Triton must not specialize a kernel for: the alignment of rows depends on
-HEAD_DIM only."""
+"""Arguments that Triton must not specialize for.
+
+The alignment of rows depends on HEAD_DIM only.
+"""
 
 
 @triton.jit
 def program(length, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """First position of this program's block, and its head. Programs of a head are neighbors: they
-    share it in L2."""
+    """First position of this program's block, and its head.
+
+    Programs of a head are neighbors: they share it in L2.
+    """
     blocks = tl.cdiv(length, BLOCK)
     program = tl.program_id(0)
     block = program % blocks
@@ -67,8 +71,10 @@ def in_bounds(
     BLOCK_D: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Mask of existing elements: false beyond the last row (if RAGGED) and in the padded
-    dimensions."""
+    """Mask of existing elements.
+
+    False beyond the last row (if RAGGED) and in the padded dimensions.
+    """
     rows = (start + tl.arange(0, BLOCK))[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     if RAGGED and BLOCK_D != HEAD_DIM:
@@ -81,8 +87,9 @@ def in_bounds(
 
 @triton.jit
 def describe(pointer, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Tensor descriptor of one head, (length, HEAD_DIM), to load (BLOCK, BLOCK_D), zero out of
-    bounds.
+    """Tensor descriptor of one head, (length, HEAD_DIM).
+
+    It loads (BLOCK, BLOCK_D), zero out of bounds.
 
     The pointer and HEAD_DIM must be multiples of 16 bytes.
     """
@@ -99,8 +106,10 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds. Without RAGGED all rows must
-    exist."""
+    """Rows start.. of one head, (BLOCK, BLOCK_D), zero out of bounds.
+
+    Without RAGGED all rows must exist.
+    """
     pointers = pointer + tile_offsets(start, BLOCK, HEAD_DIM, BLOCK_D)
     if RAGGED or BLOCK_D != HEAD_DIM:
         return tl.load(
@@ -156,8 +165,10 @@ def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, accumulator, dtype: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """accumulator + a b, with the operands rounded to `dtype`; PRECISION matters for float32
-    only."""
+    """accumulator + a b, with operands rounded to `dtype`.
+
+    PRECISION matters for float32 only.
+    """
     a = round_to(a, dtype, INTERPRETED)
     b = round_to(b, dtype, INTERPRETED)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
@@ -173,8 +184,10 @@ def edge(block):
 def is_visible(
     q_start, k_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Mask of the keys that each query of a tile sees, (BLOCK_Q, BLOCK_K) or (1, BLOCK_K), in one
-    comparison."""
+    """Mask of the keys that each query of a tile sees, in one comparison.
+
+    (BLOCK_Q, BLOCK_K) or (1, BLOCK_K).
+    """
     columns = tl.arange(0, BLOCK_K)[None, :]
     if CAUSAL:
         return columns < tl.minimum(q_start + 1 + tl.arange(0, BLOCK_Q), keys)[:, None] - k_start
@@ -184,8 +197,7 @@ def is_visible(
 
 @triton.jit
 def key_ranges(q_start, keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """For a block of queries: the end of the key blocks that need no mask, and the end of the
-    visible keys."""
+    """Ends of the key blocks that need no mask, and of the visible keys."""
     if CAUSAL:
         return tl.minimum(q_start, keys) // BLOCK_K * BLOCK_K, tl.minimum(q_start + BLOCK_Q, keys)
     else:

@@ -1,5 +1,4 @@
-"""FlashAttention-2, forward and backward, in plain PyTorch: runs anywhere, memory linear in the
-sequence.
+"""FlashAttention-2 in plain PyTorch: runs anywhere, memory linear in the sequence.
 
 The scores are visited in square tiles of queries by keys that stay in cache (`tile_side`). The
 softmax is carried along a row of tiles ("online"): a running maximum, a running sum, and an output
@@ -22,8 +21,9 @@ from labkit.nn.attention import VersionWatch, check_attention_inputs, query_grou
 
 
 class TiledAttention(torch.autograd.Function):
-    """`TiledAttention.apply(q, k, v, causal, scale)`: q (..., Q, D), k and v (..., K, D) -> output
-    (..., Q, D).
+    """`TiledAttention.apply(q, k, v, causal, scale)` -> output (..., Q, D).
+
+    q is (..., Q, D), k and v are (..., K, D).
 
     float32, bfloat16, float16 or float64; tiles are computed in float32 (float64 for float64).
     ValueError for inputs that do not fit together.
@@ -56,8 +56,10 @@ class TiledAttention(torch.autograd.Function):
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output (..., Q, D) in the dtype of q, and its natural-log logsumexp (..., Q), float32 (or
-    float64)."""
+    """Return output (..., Q, D) in q's dtype, and logsumexp (..., Q) in natural logs.
+
+    The logsumexp is float32, or float64.
+    """
     check_attention_inputs(q, k, v, scale=scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = query_group(q, k)
@@ -106,8 +108,9 @@ def tiled_backward(
     scale: float | None = None,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from the tensors that the forward pass saved. delta = rowsum(dO * O);
-    for each tile:
+    """Return gradients of q, k and v from the saved tensors.
+
+    delta = rowsum(dO * O); for each tile:
 
     P = exp(scale * Q K^T - logsumexp)      dS = P * (dO V^T - delta)
     dV += P^T dO      dQ += scale * dS K      dK += scale * dS^T Q
@@ -177,8 +180,9 @@ def _hide_future(scores: Tensor, rows: slice, columns: slice) -> None:
 
 
 def tile_side(q: Tensor) -> int:
-    """Queries and keys in a tile: a power of two such that all B tiles together are a buffer of
-    fixed size.
+    """Return the queries and keys in a tile: a power of two.
+
+    All B tiles together are a buffer of fixed size.
 
     CPU: 2**19 scores, 2 MiB in float32, stay in the second-level cache of two cores; below a side
     of 64 the Python loop costs more than the arithmetic. Measured on 2 cores of an EPYC, forward
@@ -192,8 +196,7 @@ def tile_side(q: Tensor) -> int:
 
 
 def _view(buffer: Tensor, q_block: Tensor, k_block: Tensor) -> Tensor:
-    """The start of the buffer as a tile per leading index, (B, block_q, block_k), contiguous at the
-    edges too."""
+    """Return the start of the buffer as (B, block_q, block_k), contiguous at edges too."""
     shape = q_block.shape[0], q_block.shape[1], k_block.shape[1]
     return buffer[: math.prod(shape)].view(shape)
 

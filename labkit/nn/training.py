@@ -1,5 +1,4 @@
-"""Models with a batch to train on: one training step in timed phases, and workloads for wrappers
-over ranks.
+"""Models with a batch: one training step in timed phases, and workloads over ranks.
 
     step = TrainingStep(SIZES["nano"], batch=4, context_length=128)
     step.forward(); step.backward(); step.optimizer_step()
@@ -46,8 +45,9 @@ class ModelAndBatch(NamedTuple):
 
 
 class Trainer:
-    """One training step of a model, in phases that can be timed; `compute_loss(model)` is a forward
-    pass, a scalar.
+    """One training step in phases that can be timed.
+
+    `compute_loss(model)` is a forward pass, a scalar.
 
     The phases are named ranges for `torch.profiler`, and for Nsight Systems in
     `torch.autograd.profiler.emit_nvtx()`.
@@ -65,11 +65,15 @@ class Trainer:
         """The model, or a wrapper of it, that `compute_loss` gets."""
         self.optimizer = optimizer
         self.autocast_dtype: torch.dtype | None = None
-        """The dtype of autocast in forward pass and loss; None: no autocast. float16 has no loss
-        scaling."""
+        """The dtype of autocast in forward pass and loss, or None.
+
+        float16 has no loss scaling.
+        """
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes a context from the end of a backward pass until gradients are averaged, if a
-        wrapper finishes apart."""
+        """Makes a context from the end of backward until gradients are averaged.
+
+        For wrappers that finish apart.
+        """
         self._finish: Callable[[], None] | None = getattr(
             model, "finish_gradient_synchronization", None
         )
@@ -128,8 +132,9 @@ class Trainer:
 
 
 class TrainingStep(Trainer):
-    """A workload in float32 with AdamW, or under autocast to another `precision`; `options` as for
-    `build_workload`.
+    """A workload in float32 with AdamW, or under autocast to another `precision`.
+
+    `options` as for `build_workload`.
 
     `compiled` wraps the model in `torch.compile`. ValueError for an unknown precision, and as
     `build_workload`.
@@ -164,15 +169,18 @@ def random_tokens(
     context_length: int,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (batch, context_length), int64: every target is the input that
-    follows."""
+    """Return inputs and targets, each (batch, context_length), int64.
+
+    Every target is the input that follows.
+    """
     tokens = torch.randint(shape.vocabulary, (batch, context_length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """AdamW with torch's default for `device`: lists of parameters (foreach) on CUDA, one by one
-    elsewhere.
+    """Return AdamW with torch's default for `device`.
+
+    On CUDA lists of parameters (foreach), elsewhere one by one.
 
     Left to itself, torch would take lists of real tensors and not of fake ones.
     """
@@ -186,15 +194,19 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a rank's batch: `build` returns an equal model each time, on its device; `loss`
-    computes the loss."""
+    """A model and a rank's batch.
+
+    `build` returns an equal model each time, on its device; `loss` computes the loss.
+    """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
 
     def copied(self) -> "Workload":
-        """Build the model once and copy it from then on: drawing parameters takes ten times as
-        long."""
+        """Build the model once and copy it from then on.
+
+        Drawing parameters takes ten times as long.
+        """
         return replace(self, build=partial(copy.deepcopy, self.build()))
 
 
@@ -211,9 +223,11 @@ def build_workload(
     seed: int = 0,
     **options: Any,
 ) -> Workload:
-    """A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size,
-    image_size), or the model and batch that a function builds on the default device; it is called
-    for every copy of the model.
+    """Return a model and its batch.
+
+    A Transformer on tokens (batch, context_length), ResNet-50 on images (batch, 3, image_size,
+    image_size), or what a function builds on the default device. The function is called for every
+    copy of the model.
 
     `options`: of the Transformer. `seed` decides the batch, and random numbers in the loss of a
     function's model, not the parameters. ValueError for a batch that is not positive, unless a

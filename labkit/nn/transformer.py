@@ -78,8 +78,7 @@ class Transformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream, (B, S,
-    d)."""
+    """Attention and feed-forward, each behind a norm, on the residual stream (B, S, d)."""
 
     def __init__(self, shape: TransformerShape, positions: "RotaryPositions", attention: Attention):
         super().__init__()
@@ -129,8 +128,10 @@ class SwiGLU(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain over the last dimension, computed in at least float32, in
-    the dtype of x."""
+    """Compute x / sqrt(mean(x^2) + eps) * gain over the last dimension.
+
+    In at least float32; the result has the dtype of x.
+    """
 
     def __init__(self, d_model: int, *, eps: float = 1e-5):
         super().__init__()

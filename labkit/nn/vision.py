@@ -13,8 +13,10 @@ RESNET50_BLOCKS = (3, 4, 6, 3)
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions added to the input, (N, C, H, W) to (N, 4*width, H/stride,
-    W/stride)."""
+    """1x1, 3x3, 1x1 convolutions added to the input.
+
+    (N, C, H, W) to (N, 4*width, H/stride, W/stride).
+    """
 
     def __init__(self, channels: int, width: int, stride: int):
         super().__init__()
@@ -37,8 +39,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Images (N, 3, H, W) to logits (N, classes); 25,557,032 parameters in 161 tensors for 1000
-    classes."""
+    """ResNet-50: images (N, 3, H, W) to logits (N, classes).
+
+    25,557,032 parameters in 161 tensors for 1000 classes.
+    """
 
     def __init__(self, classes: int = 1000):
         super().__init__()

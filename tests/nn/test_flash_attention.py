@@ -20,7 +20,8 @@ import torch
 pytest.importorskip("triton")
 
 from labkit.nn import flash_attention
-from labkit.nn.flash_attention import INTERPRETER_TILES, FlashAttention, Tile, run_kernel
+from labkit.nn.flash_attention import FlashAttention, run_kernel
+from labkit.nn.flash_tiles import INTERPRETER_TILES, Tile
 from tests.cases import thinned
 from tests.commands import carry_out
 from tests.nn.against_oracle import (

@@ -17,7 +17,8 @@ import triton
 from benchmarks import kernels
 from benchmarks.kernels import CHIPS, compile_tile
 from labkit.nn import flash_attention
-from labkit.nn.flash_attention import DELTA_TILE, KERNELS, tiles_for
+from labkit.nn.flash_attention import KERNELS
+from labkit.nn.flash_tiles import DELTA_TILE, tiles_for
 from tests.cases import thinned
 
 # Tiles were chosen with this Triton.  Another one allots registers differently: there the

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from labkit.nn import flash_attention
-from labkit.nn.flash_attention import tiles_for
+from labkit.nn.flash_tiles import tiles_for
 
 pytestmark = [
     pytest.mark.skipif(flash_attention.INTERPRETED, reason="interpreted kernels are not launched"),

@@ -1,0 +1,82 @@
+"""Tiles that the FlashAttention kernels are compiled for, by GPU, dtype and head dimension.
+
+`python benchmarks/kernels.py` compiles each for GPUs that need not be present, and reads the
+machine code. A tile is in `flash_tiles.csv` only if nothing spills inside a loop, and if it fits
+shared and tensor memory. The first comes nearest to the tensor cores' peak; a smaller one follows
+for short sequences, which have fewer blocks.
+"""
+
+import csv
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+DESCRIPTOR_ALIGNMENT = 16
+"""Divisor of the addresses and row lengths of tensors that descriptors (TMA) load."""
+
+
+class Tile(NamedTuple):
+    """Sizes a kernel is compiled for: block_q queries by block_k keys; warps and pipeline stages.
+
+    `specialize` above 0: separate warps load tiles in the forward kernel's main loop, with 2 by
+    tensor descriptors.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    specialize: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_q}x{self.block_k} {self.warps}w"
+            f" {self.stages}s{' special' * bool(self.specialize)}"
+        )
+
+    def constants(self) -> dict[str, int]:
+        """Compile-time arguments of a kernel."""
+        blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
+        return blocks | ({"WARP_SPECIALIZE": self.specialize} if self.specialize else {})
+
+
+DELTA_TILE = Tile(64, 0, 4, 1)
+"""`delta_kernel` reads two tiles and adds: its size matters little."""
+INTERPRETER_TILES = {
+    "forward": Tile(64, 32, 4, 1),
+    "grad_kv": Tile(32, 64, 4, 1),
+    "grad_q": Tile(64, 32, 4, 1),
+}
+"""Small, so that short sequences have full, diagonal and ragged blocks.
+
+A program's own block is the larger one.
+"""
+
+
+def tiles_for(
+    kernel: str, *, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
+) -> tuple[Tile, ...]:
+    """Tiles to autotune among; none for float32 above a head dimension of 128, where all spill.
+
+    GPUs other than A100 (8.0), Hopper (9.x) and data center Blackwell (10.x) have 99 KiB of shared
+    memory, and tensor cores so slow that smaller tiles reach their peak. Tiles loaded by
+    descriptors need rows of a multiple of 16 bytes.
+    """
+    gpu = {9: "Hopper", 10: "Blackwell"}.get(
+        capability[0], "A100" if capability == (8, 0) else "other"
+    )
+    key = [
+        gpu,
+        "float32" if dtype == torch.float32 else "half",
+        kernel,
+        str(max(32, triton.next_power_of_2(head_dim))),
+    ]
+    is_aligned = head_dim * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0
+    with Path(__file__).with_name("flash_tiles.csv").open() as file:
+        tiles = [
+            Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key
+        ]
+    return tuple(tile for tile in tiles if is_aligned or tile.specialize < 2)
