@@ -108,7 +108,9 @@ def compare_groups(
     for key, group in frame.groupby(list(setting), sort=True, dropna=False):
         by_name = dict(iter(group.groupby(column)[value]))
         base = by_name.pop(baseline, None)
-        for name, samples in by_name.items() if base is not None else ():
+        if base is None:
+            continue
+        for name, samples in by_name.items():
             one = compare(samples, base)
             rows.append((*key, name, one.value, one.low, one.high, one.p))
     return with_verdicts(
