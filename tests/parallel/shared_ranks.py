@@ -1,91 +1,123 @@
-"""Checks that share ranks: a module starts one group for each number of ranks."""
+"""Checks that run on ranks which live as long as the session, a test per check and number of ranks.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from traceback import format_exc
+    @on_ranks(2, 3, slow=[5])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_it_adds_up(dtype):
+        ...  # on every rank; raises, or returns what is wrong
 
+A check is one point of a launch (`labkit.parallel.launch`). The launch has more points than there
+are checks, and the ranks find in a file what the next one is. If ranks die or hang, that check
+fails, and the next one gets new ranks.
+"""
+
+import atexit
+import inspect
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import cloudpickle
 import pytest
-import torch.distributed as dist
 
-from labkit.parallel.launch import RankError, run_ranks
+from labkit.parallel.launch import PointEnd, RankError, Row, launch
 
-Check = Callable[[], list[str] | None]
-"""Runs on every rank, and returns what is wrong, in words, or raises."""
+Check = Callable[..., Sequence[str] | None]
+"""Runs on every rank; returns what is wrong, in words, or raises."""
 
-_checks = defaultdict[str, list[tuple[Check, Sequence[int]]]](list)
+MAX_CHECKS = 10_000  # of a session, per number of ranks
+TIMEOUT_S = 240.0  # of one check
 
 
 def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callable[..., None]]:
-    """Make a check a test on each of these numbers of ranks; `make test-all` has the `slow` ones,
-    too.
+    """Make a check a test on each of these numbers of ranks; `make test-all` has the `slow` ones.
 
-    Checks of a module that run on as many ranks follow each other there. If ranks die or hang, all
-    of these fail.
+    Stands above the marks of the check, and below none.
     """
+    sizes = [pytest.param(p) for p in quick]
+    sizes += [pytest.param(p, marks=pytest.mark.slow) for p in slow]
 
     def decorate(check: Check) -> Callable[..., None]:
-        _checks[check.__module__].append((check, quick))
-        _checks[f"{check.__module__} slow"].append((check, slow))
-        cases = [pytest.param(p, check.__module__, id=str(p)) for p in quick]
-        marks = {"marks": pytest.mark.slow}
-        cases += [
-            pytest.param(p, f"{check.__module__} slow", id=f"{p} slow", **marks) for p in slow
+        def test(world_size: int, **arguments: Any) -> None:
+            wrong = run_check(check, arguments, world_size)
+            assert [f"rank {rank}: {text}" for rank in sorted(wrong) for text in wrong[rank]] == []
+
+        first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        others = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(check, follow_wrapped=False).parameters.values()
         ]
-
-        @pytest.mark.parametrize(("world_size", "checks"), cases)
-        def test(world_size: int, checks: str) -> None:
-            by_rank = _run(checks, world_size)
-            if isinstance(by_rank, RankError):
-                raise by_rank
-            assert [
-                f"rank {rank}: {text}"
-                for rank, all_ in enumerate(by_rank)
-                for text in all_[check.__name__]
-            ] == []
-
+        test.__signature__ = inspect.Signature([first, *others])  # type: ignore[attr-defined]
         test.__name__ = check.__name__
         test.__doc__ = check.__doc__
-        return test
+        test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate
 
 
+def run_check(check: Check, arguments: dict[str, Any], world_size: int) -> dict[int, list[str]]:
+    """Run a check on that many ranks; return what is wrong, by rank. RankError if it raises."""
+    ranks = _shared_ranks(world_size)
+    ranks.next_task(cloudpickle.dumps((check, arguments)))
+    wrong: dict[int, list[str]] = {}
+    for item in ranks.items:
+        if isinstance(item, Row):
+            wrong[item.rank] = item.values["wrong"]
+        if isinstance(item, PointEnd):
+            if item.failure is not None:
+                raise RankError(item.failure)
+            return wrong
+    raise AssertionError(f"more than {MAX_CHECKS} checks")
+
+
+class _SharedRanks:
+    """A launch whose points are tasks in a folder."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = TemporaryDirectory(prefix="labkit-checks-")
+        self._n_tasks = 0
+        worker = partial(_run_task, Path(self._folder.name))
+        points = range(MAX_CHECKS)
+        self.items = launch(worker, points, world_size=world_size, timeout_s=TIMEOUT_S)
+        atexit.register(self._close)
+
+    def next_task(self, task: bytes) -> None:
+        """Put down what the next point is."""
+        (Path(self._folder.name) / str(self._n_tasks)).write_bytes(task)
+        self._n_tasks += 1
+
+    def _close(self) -> None:
+        self.items.close()
+        self._folder.cleanup()
+
+
 @cache
-def _run(checks: str, world_size: int) -> list[dict[str, list[str]]] | RankError:
-    """Return what is wrong by rank and check, or why the ranks ended."""
-    chosen = [check for check, sizes in _checks[checks] if world_size in sizes]
-    try:
-        return run_ranks(_run_each, chosen, world_size=world_size, timeout_s=600)
-    except RankError as error:
-        return error
+def _shared_ranks(world_size: int) -> _SharedRanks:
+    return _SharedRanks(world_size)
 
 
-def _run_each(checks: Sequence[Check]) -> dict[str, list[str]]:
-    wrong = {}
-    for check in checks:
-        try:
-            wrong[check.__name__] = check() or []
-        except Exception:
-            wrong[check.__name__] = [format_exc()]
-        dist.barrier()
-    return wrong
+def _run_task(folder: Path, point: int) -> Iterator[dict[str, Any]]:
+    """In a rank: run the check of this point."""
+    check, arguments = pickle.loads((folder / str(point)).read_bytes())
+    yield {"wrong": list(check(**arguments) or [])}
 
 
 def find_accepted(
     calls: Iterable[tuple[str, Callable[[], object]]], *kinds: type[Exception]
 ) -> list[str]:
-    """Return which calls do not raise one line with their text, as a ValueError or one of these
-    kinds."""
+    """Return which calls do not raise one line with their text.
+
+    As a ValueError, or one of these kinds.
+    """
     wrong = []
     for expected, call in calls:
         try:
             call()
             wrong.append(f"{expected}: accepted")
         except (ValueError, *kinds) as error:
-            wrong += (
-                []
-                if expected in str(error) and "\n" not in str(error)
-                else [f"{expected}: {error}"]
-            )
+            if expected not in str(error) or "\n" in str(error):
+                wrong.append(f"{expected}: {error}")
     return wrong

@@ -61,11 +61,14 @@ def in_group(check: Callable[[dist.ProcessGroup], list[str] | None]) -> Callable
 
     @functools.wraps(check)
     def run() -> list[str]:
-        wrong = check(group := dist.new_group()) or []
+        before = _count_mappings()
+        group = dist.new_group()
+        wrong = check(group) or []
         dist.barrier()
         dist.destroy_process_group(group)
         del group
-        return wrong + ([f"{_count_mappings()} mappings are left"] if _count_mappings() else [])
+        left = _count_mappings() - before
+        return wrong + ([f"{left} mappings are left"] if left else [])
 
     return run
 
@@ -144,13 +147,13 @@ def test_parts(group: dist.ProcessGroup) -> None:
 @in_group
 def test_mappings(group: dist.ProcessGroup) -> list[str]:
     """Nothing has a name, and there is a mapping for each rank of the group."""
+    before = _count_mappings()
     all_reduce(torch.ones(200_000), group, transport=SHARED)
+    n_mappings = _count_mappings() - before
     wrong = [
         line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line
     ]
-    return wrong + (
-        [] if _count_mappings() == 3 else [f"{_count_mappings()} mappings, not one per rank"]
-    )
+    return wrong + ([] if n_mappings == 3 else [f"{n_mappings} mappings, not one per rank"])
 
 
 def _count_mappings() -> int:
@@ -296,6 +299,7 @@ def test_ranks_that_cannot_share_memory_send_point_to_point_and_say_why() -> lis
 
 def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
     rank = dist.get_rank()
+    before = _count_mappings()
     wrong = []
     name, reason = transport_in_use(group)
     if name != POINT_TO_POINT or expected not in reason:
@@ -305,9 +309,8 @@ def _check_fallback(group: dist.ProcessGroup, expected: str) -> list[str]:
     wrong += [] if bool((x == 1).all()) else [f"rank {rank}: wrong after falling back"]
     with pytest.raises(ValueError, match=f"cannot share memory.*{re.escape(expected)}"):
         butterfly_all_reduce(x, group, transport=SHARED)
-    return wrong + (
-        [f"rank {rank}: {_count_mappings()} mappings are left"] if _count_mappings() else []
-    )
+    left = _count_mappings() - before
+    return wrong + ([f"rank {rank}: {left} mappings are left"] if left else [])
 
 
 def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
@@ -315,9 +318,6 @@ def _refuse(kind: type[Exception], reason: str) -> Callable[..., Any]:
         raise kind(reason)
 
     return refuse
-
-
-# Last on their ranks, since they map memory for good.
 
 
 @on_ranks(2, 4)
