@@ -21,6 +21,7 @@ from folds import Fold, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
+from labkit.scaling.communication import old_pipeline_s
 from labkit.scaling.constants import Constant, from_values, read_constants
 from labkit.scaling.intervals import OTHERS, SLOPES, SLOWER, Widths
 from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
@@ -35,7 +36,7 @@ from labkit.scaling.published import (
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import judge, summarize
 from labkit.scaling.search import PROPOSED, preference_s
-from labkit.scaling.step_time import old_pipeline_s, predict_step_s
+from labkit.scaling.step_time import predict_step_s
 
 NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""

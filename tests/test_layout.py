@@ -123,7 +123,6 @@ LONG = {
     "parallel/sharding/unit.py": 343,
     "parallel/tensor.py": 379,
     "parallel/transport/shared_memory.py": 331,
-    "scaling/step_time.py": 365,
     "studies/data_parallel/lab.py": 331,
     "studies/limits/worker.py": 366,
     "studies/memory/lab.py": 342,

@@ -1,14 +1,14 @@
-"""Predicts training steps on 1 to 16,384 GPUs, with intervals. Numbers in, numbers out: no torch
-here.
+"""Predicts training steps on 1 to 16,384 GPUs, with intervals. Imports no torch.
 
 `predict(run)` gives seconds with intervals, a breakdown that adds up, and memory;
 `rank` the best layouts; `calibrate` constants for a site with three runs or more.
 
 ``models`` ``hardware`` ``runs`` ``table``                the question
-``step_time`` ``memory``                                  formulas
+``step_time`` ``communication`` ``memory``                formulas
 ``constants`` and `data/reference/scaling/`               numbers, with their sources
-``published`` ``intervals``    measured runs, and how wrong predictions are
-``prediction`` ``search`` ``advice`` ``slowdown_causes`` ``scores``      answers
+``published`` ``intervals``                               measured runs, and the errors
+``prediction`` ``search`` ``advice`` ``slowdown_causes``  answers
+``scores``                                                frames for a notebook
 """
 
 import csv
@@ -39,8 +39,9 @@ def read_table(name: str) -> list[dict[str, str]]:
 def validate(
     kind: type[T], values: Mapping[str, Any], *, keys: Mapping[str, str] | None = None
 ) -> T:
-    """An instance of a dataclass from values by field; None is the default. Other names are
-    ignored.
+    """Make an instance of a dataclass from values by field.
+
+    None is the default. Other names are ignored.
 
     ValueError for the first wrong field. Numbers may be texts, unless a JSON file's `keys` of the
     fields are given.
@@ -62,8 +63,10 @@ def validate(
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """The first wrong field, empty for several together, and its problem: "should be a valid
-    integer, got 'x'"."""
+    """Return the first wrong field and its problem: "should be a valid integer, got 'x'".
+
+    The field is empty if several are wrong together.
+    """
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")

@@ -1,5 +1,4 @@
-"""Advice as numbers: whether a training fits, the best layouts, why others lose, and what would
-change the answer."""
+"""Advice as numbers: what fits, the best layouts, why others lose, what would help."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +6,12 @@ from math import ceil, floor, gcd
 
 import numpy as np
 
+from labkit.scaling.communication import BF16, Group, rank_parameters
 from labkit.scaling.constants import Constants
 from labkit.scaling.hardware import HARDWARE
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.runs import SHARDS, Layout, Run, Runs
 from labkit.scaling.search import MAX_MICRO_BATCH, Ranking, Request, rank
-from labkit.scaling.step_time import BF16, Group, rank_parameters
 
 ROUNDED = 0.06
 """A batch may differ by this share from the request, so that it divides over more ranks."""
@@ -35,8 +34,10 @@ SUMS = {
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of another strategy; `cause` is the sum of `SUMS` that loses most, "memory"
-    or "unstable"."""
+    """The best layout of another strategy.
+
+    `cause` is the sum of `SUMS` that loses most, "memory" or "unstable".
+    """
 
     strategy: str
     prediction: Prediction
@@ -73,8 +74,9 @@ class Advice:
 
 
 def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
-    """Sequences per step: exactly `tokens` if that is whole, else a near number that many ranks and
-    batches divide.
+    """Return sequences per step: exactly `tokens` if that is whole, else a near number.
+
+    One that many ranks and batches divide.
 
     ValueError for fewer tokens than one sequence.
     """
@@ -97,8 +99,10 @@ def round_batch(tokens: float, seq_len: int, gpus: int) -> int:
 
 
 def advise(request: Request) -> Advice:
-    """Find the best layouts and changes to consider. ValueError if no layout is possible, with the
-    reason."""
+    """Find the best layouts and changes to consider.
+
+    ValueError, with the reason, if no layout is possible.
+    """
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
@@ -113,8 +117,7 @@ def advise(request: Request) -> Advice:
 
 
 def bucket_bytes(run: Run, constants: Constants) -> float | None:
-    """Bytes per bucket with the least exposed time of gradients: a call each, and the last bucket's
-    transfer.
+    """Return the bytes per bucket that expose least time: a call each, and the last transfer.
 
     None without data parallelism; a layer if parameters are sharded.
     """
@@ -164,8 +167,10 @@ def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[Runner
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
-    """The best layout of another request, of those with room to spare if there are any; None if
-    nothing fits."""
+    """Find the best layout of another request, with room to spare if one has it.
+
+    None if nothing fits.
+    """
     try:
         ranking = rank(request)
     except ValueError:
@@ -192,8 +197,10 @@ def _helpful(request: Request) -> list[Change]:
 
 
 def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
-    """Kinds of changes to try: fixed values, more GPUs, GPUs with more memory, 16-bit states,
-    shorter sequences."""
+    """Yield kinds of changes to try.
+
+    Fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences.
+    """
     fixed = request.fixed
     present = request.hardware
 

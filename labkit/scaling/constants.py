@@ -68,8 +68,10 @@ class Constants:
         return values[next(key for key in (name, "default", "all") if key in values)]
 
     def with_profile(self, name: str, base: str, values: Mapping[str, float]) -> "Constants":
-        """Add a user's profile, which runs name as their framework: some quantities differ from
-        those of `base`."""
+        """Add a user's profile, which runs name as their framework.
+
+        Some quantities differ from those of `base`.
+        """
         new = {
             quantity: {**self.table[quantity], name: value} for quantity, value in values.items()
         }

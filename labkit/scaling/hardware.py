@@ -66,8 +66,9 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """A declared GPU by its name, a shorter one, or as `nvidia-smi` prints it; or with another
-    memory, `B200-192GB`.
+    """Find a declared GPU by its name, a shorter one, or as `nvidia-smi` prints it.
+
+    Also with another memory, `B200-192GB`.
 
     A shorter name is the first declared GPU that begins with it. ValueError for others, which have
     no declared peak.
@@ -103,8 +104,10 @@ def find_hardware(name: str) -> Hardware:
 
 
 def _normalize(name: str) -> str:
-    """Lower case with hyphens; `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` as this project writes
-    them."""
+    """Return a GPU's name in lower case with hyphens.
+
+    `NVIDIA H100 80GB HBM3` and `A100 80GB PCIe` become this project's spelling.
+    """
     words = re.sub(r"[\s_]+", "-", name.lower())
     words = re.sub(
         r"nvidia|amd|geforce|quadro|tesla|instinct|(server|workstation)-edition|-generation",

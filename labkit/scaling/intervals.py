@@ -15,10 +15,10 @@ from functools import cache
 import numpy as np
 
 from labkit.scaling import read_table
+from labkit.scaling.communication import old_pipeline_s
 from labkit.scaling.models import Numbers, step_flops
 from labkit.scaling.published import GENERIC, Ground, layout_kinds
 from labkit.scaling.runs import Flags, Runs, Texts
-from labkit.scaling.step_time import old_pipeline_s
 
 OTHERS = "other tables"
 """Published tables without widths of their own."""
@@ -63,8 +63,10 @@ def measure_distances(runs: Runs, ground: Ground) -> dict[str, Numbers]:
 
 
 def _beyond(doublings: Numbers) -> Numbers:
-    """1 and the doublings above a limit, 0 below: a fit that has to extrapolate is worse at
-    once."""
+    """Return 1 and the doublings above a limit, 0 below.
+
+    A fit that has to extrapolate is worse at once.
+    """
     return np.where(doublings > 1e-6, 1 + doublings, 0.0)
 
 
@@ -102,8 +104,9 @@ def load_widths() -> Widths:
 def find_ends(
     runs: Runs, seconds: Numbers, exponents: tuple[Numbers, Numbers]
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds and both ends of the 90% interval, none shorter than the GPU's best published matmuls
-    would take.
+    """Return seconds and both ends of the 90% interval.
+
+    None is shorter than the GPU's best published matmuls would take.
 
     If a run may have used its framework's slow pipeline engine, the upper end has that engine's
     extra time.

@@ -1,5 +1,4 @@
-"""Memory of every pipeline stage by part: parameters, gradients, optimizer, activations, logits,
-buffers.
+"""Memory of every pipeline stage by part, from parameters to buffers.
 
 Activations follow Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198,
 section 4), made general for grouped queries, gated feed-forward parts and tiled attention.
@@ -26,8 +25,7 @@ def peak_gib(stages: Mapping[str, Numbers]) -> Numbers:
 
 
 def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Numbers, Numbers]:
-    """Bytes that a layer keeps of one micro-batch for backward, and bytes it holds while it is
-    recomputed, (n,).
+    """Return bytes that a layer keeps of a micro-batch, and those it recomputes, (n,) each.
 
     Table 2 of the paper and its sum, s b h (10 + 24/t + 5as/(ht)): 10 are inputs of norms and of
     both column-parallel products and two dropout masks, which sequence parallelism divides by t; 24
@@ -48,8 +46,9 @@ def layer_activations(runs: Runs, unfused: Numbers, fused: Numbers) -> tuple[Num
 
 
 def micro_batches_alive(runs: Runs) -> Numbers:
-    """Micro-batches whose activations stage i holds at once, (n, stages): min(m, pp - i) under
-    1F1B.
+    """Return micro-batches whose activations a stage holds at once, (n, stages).
+
+    min(m, pp - i) of stage i under 1F1B.
 
     Interleaved, the first stage holds 1 + (pp - 1)/(pp vp) times as much (arXiv:2205.05198, section
     4.2.3).
@@ -64,8 +63,10 @@ def micro_batches_alive(runs: Runs) -> Numbers:
 
 
 def stage_bytes(runs: Runs) -> dict[str, Numbers]:
-    """Reserved bytes of every stage by part, (n, stages), which add up to its peak; 0 beyond a
-    run's pp."""
+    """Return reserved bytes of every stage by part, (n, stages).
+
+    They add up to its peak; 0 beyond a run's pp.
+    """
     layers = runs.stage_layers
     index = np.arange(layers.shape[1])[None, :]
     is_first = index == 0
@@ -105,8 +106,9 @@ def stage_bytes(runs: Runs) -> dict[str, Numbers]:
 
 
 def _held_gathers(runs: Runs) -> Numbers:
-    """Gathered activations that wait for the communication stream where the CPU runs ahead of a
-    slow network.
+    """Return bytes of gathered activations that wait for the communication stream.
+
+    They wait if the CPU runs ahead of a slow network.
 
     Seen with tensor parallelism across nodes and no pipeline. The allocator takes them back when
     memory is short, so that they never are more than a share of it.
@@ -117,8 +119,10 @@ def _held_gathers(runs: Runs) -> Numbers:
 
 
 def _parameters(runs: Runs, layers: Numbers, is_first: Flags, is_last: Flags) -> Numbers:
-    """Parameters on a rank of each stage; a tied model of several stages has the embedding at both
-    ends."""
+    """Return parameters on a rank of each stage.
+
+    A tied model of several stages has the embedding at both ends.
+    """
     embedding = runs.embedding_parameters[:, None] * (
         is_first + is_last * ((runs.tied == 0) | (runs.pp > 1))[:, None].astype(float)
     )

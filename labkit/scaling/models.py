@@ -1,5 +1,4 @@
-"""The decoder that is trained: its shape, parameters and FLOPs; by name, or from a Hugging Face
-`config.json`.
+"""The decoder that is trained: shape, parameters, FLOPs; by name or `config.json`.
 
 A matmul of (m, k) by (k, n) is 2mnk FLOPs. `step_flops` takes a model, or the columns of many. Of a
 `config.json` only sizes are read; nothing is fetched or executed.
@@ -70,8 +69,9 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT- or Llama-like decoder. `ffn_gated`: three matrices in the feed-forward part (SwiGLU)
-    instead of two.
+    """A GPT- or Llama-like decoder.
+
+    `ffn_gated`: three matrices in the feed-forward part (SwiGLU) instead of two.
 
     Defaults: `ffn` is 4 `hidden`, `kv_heads` is `heads`, `head_dim` is `hidden` / `heads`.
     """
@@ -117,8 +117,10 @@ class Model:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of a layer: query and output h*q, keys and values, two or three of h*f, two
-        norms."""
+        """Parameters of a layer.
+
+        Query and output h*q, keys and values, two or three of h*f, two norms.
+        """
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (2 + self.ffn_gated) * self.hidden * self.ffn + 2 * self.hidden
 
@@ -150,8 +152,10 @@ def step_flops(model: Any, *, seq_len: Any, sequences: Any, causal: bool = False
 
 
 def _read_models() -> tuple[dict[str, Model], dict[str, Model]]:
-    """Models by name, the published ones and labkit's sizes; and by the letters of names and
-    aliases."""
+    """Return models by name, and by the letters of names and aliases.
+
+    The published ones and labkit's sizes.
+    """
     rows = read_table("models")
     models = {row["name"]: validate(Model, row) for row in rows}
     for name, one in SIZES.items():
@@ -176,8 +180,9 @@ NAMED, _BY_LETTERS = _read_models()
 
 
 def find_model(name: str) -> Model:
-    """A model by its name, as its maker or Hugging Face writes it: `Llama 3 8B`,
-    `meta-llama/Llama-3.1-8B`, `mini`.
+    """Find a model by its name, as its maker or Hugging Face writes it.
+
+    `Llama 3 8B`, `meta-llama/Llama-3.1-8B`, `mini`.
 
     ValueError for an unknown one, with the nearest names; for a bare size, `7B`, with the models of
     that size.
@@ -203,8 +208,10 @@ def find_model(name: str) -> Model:
 
 
 def read_model(path: Path) -> Model:
-    """The model that a `config.json`, or its folder, describes. ValueError, in one line, for any
-    other file."""
+    """Read the model that a `config.json`, or its folder, describes.
+
+    ValueError, in one line, for any other file.
+    """
     path = path / "config.json" if path.is_dir() else path
     try:
         # a device or a pipe may never end
@@ -237,8 +244,10 @@ def read_model(path: Path) -> Model:
 
 
 def _parse_config(text: str) -> dict[str, Any]:
-    """Parse a JSON object. ValueError for a name that occurs twice, and for what a download may
-    leave instead of the file."""
+    """Parse a JSON object.
+
+    ValueError for a name that occurs twice, and for what a download may leave instead of the file.
+    """
     if text.startswith("version https://git-lfs"):
         raise ValueError("it is a Git LFS pointer; `git lfs pull` fetches the file")
     if text.lstrip().startswith("<"):

@@ -1,5 +1,4 @@
-"""Predictions of a run, of many, and of a table: step time, breakdown, memory. `calibrate` fits a
-profile to runs."""
+"""Predicts runs and tables: step time, parts, memory. `calibrate` fits a profile."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +20,15 @@ FITS_SHARE = 0.94
 """Share of a GPU's memory that PyTorch can reserve; the runtime and NCCL have the rest. Published:
 up to 77.4 of 80."""
 UNSTABLE_SHARE = 0.88
-"""From here up runs are often 1.5 to 8 times slow: the allocator frees and allocates again inside
-the step."""
+"""Share from which runs are often 1.5 to 8 times slow.
+
+The allocator frees and allocates again inside the step.
+"""
 OUT_OF_MEMORY_SPREAD = 0.07
 """Standard deviation of ln(measured / predicted) of reserved memory."""
 FITS_RISK = 0.5
 SAFE_RISK = 0.05
-"""Probabilities of running out of memory below which a run is expected to fit, and needs no
-change."""
+"""Risks of running out of memory below which a run fits, and needs no change."""
 MIN_RUNS = 3
 CALIBRATED = "calibrated"
 SPREADS: Mapping[str, float] = {
@@ -39,8 +39,10 @@ SPREADS: Mapping[str, float] = {
     "tp_exposed": 0.4,
     "network_efficiency": 0.3,
 }
-"""Quantities that differ between frameworks and sites, with the standard deviation of ln(value)
-between them."""
+"""Quantities that differ between frameworks and sites.
+
+With the standard deviation of ln(value) between them.
+"""
 NOISE = 0.08
 """Standard deviation of ln(seconds) of one run around a calibrated model."""
 
@@ -75,8 +77,10 @@ class Prediction:
     parts_s: Mapping[str, float]
     """Parts that add up to `step_s`; of collectives, only the exposed time."""
     mfu: float
-    """Model FLOPs of 6 per parameter and token plus 12 L q S^2 per sequence (all scores), over the
-    bf16 or fp8 peak."""
+    """Model FLOPs over the bf16 or fp8 peak.
+
+    6 FLOPs per parameter and token plus 12 L q S^2 per sequence (all scores).
+    """
     memory_gib: Sequence[Mapping[str, float]]
     """By pipeline stage and part; each stage's parts add up to its reserved memory."""
     peak_gib: float
@@ -92,15 +96,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Columns of n predictions: attributes are the numbers of `Prediction`, and `low_90` and
-    `high_90`, (n,)."""
+    """Columns of n predictions, (n,) each.
+
+    Attributes are the numbers of `Prediction`, and `low_90` and `high_90`.
+    """
 
     runs: Runs
     ground: Ground
     columns: Mapping[str, NDArray[Any]]
     distances: Mapping[str, Numbers]
-    """Distances from measured runs, by what lies outside of them; beyond `MAX_DISTANCE` in all the
-    error is unknown."""
+    """Distances from measured runs, by what lies outside of them.
+
+    Beyond `MAX_DISTANCE` in all the error is unknown.
+    """
     parts_s: Mapping[str, Numbers]
     """Parts that add up to `step_s`."""
     stages: Mapping[str, Numbers]
@@ -132,8 +140,7 @@ class Predictions:
         )
 
     def warnings(self, row: int) -> Iterator[str]:
-        """Yield where the prediction extrapolates, and whether memory runs out or slows steps
-        down."""
+        """Yield where the prediction extrapolates, and whether memory is short."""
         yield from intervals.extrapolations(self.runs, row, self.ground, self.distances)
         if self.out_of_memory[row] >= FITS_RISK:
             yield "expected to run out of memory"
@@ -141,8 +148,7 @@ class Predictions:
             yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
     def refusal_reason(self, row: int) -> str | None:
-        """Why a run is too far from measured runs to predict, and the measurement that would help;
-        None if near."""
+        """Return why a run is too far from measured runs, and what would help; None if near."""
         if self.distance[row] <= intervals.MAX_DISTANCE:
             return None
         reasons = "; ".join(intervals.extrapolations(self.runs, row, self.ground, self.distances))
@@ -153,8 +159,10 @@ class Predictions:
 
 
 def predict(run: Run, constants: Constants | None = None) -> Prediction:
-    """Predict one step. ValueError if the layout cannot run the model, or the run is too far from
-    measured runs."""
+    """Predict one step.
+
+    ValueError if the layout cannot run the model, or the run is too far from measured runs.
+    """
     if reason := impossible_reason(run.layout, run.model, run.seq_len):
         raise ValueError(reason)
     predictions = predict_runs(Runs([run], constants))
@@ -198,8 +206,9 @@ def predict_runs(runs: Runs) -> Predictions:
 def calibrate(
     runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic"
 ) -> Constants:
-    """Constants with the most likely profile of these steps and the spread between frameworks
-    (maximum a posteriori).
+    """Return constants with the most likely profile of these steps (maximum a posteriori).
+
+    Given these times and the spread between frameworks.
 
     Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile
     starts from. ValueError for fewer than three runs, or times that are not positive.
@@ -246,14 +255,18 @@ def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Ru
 
 
 def soft_l1(errors: Numbers) -> Numbers:
-    """Residuals whose squares are twice the soft L1 loss, so that an outlier does not bend the
-    others."""
+    """Return residuals whose squares are twice the soft L1 loss.
+
+    So an outlier does not bend the others.
+    """
     return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The cells of every row with `COLUMNS`; for a refused row these are empty except for the
-    note."""
+    """Return the cells of every row with `COLUMNS`.
+
+    For a refused row these are empty, except for the note.
+    """
     possible = [row.run for row in rows if row.run is not None]
     predicted = _cells(predict_runs(Runs(possible))) if possible else iter(())
     return [
@@ -293,8 +306,10 @@ def _merge(row: Row, predicted: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_rows(rows: Sequence[Mapping[str, str]], out: TextIO) -> None:
-    """A CSV with every column that any row has; characters that `out` cannot encode are
-    replaced."""
+    """Write a CSV with every column that any row has.
+
+    Characters that `out` cannot encode are replaced.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
     encoding = getattr(out, "encoding", None) or "utf-8"
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")

@@ -1,5 +1,4 @@
-"""The published runs: their limits, their predictions by constants fitted without them, the ones
-nearest to a run."""
+"""The published runs: their limits, held-out predictions, and the nearest to a run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -46,8 +45,7 @@ class PublishedRun(Run):
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A published run, its prediction by constants fitted without it, and its distance from the run
-    asked about."""
+    """A published run, its prediction by constants fitted without it, and its distance."""
 
     run: PublishedRun
     predicted_s: float
@@ -154,8 +152,9 @@ def layout_kinds(runs: Runs) -> dict[str, Flags]:
 
 @cache
 def held_out_s(fold: str) -> Numbers:
-    """Seconds of every published run as a fold predicts it, (n,); nan if the fold does not judge
-    it.
+    """Return seconds of every published run as a fold predicts it, (n,).
+
+    nan if the fold does not judge it.
 
     `benchmarks/fit_scaling.py --write` writes the predictions.
     """

@@ -1,5 +1,4 @@
-"""What is predicted: a model on GPUs under a layout; and many such runs as columns, for one
-evaluation of a formula."""
+"""What is predicted: a model on GPUs under a layout; many such runs as columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,8 +51,11 @@ class Layout:
     precision: str = "bf16"
     compiled: bool = False
     options: frozenset[str] = frozenset()
-    """Variants of one framework: names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`,
-    `layer_recompute`; `empty_stages`, by which some stages only pass on."""
+    """Variants of one framework.
+
+    Names of `labkit.scaling.table.NOTES`; `save_qkv`, `op_recompute`, `layer_recompute`;
+    `empty_stages`, by which some stages only pass on.
+    """
 
     @property
     def gpus(self) -> int:
@@ -86,8 +88,9 @@ def impossible_reason(layout: Layout, model: Model, seq_len: int) -> str | None:
 
 
 def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
-    """Whether embedding and loss count as a layer each, so that stages are equal: 126 + 2 layers on
-    8 x 16 chunks.
+    """Return whether embedding and loss count as a layer each.
+
+    So stages are equal: 126 + 2 layers on 8 x 16 chunks.
 
     Published for Llama 3 405B (arXiv:2407.21783, section 3.3.2), and for other recipes of
     Megatron-Core.
@@ -131,8 +134,10 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One training to be predicted. `framework` names a profile of constants; "generic" for an
-    unknown one."""
+    """A training to be predicted.
+
+    `framework` names a profile of constants; "generic" for an unknown one.
+    """
 
     model: Model
     hardware: Hardware
@@ -208,8 +213,7 @@ class Runs:
 
     @cached_property
     def codes(self) -> dict[str, tuple[Texts, NDArray[np.intp]]]:
-        """For the two columns that constants depend on: distinct names, and each row's index among
-        them."""
+        """Distinct names of the two columns that constants depend on, and each row's index."""
         columns = {"architecture": self.architecture, "framework": self.framework}
         return {name: np.unique(column, return_inverse=True) for name, column in columns.items()}
 
@@ -229,8 +233,10 @@ class Runs:
 
     @property
     def shard_ranks(self) -> Numbers:
-        """Ranks that divide what `shard` says: all replicas, with hsdp those of a node; 1 for whole
-        copies."""
+        """Ranks that divide what `shard` says.
+
+        All replicas, with hsdp those of a node; 1 for whole copies.
+        """
         inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
         replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
         return np.where(
@@ -239,8 +245,10 @@ class Runs:
 
     @cached_property
     def sequence_share(self) -> Numbers:
-        """Share of norms, dropouts and residuals on a rank: 1/tp with sequence parallelism, 1
-        without."""
+        """Share of norms, dropouts and residuals on a rank.
+
+        1/tp with sequence parallelism, 1 without.
+        """
         return np.where(self.sequence_parallel > 0, 1 / self.tp, 1.0)
 
     @cached_property

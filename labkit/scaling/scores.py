@@ -1,12 +1,11 @@
-"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, a training taken apart, and
-break-even points."""
+"""Frames for `notebooks/12_scaling.ipynb`: errors on held-out runs, trainings, break-evens."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from labkit.scaling import DATA, step_time
+from labkit.scaling import DATA, communication, step_time
 from labkit.scaling.advice import sums_s
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Numbers, find_model
@@ -26,14 +25,14 @@ PARTS = {
 
 
 def held_out() -> pd.DataFrame:
-    """Every timed published run that a fold leaves out, with its prediction by constants fitted to
-    the others."""
+    """Return every timed published run that a fold leaves out, with its prediction."""
     return judge(pd.read_csv(DATA / "cross_validated.csv"))
 
 
 def judge(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `cross_validated.csv` with their errors in percent, and whether the 90% interval
-    holds the measured time.
+    """Add errors in percent, and whether the 90% interval holds the measured time.
+
+    The rows are of `cross_validated.csv`.
 
     `distance` is from measured runs; `high_over_low` is the interval's width.
     """
@@ -47,8 +46,10 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Count judged rows by these columns, with median error and coverage in percent, and median
-    width and distance."""
+    """Count judged rows by these columns.
+
+    With median error and coverage in percent, and median width and distance.
+    """
     return rows.groupby(list(by), sort=False).agg(
         rows=("error_percent", "size"),
         median_error=("error_percent", "median"),
@@ -60,16 +61,20 @@ def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def chosen_layouts() -> pd.DataFrame:
-    """Return how far proposed layouts are behind the best measured one: mean percent over families,
-    by table."""
+    """Return how far proposed layouts are behind the best measured one, by table.
+
+    Mean percent over families.
+    """
     return pd.read_csv(DATA / "chosen_layouts.csv")
 
 
 def training(
     model: str, gpu: str, gpus: Sequence[int], *, sequence: int = 8192, tokens_per_step: int = 2**24
 ) -> pd.DataFrame:
-    """GPU-hours per billion tokens by part, on the best layout for each number of GPUs; parts add
-    up to the step."""
+    """Return GPU-hours per billion tokens by part, on the best layout per number of GPUs.
+
+    Parts add up to the step.
+    """
     rows = []
     for count in gpus:
         batch = max(tokens_per_step // sequence, 1)
@@ -84,8 +89,10 @@ def training(
 
 
 def exposed_by_ratio() -> pd.DataFrame:
-    """The exposed share of a published step in percent against compute over communication, by kind
-    of parallelism."""
+    """Return the exposed share of a published step against compute over communication.
+
+    In percent, by kind of parallelism.
+    """
     published = load_published()
     predictions = predict_runs(published)
     ratios = compute_comm_ratio(published)
@@ -100,8 +107,9 @@ def exposed_by_ratio() -> pd.DataFrame:
 
 
 def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
-    """Compute over communication (pipeline: busy over idle) by kind, (n,); nan in runs that do not
-    use the kind.
+    """Return compute over communication (pipeline: busy over idle) by kind, (n,).
+
+    nan in runs that do not use the kind.
 
     Seconds of a layer by the formulas of a step, forward and backward without recomputation, before
     anything overlaps. Below 1 a step is mostly communication. The context ring is compared with
@@ -110,7 +118,7 @@ def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
     once = np.ones(len(runs))
     replicas = runs.dp * runs.cp
     matmuls = step_time.matmuls_s(runs, once, once)
-    ranks = step_time.Group(runs, replicas, runs.tp)
+    ranks = communication.Group(runs, replicas, runs.tp)
     n_bytes = runs["gradient_bytes"] * runs.layer_parameters / runs.tp
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))
     kinds = {
@@ -119,9 +127,17 @@ def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
             ranks.all_reduce_s(n_bytes),
             (replicas > 1) & ~gathers,
         ),
-        "sharding": (matmuls, step_time.parameter_gather_s(runs), (runs.shard_ranks > 1) & gathers),
-        "tensor": (matmuls, step_time.tensor_parallel_s(runs, once), runs.tp > 1),
-        "context": (step_time.attention_s(runs, once), step_time.context_ring_s(runs), runs.cp > 1),
+        "sharding": (
+            matmuls,
+            communication.parameter_gather_s(runs),
+            (runs.shard_ranks > 1) & gathers,
+        ),
+        "tensor": (matmuls, communication.tensor_parallel_s(runs, once), runs.tp > 1),
+        "context": (
+            step_time.attention_s(runs, once),
+            communication.context_ring_s(runs),
+            runs.cp > 1,
+        ),
         "pipeline": (runs.micro_batches * runs.vp, runs.pp - 1, runs.pp > 1),
     }
     return {

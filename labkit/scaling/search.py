@@ -25,8 +25,7 @@ CHUNKS = (2, 4)
 """Chunks per stage of interleaved schedules to try."""
 PROPOSED = 3
 CAUTION = 0.03
-"""A layout must be faster by this share per unit of distance from measured ground to be
-preferred."""
+"""Share by which a layout must be faster, per unit of distance from measured runs."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,19 @@ def rank(request: Request) -> Ranking:
 
 
 def preference_s(predictions: Predictions) -> Numbers:
-    """Seconds to rank by: more with the chance of running out of memory, far more if unstable or
-    too large."""
+    """Return seconds to rank by.
+
+    More with the chance of running out of memory, far more if unstable or too large.
+    """
     risk = 1 / (1 - np.minimum(predictions.out_of_memory, 0.99))
     slow = np.where(predictions.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
     return predictions.step_s * risk * slow * np.where(predictions.fits, 1.0, 1e3)
 
 
 def _layouts(request: Request) -> Iterator[Layout]:
-    """Every arrangement of the ranks with every batch, sharding, schedule and recomputation that it
-    allows.
+    """Yield every arrangement of the ranks, with each batch, sharding, schedule it allows.
+
+    And each recomputation.
 
     Tensor parallelism stays inside a node, with equally many key heads on each rank.
     """
@@ -170,8 +172,10 @@ def _shards(hardware: Hardware, tp: int, pp: int, cp: int, dp: int) -> Iterator[
 
 
 def _chunks(layers: int, pp: int, shard: str, micro_batches: int) -> Iterator[int]:
-    """Interleaved schedules take equal chunks of layers, and micro-batches in groups of pp
-    (arXiv:2104.04473)."""
+    """Yield interleaved schedules, in equal chunks of layers (arXiv:2104.04473).
+
+    Micro-batches come in groups of pp.
+    """
     yield 1
     if pp > 1 and shard in ("none", "zero1") and micro_batches % pp == 0:
         yield from (vp for vp in CHUNKS if layers % (pp * vp) == 0)

@@ -1,5 +1,7 @@
-"""Why a training is slower than predicted: MFU conventions, and the six causes that public threads
-name most."""
+"""Why a training is slower than predicted: conventions, and the six likeliest causes.
+
+The causes are those that public threads name most.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

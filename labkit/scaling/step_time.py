@@ -1,12 +1,8 @@
 """The time of one optimizer step as a sum of named parts.
 
-    step = m x slowest stage + (other stages) / vp + optimizer + exposed data-parallel communication
-    + stragglers
+    step = m x slowest stage + (other stages) / vp + optimizer
+         + exposed data-parallel communication + stragglers
          + what nanotron's pipeline lost before a fix
-
-Ranks are numbered tensor first, then context, data, pipeline (Megatron-LM's order), so that a group
-of n ranks a stride apart has min(n, link_gpus / stride) of them in a domain of fast links, which is
-a node or a rack of them.
 
 Letters in formulas: m micro-batches; T tokens and b sequences in one micro-batch on one rank; S
 tokens in a sequence; h hidden width; q width of all query heads; V vocabulary; t tensor-parallel
@@ -15,22 +11,31 @@ ranks.
 
 import numpy as np
 
+from labkit.scaling.communication import (
+    BF16,
+    context_ring_s,
+    data_parallel_s,
+    old_pipeline_s,
+    parameter_gather_s,
+    pipeline_transfer_s,
+    rank_parameters,
+    tensor_parallel_s,
+)
 from labkit.scaling.models import Numbers
 from labkit.scaling.runs import Runs
 
-BF16 = 2
-
 
 def breakdown(runs: Runs) -> dict[str, Numbers]:
-    """Seconds of each part of the step, which they add up to; of collectives, only the exposed
-    time.
+    """Return seconds of each part of the step, which they add up to.
+
+    Of collectives, only the exposed time.
 
     Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about
     s sqrt(2 ln n).
     """
     layer = _layer_s(runs)
     head = _head_s(runs)
-    transfer = _pipeline_transfer_s(runs)
+    transfer = pipeline_transfer_s(runs)
     counts = runs.stage_layers
     index = np.arange(counts.shape[1])[None, :]
     is_last = index == runs.pp[:, None] - 1
@@ -52,7 +57,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         "engine_s": np.where(runs.has("old_pipeline"), old_pipeline_s(runs), 0.0),
         "bubble_s": bubble,
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
-        "data_parallel_s": _data_parallel_s(runs, stage[slowest]),
+        "data_parallel_s": data_parallel_s(runs, stage[slowest]),
         "straggler_s": spread * (busy + bubble),
     }
 
@@ -63,8 +68,9 @@ def predict_step_s(runs: Runs) -> Numbers:
 
 
 def schedule_s(runs: Runs, stage_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Seconds of all micro-batches in the slowest stage, and of the bubble; `stage_s` per
-    micro-batch, (n, stages).
+    """Return seconds of all micro-batches in the slowest stage, and of the bubble.
+
+    `stage_s` is per micro-batch, (n, stages).
 
     The step of 1F1B, and of GPipe, is m times the slowest stage plus once through all others; vp
     chunks per stage divide that by vp (arXiv:2104.04473, section 2.2).
@@ -104,8 +110,10 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
 
 
 def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
-    """(a^p + b^p)^(1/p): the maximum where one dominates, a little more where they are alike; never
-    below it."""
+    """Return (a^p + b^p)^(1/p), a soft maximum.
+
+    The maximum where one dominates, a little more where they are alike; never below it.
+    """
     largest = np.maximum(np.maximum(a, b), 1e-30)
     return np.asarray(
         largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness)
@@ -113,8 +121,9 @@ def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
 
 
 def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """How often a step runs the forward of matmuls, a layer's last matmul, attention, other
-    operators: 1 to 2 each.
+    """Return how often a step runs the forward of each kind of operator, 1 to 2.
+
+    Matmuls, a layer's last matmul, attention, others.
 
     Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section
     5), except in torchtitan, which keeps every second matmul and attention, and in fms, which
@@ -151,8 +160,10 @@ def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
 def _training_matmul_s(
     runs: Runs, n: Numbers, k: Numbers, forwards: Numbers, *, fp8: bool = True
 ) -> Numbers:
-    """A matmul of T tokens by (k, n): forward as often as it runs, the gradients of the input and
-    of the weight."""
+    """Return seconds of a matmul of T tokens by (k, n) and its gradients.
+
+    Forward as often as it runs, the gradients of the input and of the weight.
+    """
     tokens = runs.tokens
     forward = _matmul_s(runs, tokens, n, k, fp8=fp8)
     backward = _matmul_s(runs, tokens, k, n, fp8=fp8) + _matmul_s(runs, k, n, tokens, fp8=fp8)
@@ -180,8 +191,9 @@ def _memory_bytes_per_s(runs: Runs) -> Numbers:
 
 
 def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Casts to fp8, memory-bound: weights each micro-batch; with a scale per row, every input and
-    gradient as well.
+    """Return seconds of casts to fp8, which memory bounds.
+
+    Weights each micro-batch; with a scale per row, every input and gradient as well.
 
     Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
     """
@@ -197,8 +209,9 @@ def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Scores, softmax and values of one layer: tiled (FlashAttention), or with the matrix of scores
-    in memory.
+    """Return seconds of scores, softmax and values of one layer.
+
+    Tiled (FlashAttention), or with the matrix of scores in memory.
 
     Tiled: 4 S^2 q FLOPs per sequence forward, half of that because the mask is causal, 2.5 times
     that backward (arXiv:2307.08691). Unfused: all S^2 scores, 11 bytes per score forward and 17
@@ -219,8 +232,10 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
 
 
 def _elementwise_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Norms, residuals, dropout, activation, rotation: bound by memory. Backward moves twice the
-    bytes of forward."""
+    """Return seconds of norms, residuals, dropout, activation and rotation.
+
+    Memory bounds them. Backward moves twice the bytes of forward.
+    """
     wide = BF16 * 12 * runs.hidden * runs.sequence_share
     narrow = (
         BF16
@@ -238,128 +253,3 @@ def _head_s(runs: Runs) -> Numbers:
     matmul = _training_matmul_s(runs, columns, runs.hidden, np.ones(len(runs)), fp8=False)
     logits = runs.tokens * columns * runs["loss_traffic"]
     return matmul * runs["slowdown"] + logits / _memory_bytes_per_s(runs)
-
-
-class Group:
-    """One group of ranks per run, `stride` apart: members, the domains of fast links they span,
-    bytes/s in their ring.
-
-    All groups share a node's network; each has its members' links.
-    """
-
-    def __init__(self, runs: Runs, size: Numbers, stride: Numbers | float) -> None:
-        domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
-        local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
-        inside = runs.link_gb_s * 1e9 * runs["link_efficiency"]
-        across = (
-            runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
-        )
-        self.runs, self.size, self.domains = runs, size, np.ceil(size / local)
-        self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)
-
-    def half_ring_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-        """All-gather or reduce-scatter of n_bytes (whole tensor) in `calls` calls: n-1 steps,
-        (n-1)/n of the bytes.
-
-        In a ring over several nodes, every step waits for the slowest link (nccl-tests,
-        PERFORMANCE.md).
-        """
-        outside = np.where(self.domains > 1, (self.size - 1) * self.runs["network_step_s"], 0.0)
-        latency = self._call_s() / 2 + outside
-        return self._seconds(1, n_bytes, calls * latency)
-
-    def all_reduce_s(self, n_bytes: Numbers, calls: Numbers | float = 1.0) -> Numbers:
-        """Two half rings; across nodes, NCCL's tree needs 2 log2(nodes) steps."""
-        rounds = 2 * np.ceil(np.log2(np.maximum(self.domains, 1)))
-        latency = self._call_s() + rounds * self.runs["network_step_s"]
-        return self._seconds(2, n_bytes, calls * latency)
-
-    def _call_s(self) -> Numbers:
-        """Latency of an all-reduce over the ranks inside a domain; half of it for half a ring."""
-        return self.runs["nccl_call_s"] * (
-            1 + self.runs["nccl_rank_share"] * np.ceil(self.size / self.domains)
-        )
-
-    def _seconds(self, half_rings: int, n_bytes: Numbers, latency: Numbers) -> Numbers:
-        """Latency and transfer; nothing for a lone rank."""
-        moved = half_rings * n_bytes * (self.size - 1) / np.maximum(self.size, 1)
-        return np.where(self.size > 1, latency + moved / self.bytes_per_s, 0.0)
-
-
-def tensor_parallel_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Two all-reduces of T h a layer forward and two backward (arXiv:1909.08053); half rings if
-    sequence-parallel.
-
-    With sequence parallelism each all-reduce is an all-gather and a reduce-scatter, and backward
-    gathers the inputs of both matmuls again, since only a share of them is kept (arXiv:2205.05198,
-    section 4.2.2).
-    """
-    ranks = Group(runs, runs.tp, 1)
-    n_bytes = BF16 * runs.tokens * runs.hidden
-    reduced = ranks.all_reduce_s(n_bytes) * 2 * (1 + forwards)
-    halves = ranks.half_ring_s(n_bytes) * (4 * (1 + forwards) + 2)
-    return np.where(runs.sequence_parallel > 0, halves, reduced)
-
-
-def context_ring_s(runs: Runs) -> Numbers:
-    """Keys and values go around a ring of cp ranks, forward once and backward with gradients.
-
-    Each block travels while attention computes with the one before (arXiv:2310.01889, section 3).
-    """
-    n_bytes = BF16 * 2 * runs.tokens * runs.kv_width / runs.tp * (runs.cp - 1)
-    return 3 * n_bytes / Group(runs, runs.cp, runs.tp).bytes_per_s
-
-
-def parameter_gather_s(runs: Runs) -> Numbers:
-    """zero3, hsdp: a layer gathers its parameters forward and backward, and scatters gradients,
-    each micro-batch."""
-    once = Group(runs, runs.shard_ranks, runs.tp).half_ring_s(
-        BF16 * runs.layer_parameters / runs.tp
-    )
-    return np.where(np.isin(runs.shard, ("zero3", "hsdp")), 3 * once, 0.0)
-
-
-def _pipeline_transfer_s(runs: Runs) -> Numbers:
-    """A micro-batch's activations to the next stage and its gradients back, T h each, per chunk."""
-    ranks = Group(runs, runs.pp, runs.gpus / runs.pp)
-    seconds = BF16 * runs.tokens * runs.hidden / runs.tp / ranks.bytes_per_s
-    seconds = seconds + np.where(ranks.domains > 1, runs["network_step_s"], 0.0)
-    return np.where(runs.pp > 1, 2 * runs.vp * seconds, 0.0)
-
-
-def old_pipeline_s(runs: Runs) -> Numbers:
-    """Seconds that nanotron's pipeline lost before a fix: per micro-batch and neighbor, and once
-    through the stages."""
-    exchanges = runs.micro_batches * np.minimum(runs.pp - 1, 2) + runs.pp - 2
-    return np.where(runs.pp > 1, runs["old_pipeline_s"] * exchanges, 0.0)
-
-
-def rank_parameters(runs: Runs) -> Numbers:
-    """Parameters that the fullest pipeline stage of a rank has; the head or the embedding is in one
-    stage."""
-    return (
-        runs.stage_layers.max(axis=1) * runs.layer_parameters + runs.embedding_parameters
-    ) / runs.tp
-
-
-def _data_parallel_s(runs: Runs, stage_s: Numbers) -> Numbers:
-    """Exposed seconds of reducing gradients; a share of it may hide behind the last backward pass.
-
-    zero2 keeps only its own shard of the gradients, and so must reduce those of every micro-batch,
-    behind as many backward passes (arXiv:1910.02054, section 5.2).
-    """
-    ranks = Group(runs, runs.dp * runs.cp, runs.tp)
-    parameters = rank_parameters(runs)
-    n_bytes = parameters * runs["gradient_bytes"]
-    bucket_bytes = np.where(runs.shard == "none", runs["bucket_bytes"], runs["shard_bucket_bytes"])
-    calls = np.ceil(n_bytes / bucket_bytes)
-    passes = np.where(runs.shard == "zero2", runs.micro_batches, 1.0)
-    gathered = ranks.half_ring_s(BF16 * parameters, calls)
-    sharded = passes * ranks.half_ring_s(n_bytes, calls) + gathered
-    copies = Group(runs, runs.dp * runs.cp / runs.shard_ranks, runs.gpus_per_node)
-    across = copies.all_reduce_s(n_bytes / np.maximum(runs.gpus_per_node / runs.tp, 1), calls)
-    whole = ranks.all_reduce_s(n_bytes, calls)
-    kinds = [runs.shard == kind for kind in ("none", "zero3", "hsdp")]
-    seconds = np.select(kinds, [whole, np.zeros(len(runs)), across], sharded)
-    # backward's share of the stage
-    return seconds - runs["dp_overlap"] * np.minimum(seconds, 2 / 3 * passes * stage_s)

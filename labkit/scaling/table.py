@@ -1,5 +1,4 @@
-"""Reads tables of runs, a CSV with the columns of `data/reference/scaling/training_runs.csv`, and
-writes predictions.
+"""Reads a table of runs, a CSV as `training_runs.csv`, and writes predictions.
 
 A wrong row is refused with its line and the reason, and the others are read. Separators, encodings
 and thousands as spreadsheets write them are understood.
@@ -82,8 +81,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class Row:
-    """A row's cells and the run it describes, or the reason why none; and assumptions about empty
-    cells."""
+    """A row's cells with its run, or the reason why it is none; and assumptions."""
 
     line: int
     cells: Mapping[str, str]
@@ -95,8 +93,10 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of the file; `-` is standard input. ValueError for another kind of file or a
-    missing column."""
+    """Read every row of the file; `-` is standard input.
+
+    ValueError for another kind of file or a missing column.
+    """
     name = "standard input" if str(path) == "-" else str(path)[-80:]
     text = _decode(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes(), name)
     lines = text.splitlines()
@@ -129,8 +129,10 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def _columns(header: Sequence[str], name: str) -> list[str]:
-    """Return column names, as `kv_heads` for `KV heads`. ValueError for missing, repeated and
-    predicted ones."""
+    """Return column names, as `kv_heads` for `KV heads`.
+
+    ValueError for missing, repeated and predicted ones.
+    """
     columns = [re.sub("[ -]", "_", column.strip().lower()) for column in header]
     if missing := [column for column in REQUIRED if column not in columns]:
         line = ", ".join(columns)[:60] or "nothing"
@@ -160,8 +162,9 @@ def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) 
 
 
 def _plain(name: str, text: str, separator: str) -> str:
-    """A number as a spreadsheet writes it, plainly: 4,000,000 or 4 000 000, 4.0, 4E+06; 1.600,5 in
-    a file with `;`.
+    """Return a spreadsheet's number plainly: 4,000,000 or 4 000 000, 4.0, 4E+06.
+
+    And 1.600,5 in a file with `;`.
 
     A text that may be two numbers gets a remark, with which it is none.
     """
@@ -181,8 +184,10 @@ def _plain(name: str, text: str, separator: str) -> str:
 
 
 def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, float | None]:
-    """The run of a row's filled cells, and its time; assumptions are added. ValueError if it
-    describes no run."""
+    """Return the run of a row's filled cells, and its time.
+
+    Assumptions are added. ValueError if it describes no run.
+    """
     note = texts.get("note", "")
     tp = texts.get("tp", "1")
     if _CPU_OPTIMIZER.search(note):
@@ -227,8 +232,10 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
 
 
 def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
-    """The profile of a row: its column `framework`, else its group's framework; "generic" for an
-    unknown one."""
+    """Return the profile of a row: its `framework`, else its group's.
+
+    "generic" for an unknown one.
+    """
     frameworks = {*_FRAMEWORKS.values(), "maxtext", "generic"}
     if name := texts.get("framework"):
         assumptions += [] if name in frameworks else [f"no published run of {name[:40]}"]
@@ -242,8 +249,10 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
 
 
 def _precision(words: str) -> str:
-    """The layout's precision. ValueError for the ones without a measured row, with the nearest that
-    has some."""
+    """Return the layout's precision.
+
+    ValueError for one without a measured row, with the nearest that has some.
+    """
     words = words.lower()
     for name, nearest in (("fp4", "fp8"), ("fp32", "bf16"), ("tf32", "bf16"), ("float32", "bf16")):
         if name in words:

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from labkit.scaling import memory, read_table
+from labkit.scaling.communication import Group
 from labkit.scaling.models import Model, step_flops
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import compute_comm_ratio
-from labkit.scaling.step_time import Group, predict_step_s, schedule_s
+from labkit.scaling.step_time import predict_step_s, schedule_s
 from tests.scaling.conftest import ideal_constants, run
 
 GIB = 2**30

@@ -5,13 +5,13 @@ import pandas as pd
 import pytest
 
 from labkit.scaling.advice import bucket_bytes
+from labkit.scaling.communication import Group
 from labkit.scaling.constants import load_constants
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.prediction import predict
 from labkit.scaling.runs import Run, Runs, impossible_reason
 from labkit.scaling.scores import chosen_layouts
 from labkit.scaling.search import Request, rank
-from labkit.scaling.step_time import Group
 from tests.scaling.conftest import GPT_1B, LLAMA_8B, LLAMA_70B, run
 
 H100 = find_hardware("h100")
