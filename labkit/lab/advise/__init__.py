@@ -1,2 +1,1 @@
-"""`labkit advise`: what a reader asks, in options, and what `labkit.scaling` finds, in words, on a
-screen or a page."""
+"""`labkit advise`: a reader's options in, and `labkit.scaling`'s answer in words out."""

@@ -46,19 +46,22 @@ class Plan:
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def waterfall(self) -> Plot:
-        """Return the parts of the best layouts' steps, one panel each, numbered as in the
-        ranking."""
+        """Draw the parts of the best layouts' steps, numbered as in the ranking."""
         return draw_steps(number_steps(self.advice))
 
     def but(self, **changes: Any) -> "Plan":
-        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`; None is the
-        default."""
+        """Return the plan with other values: `plan.but(gpus=128, network_gbps=400)`.
+
+        None is the default.
+        """
         return Plan(self.options.named() | changes)
 
 
 def ask(variables: Mapping[str, Any]) -> Plan:
-    """Make a plan from a notebook's variables that are options of `labkit advise`. ParameterError
-    as there."""
+    """Make a plan from a notebook's variables that are options of `labkit advise`.
+
+    ParameterError as there.
+    """
     return Plan({name: variables.get(name) for name in Options.model_fields})
 
 
@@ -96,8 +99,10 @@ def _row(one: Prediction) -> dict[str, object]:
 
 
 def draw_steps(steps: Mapping[str, Prediction]) -> Plot:
-    """Steps as waterfalls, a panel each: a box per part that begins where the one above ends, and
-    the whole step."""
+    """Draw steps as waterfalls, a panel each.
+
+    A box per part, which begins where the one above ends, and the whole step.
+    """
     rows = [row for name, one in steps.items() for row in _boxes(name, one)]
     frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts == WHOLE, kind="stable")
     is_large = frame["duration_s"] > MIN_SHARE * frame.groupby("layout")["duration_s"].transform(

@@ -1,5 +1,7 @@
-"""Advice on a training, and why one is slow: a verdict, a sentence, and tables with the origin of
-their numbers."""
+"""Advice on a training, and why one is slow: a verdict, a sentence, tables.
+
+Every table says where its numbers come from.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +72,10 @@ class Report:
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
-    """Verdict first; then memory, layouts, why others lose, what would change the answer, and how
-    wrong it may be."""
+    """Report the verdict first, then memory, layouts, and what would change the answer.
+
+    And why others lose, and how wrong it may be.
+    """
     verdict, headline = _advice_verdict(advice)
     sections = [_memory(advice.first)]
     if advice.remedies:
@@ -94,8 +98,7 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbo
 def report_diagnosis(
     request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[Neighbor]
 ) -> Report:
-    """Verdict, then possible causes, published runs, conventions, and the parts of the predicted
-    step."""
+    """Report the verdict, then possible causes, published runs, and the predicted parts."""
     verdict, headline = _diagnosis_verdict(diagnosis)
     headings = ("cause", "MFU it leaves", "share of the gap", "check")
     causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
@@ -153,8 +156,10 @@ def format_change(share: float) -> str:
 
 
 def number_steps(advice: Advice) -> dict[str, Prediction]:
-    """Return the steps of the best layouts, numbered; of the one with the least memory if none
-    fits."""
+    """Return the steps of the best layouts, numbered.
+
+    If none fits, of the one with the least memory.
+    """
     best = advice.best or [advice.first]
     return {f"{place}: {one.layout}": one for place, one in enumerate(best, start=1)}
 

@@ -1,5 +1,4 @@
-"""The options of `labkit advise`, on the command line or in a notebook, checked, and the question
-that they make."""
+"""The options of `labkit advise`, checked, and the question that they make."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,10 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def parse_number(value: Any) -> Any:
-    """Return a number from "4M", "15T" or "4,000,000"; other types pass unchanged. ValueError for
-    other text."""
+    """Return a number from "4M", "15T" or "4,000,000"; pass other types unchanged.
+
+    ValueError for other text.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace("_", "")
@@ -113,8 +114,10 @@ def flag(name: str) -> str:
 
 
 def read_options(values: Mapping[str, Any]) -> Options:
-    """The options by name; text is read as on the command line. ValueError in one line for the
-    first wrong one."""
+    """Read options by name; text is read as on the command line.
+
+    ValueError in one line for the first wrong one.
+    """
     try:
         return Options.model_validate(
             {name: value for name, value in values.items() if value is not None}
@@ -193,8 +196,10 @@ def make_request(options: Options) -> AdviceRequest:
 
 
 def _hardware(options: Options) -> tuple[Hardware, int]:
-    """Hardware and number of GPUs; ValueError for a precision or a reserve that the GPU does not
-    have."""
+    """Return hardware and number of GPUs.
+
+    ValueError for a precision or a reserve that the GPU does not have.
+    """
     if options.gpu is None or options.gpus is None:
         raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
     hardware = find_hardware(options.gpu).with_network(
@@ -209,8 +214,10 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
 
 
 def _calibrate(advice_request: AdviceRequest, path: Path) -> AdviceRequest:
-    """Return the request with a profile of the user's runs, a CSV as `labkit predict` takes it,
-    with `step_s`."""
+    """Return the request with a profile of the user's runs.
+
+    A CSV as `labkit predict` takes it, with `step_s`.
+    """
     request = advice_request.request
     runs, seconds = _read_runs(path)
     request = replace(
