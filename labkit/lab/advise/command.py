@@ -15,7 +15,7 @@ from labkit.lab.config import ParameterError
 from labkit.lab.project import check_page, is_full_disk, path_from_here, write_file
 
 if TYPE_CHECKING:
-    from labkit.lab.advise.report import Report, Section
+    from labkit.lab.advise.text import Report, Section
     from labkit.scaling.prediction import Prediction
 
 

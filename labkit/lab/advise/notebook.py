@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.advise.report import PREDICTED, number_steps, report_advice
+from labkit.lab.advise.report import number_steps, report_advice
 from labkit.lab.advise.request import Options, make_request, read_options
+from labkit.lab.advise.text import PREDICTED
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import Plot, Timeline
 from labkit.scaling.advice import advise, sums_s

@@ -1,74 +1,34 @@
 """Advice on a training, and why one is slow: a verdict, a sentence, tables.
 
-Every table says where its numbers come from.
+`text.py` has the parts of a report and its numbers in words.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from labkit.lab.advise.request import AdviceRequest
+from labkit.lab.advise.text import (
+    CLEAR,
+    PREDICTED,
+    PUBLISHED,
+    RECOMPUTED,
+    YOURS,
+    Report,
+    Section,
+    describe_request,
+    format_change,
+    format_count,
+    format_percent,
+    memory_text,
+    with_interval,
+)
 from labkit.lab.units import counted, format_bytes, format_seconds, join_words
 from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, sums_s
 from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import Neighbor
 from labkit.scaling.runs import RECOMPUTE
-from labkit.scaling.search import Request
 from labkit.scaling.slowdown_causes import Cause, Diagnosis
-
-PREDICTED = "predicted"
-PUBLISHED = "published"
-YOURS = "measured by you"
-RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
-CLEAR = 0.01
-"""A predicted difference below this is none."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table with a heading; `mark` says where its numbers come from.
-
-    Rows beyond `max_rows` and a figure of `steps` are only on the page.
-    """
-
-    title: str
-    mark: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    max_rows: int | None = 6
-    steps: Mapping[str, Prediction] = field(default_factory=dict)
-
-    def lines(self) -> Iterator[str]:
-        """Yield the title, the headings and the rows that fit on a screen."""
-        yield f"{self.title} ({self.mark})"
-        rows = [self.headings, *self.rows[: self.max_rows]]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield (
-                "  "
-                + "  ".join(
-                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-                ).rstrip()
-            )
-
-
-@dataclass(frozen=True)
-class Report:
-    """A verdict, one sentence, the subject, tables and notes."""
-
-    verdict: str
-    headline: str
-    about: str
-    sections: Sequence[Section]
-    notes: Sequence[str]
-
-    def lines(self) -> Iterator[str]:
-        """Yield the report on one screen of a terminal."""
-        yield from (self.verdict, self.headline, f"  {self.about}")
-        for section in self.sections:
-            yield from ("", *section.lines())
-        yield from ("", *self.notes)
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
@@ -116,45 +76,6 @@ def report_diagnosis(
     return Report(verdict, headline, about, sections, list(_notes(request, rows, ())))
 
 
-def describe_request(request: Request) -> str:
-    """Return model, GPUs, batch and precision in one line."""
-    hardware = request.hardware
-    nodes = (
-        f", {hardware.network_gbps:g} Gb/s per node"
-        if request.gpus > hardware.gpus_per_node
-        else ""
-    )
-    return (
-        f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on"
-        f" {request.gpus} x {hardware.name}{nodes}; {format_count(request.tokens)} tokens per step,"
-        f" sequences of {request.seq_len}, {request.precision}"
-    )
-
-
-def format_count(value: float) -> str:
-    """1234567 -> "1.23 M"; tokens, parameters."""
-    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g}"
-
-
-def format_percent(share: float) -> str:
-    """0.123 -> "12%"."""
-    if 0 < abs(share) < 1e-3:
-        return "below 0.1%"
-    return f"{100 * share:.0f}%" if abs(share) >= 0.095 else f"{100 * share:.2g}%"
-
-
-def format_change(share: float) -> str:
-    """Return a difference: "+12%"."""
-    return (
-        "no clear difference"
-        if abs(share) < CLEAR
-        else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
-    )
-
-
 def number_steps(advice: Advice) -> dict[str, Prediction]:
     """Return the steps of the best layouts, numbered.
 
@@ -172,7 +93,7 @@ def _advice_verdict(advice: Advice) -> tuple[str, str]:
         least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
         change = f" Change first: {remedy}." if remedy else ""
         return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
-    step = _with_interval(first, float, format_seconds)
+    step = with_interval(first, float, format_seconds)
     headline = (
         f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
     )
@@ -237,33 +158,19 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     bucket = bucket_bytes(request.run(layout), request.constants)
     tokens = request.tokens
     gpu_hours = budget / tokens * request.gpus / 3600
-    hours_text = _with_interval(one, lambda step_s: gpu_hours * step_s, format_count)
+    hours_text = with_interval(one, lambda step_s: gpu_hours * step_s, format_count)
     return {
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
         "recomputes": RECOMPUTED[layout.recompute],
         "bucket": "none" if bucket is None else format_bytes(bucket),
-        "memory": _memory_text(one, request.usable.memory_gib),
-        "step": _with_interval(one, float, format_seconds),
-        "MFU": _with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
-        "tokens per second": _with_interval(one, lambda step_s: tokens / step_s, format_count),
-        "tokens per day": _with_interval(one, lambda step_s: 86400 * tokens / step_s, format_count),
+        "memory": memory_text(one, request.usable.memory_gib),
+        "step": with_interval(one, float, format_seconds),
+        "MFU": with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
+        "tokens per second": with_interval(one, lambda step_s: tokens / step_s, format_count),
+        "tokens per day": with_interval(one, lambda step_s: 86400 * tokens / step_s, format_count),
         f"GPU-hours, {format_count(budget)} tokens": hours_text,
     }
-
-
-def _with_interval(
-    one: Prediction, value: Callable[[float], float], text: Callable[[float], str]
-) -> str:
-    """Return a quantity of the predicted step in seconds, and of the ends of its interval."""
-    low, high = sorted(map(value, one.interval_90))
-    return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
-
-
-def _memory_text(one: Prediction, memory_gib: float) -> str:
-    """Memory of the fullest GPU, with the risk of running out if there is one."""
-    risk = "" if one.has_room else f", {format_percent(one.out_of_memory)} risk"
-    return f"{one.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
 
 
 def _why(runner_up: RunnerUp, advice: Advice) -> str:
@@ -271,7 +178,7 @@ def _why(runner_up: RunnerUp, advice: Advice) -> str:
     one = runner_up.prediction
     best = advice.first
     cause = runner_up.cause
-    memory = _memory_text(one, advice.request.usable.memory_gib)
+    memory = memory_text(one, advice.request.usable.memory_gib)
     if cause in ("memory", "unstable"):
         return (
             f"does not fit: {memory}"

@@ -1,0 +1,116 @@
+"""A report of `labkit advise`: its sections, and its numbers in words.
+
+Every table says where its numbers come from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from labkit.scaling.prediction import Prediction
+from labkit.scaling.search import Request
+
+PREDICTED = "predicted"
+PUBLISHED = "published"
+YOURS = "measured by you"
+RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
+CLEAR = 0.01
+"""A predicted difference below this is none."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading; `mark` says where its numbers come from.
+
+    Rows beyond `max_rows` and a figure of `steps` are only on the page.
+    """
+
+    title: str
+    mark: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    max_rows: int | None = 6
+    steps: Mapping[str, Prediction] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the title, the headings and the rows that fit on a screen."""
+        yield f"{self.title} ({self.mark})"
+        rows = [self.headings, *self.rows[: self.max_rows]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield (
+                "  "
+                + "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """A verdict, one sentence, the subject, tables and notes."""
+
+    verdict: str
+    headline: str
+    about: str
+    sections: Sequence[Section]
+    notes: Sequence[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report on one screen of a terminal."""
+        yield from (self.verdict, self.headline, f"  {self.about}")
+        for section in self.sections:
+            yield from ("", *section.lines())
+        yield from ("", *self.notes)
+
+
+def describe_request(request: Request) -> str:
+    """Return model, GPUs, batch and precision in one line."""
+    hardware = request.hardware
+    nodes = (
+        f", {hardware.network_gbps:g} Gb/s per node"
+        if request.gpus > hardware.gpus_per_node
+        else ""
+    )
+    return (
+        f"{request.model.name} ({format_count(float(request.model.parameters))} parameters) on"
+        f" {request.gpus} x {hardware.name}{nodes}; {format_count(request.tokens)} tokens per step,"
+        f" sequences of {request.seq_len}, {request.precision}"
+    )
+
+
+def format_count(value: float) -> str:
+    """1234567 -> "1.23 M"; tokens, parameters."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def format_percent(share: float) -> str:
+    """0.123 -> "12%"."""
+    if 0 < abs(share) < 1e-3:
+        return "below 0.1%"
+    return f"{100 * share:.0f}%" if abs(share) >= 0.095 else f"{100 * share:.2g}%"
+
+
+def format_change(share: float) -> str:
+    """Return a difference: "+12%"."""
+    return (
+        "no clear difference"
+        if abs(share) < CLEAR
+        else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
+    )
+
+
+def with_interval(
+    one: Prediction, value: Callable[[float], float], text: Callable[[float], str]
+) -> str:
+    """Return a quantity of the predicted step in seconds, and of the ends of its interval."""
+    low, high = sorted(map(value, one.interval_90))
+    return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
+
+
+def memory_text(one: Prediction, memory_gib: float) -> str:
+    """Memory of the fullest GPU, with the risk of running out if there is one."""
+    risk = "" if one.has_room else f", {format_percent(one.out_of_memory)} risk"
+    return f"{one.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
