@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOO_SLOW = "right, but too slow to time"
-"""Verdict of a check on a result that is right after more time than the rounds may take."""
-
 cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
 
 
-def verdict(error: float, limit: float) -> str:
-    """Return "ok", or the error; NaN is wrong."""
-    return "ok" if error <= limit else f"wrong: error {error:.1e}, at most {limit:.1e} expected"
+OK = {"status": "ok"}
+"""Columns of a row whose result is right."""
+
+
+def status_columns(wrong: str | None) -> dict[str, str]:
+    """Return the columns of a row that was checked: right (None), or what is wrong."""
+    return dict(OK) if wrong is None else {"status": "wrong", "reason": wrong}
+
+
+def describe_error(error: float, limit: float) -> str | None:
+    """Say that an error is above its limit, or is NaN; None if it is not."""
+    return None if error <= limit else f"error {error:.1e}, at most {limit:.1e} expected"
 
 
 def largest(values: Tensor) -> float:
@@ -99,12 +105,12 @@ def deterministic_math() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Work:
-    """An operation to time: its FLOPs, the least bytes that it moves, and its check."""
+    """An operation to time: its FLOPs, the least bytes that it moves, and what is wrong with it."""
 
     run: Callable[[], Any]
     flops: float
     n_bytes: float
-    check: str = "ok"
+    wrong: str | None = None
 
 
 def matrix_product(
@@ -125,7 +131,9 @@ def matrix_product(
     exact = left[-1, m // 2].double() @ right[-1].double()
     error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
     n_bytes = left.nbytes + right.nbytes + out.nbytes
-    return Work(run, 2.0 * batch * m * k * n, n_bytes, verdict(error, rounding_limit(dtype, k)))
+    return Work(
+        run, 2.0 * batch * m * k * n, n_bytes, describe_error(error, rounding_limit(dtype, k))
+    )
 
 
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:

@@ -39,7 +39,7 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
         return None
     rank, (element, expected, got) = failure
     return (
-        f"wrong: rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of"
+        f"rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of"
         " whole numbers)"
     )
 

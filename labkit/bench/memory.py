@@ -100,9 +100,9 @@ def measure_second_peak(
 ) -> dict[str, Any]:
     """Measure the peak of the second `run` of what `make` returns. A collective.
 
-    Return columns of a row: `peak_bytes`, or `not_measured` with the reason. A record in which
-    another thread freed tensors, which the profiler misses, is repeated until every rank has one
-    without that.
+    Return columns of a row: `peak_bytes`, or the status `refused` with the reason. A record in
+    which another thread freed tensors, which the profiler misses, is repeated until every rank has
+    one without that.
     """
     gc.collect()  # what is freed inside must have been allocated inside
     for _ in range(MAX_RECORDS):
@@ -115,11 +115,12 @@ def measure_second_peak(
             gc.collect()
         peak = record.peaks["run"]
         if max_over_ranks(record.left_bytes / max(1, peak)) < MAX_EXCESS:
-            return {"check": "ok", "peak_bytes": peak}
+            return {"status": "ok", "peak_bytes": peak}
     return {
-        "not_measured": (
+        "status": "refused",
+        "reason": (
             f"other threads freed tensors during each of {MAX_RECORDS} records of the allocator"
-        )
+        ),
     }
 
 

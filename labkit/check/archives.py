@@ -78,7 +78,7 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
         .dropna(subset="kernel")
     )
     failures = [
-        f"{one.lab}, {one.name}: {one.reason}\n{one.details}"
+        f"{one.lab}, {one.title}: {one.reason}\n{one.details}"
         for one in result.correctness
         if one.is_bad
     ]

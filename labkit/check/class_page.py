@@ -27,6 +27,7 @@ MANY_BUSY = 0.1
 """Share of busy points from which a run is flagged."""
 MAY_DIFFER = ("seed", "timeout_s", "device")
 """Parameters that may differ in a class."""
+FLAGS = {"timeout": "hangs"}
 REACH = 48.0  # of the axis of a strip of dots, on either side of its middle, in percent
 
 
@@ -99,7 +100,9 @@ def _section(lab: Lab, students: Mapping[str, HandIn]) -> dict[str, Any]:
     for student, one in students.items():
         if student in runs:
             try:
-                one.flags.extend(f"{lab.name}: {flag}" for flag in _flags(runs[student], usual))
+                one.flags.extend(
+                    f"{lab.name}: {flag}" for flag in _flags(lab, runs[student], usual)
+                )
                 answers[student] = lab.answers(runs[student].results())
             except Exception as error:  # rows that were edited: the page shows the others
                 one.flags.append(f"{lab.name}: cannot be read: {error}")
@@ -145,15 +148,16 @@ def _values(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
 
 
-def _flags(run: Run, usual: Mapping[str, str]) -> Iterator[str]:
+def _flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[str]:
     """Yield what a teacher should look at: other parameters, wrong results, hangs, missing points,
     load."""
     different = {name: value for name, value in _values(run).items() if value != usual[name]}
     for name in ["profile"] if "profile" in different else different:
         yield f"{name} {different[name]}, the others {usual[name]}"
-    bad = [one for one in verdicts(run) if one.is_bad]
+    bad = [one for one in verdicts(lab, run) if one.is_bad]
     yield from dict.fromkeys(
-        f"{one.verdict} ({one.name}): {one.reason or 'interrupted'}" for one in bad
+        f"{FLAGS.get(one.status, one.status)} ({one.title}): {one.reason or 'interrupted'}"
+        for one in bad
     )
     if len(run.busy) > MANY_BUSY * len(run.header.planned):
         yield f"busy machine during {len(run.busy)} of {len(run.header.planned)} points"

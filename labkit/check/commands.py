@@ -170,12 +170,12 @@ def _print_correctness(result: "CheckResult") -> None:
         result.correctness, key=lambda one: (one.lab, one.device, one.ranks)
     ):
         rows = list(group)
-        right = ", ".join(row.name for row in rows if row.verdict == "ok")
+        right = ", ".join(row.title for row in rows if row.status == "ok")
         out.print(f"{lab}, {device}, {counted(ranks, 'rank')}: right: {right or 'none'}")
         for row in rows:
-            if row.verdict != "ok":
+            if row.status != "ok":
                 style = "bold red" if row.is_bad else None
-                out.print(f"  {row.name}: {row.verdict}: {row.reason}", style=style)
+                out.print(f"  {row.title}: {row.status}: {row.reason}", style=style)
 
 
 def _print_shared_changes(result: "CheckResult") -> None:

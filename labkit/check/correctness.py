@@ -36,9 +36,8 @@ def check_correctness(
     with TemporaryDirectory(prefix="labkit-check-", ignore_cleanup_errors=True) as folder:
         for index, (device, lab, config) in enumerate(labs):
             show(Progress(index, len(labs), f"correct? {lab.name}, {device}"))
-            yield from verdicts(
-                measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
-            )
+            run = measure(lab, config, profile="smoke", directory=Path(folder), on_output=on_output)
+            yield from verdicts(lab, run)
 
 
 def _configured_labs(device: str) -> Iterator[tuple[Lab, Any]]:

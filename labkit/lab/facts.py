@@ -6,7 +6,7 @@ a sentence back.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 
@@ -29,6 +29,7 @@ Status = Literal[
 `too_slow`: right, but one pass takes longer than all rounds may. `refused`: an alternative that
 cannot run here. `skipped`: a point that was not begun. `pending`: a point that has not ended.
 """
+STATUSES: tuple[Status, ...] = get_args(Status)
 BAD: tuple[Status, ...] = ("wrong", "oom", "failed", "timeout")
 """Statuses that show a mistake in an alternative. The others are limits of the machine."""
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.bench import statistics
 from labkit.costs.calibration import Calibration
-from labkit.lab.facts import Note, Status
+from labkit.lab.facts import STATUSES, Note
 from labkit.lab.units import label
 
 
@@ -179,26 +179,19 @@ class Metric:
     def failures(
         self, frame: pd.DataFrame, among: Collection[Any] | None = None
     ) -> tuple[Note, ...]:
-        """Note alternatives (of `among`, if given) without a value: wrong results, failures,
-        refusals."""
+        """Note alternatives (of `among`, if given) that are wrong or have no value, with the
+        reason."""
         rows = self.select(frame, with_missing=True)
         if among is not None:
             rows = rows[rows[self.compare].isin(among)]
-        rows = rows.reindex(columns=["point", self.compare, self.value, "check", "not_measured"])
-        # A failure of another metric, such as a peak that is not known, costs this one nothing.
+        rows = rows.reindex(columns=["point", self.compare, self.value, "status", "reason"])
+        # A refusal on another metric, such as a peak that is not known, costs this one nothing.
         by_point = rows.groupby(["point", self.compare], dropna=False)
-        rows = rows[by_point[self.value].transform("count") == 0]
-        bad = rows[rows["check"].astype(object).fillna("ok") != "ok"]
-        is_wrong = bad["check"].astype(str).str.startswith("wrong")
-        is_slow = bad["check"].astype(str).str.startswith("right")
-        kinds: tuple[tuple[Status, pd.DataFrame, str], ...] = (
-            ("wrong", bad[is_wrong], "check"),
-            ("failed", bad[~is_wrong & ~is_slow], "check"),
-            ("too_slow", bad[is_slow], "check"),
-            ("refused", rows.dropna(subset="not_measured"), "not_measured"),
-        )
-        return tuple(
+        has_value = by_point[self.value].transform("count") > 0
+        rows = rows[rows["reason"].notna() & ((rows["status"] == "wrong") | ~has_value)]
+        groups = rows.groupby(["status", "reason"], sort=False)[self.compare]
+        notes = [
             Note(status, str(reason), tuple(label(self.compare, name) for name in names.unique()))
-            for status, some, reasons in kinds
-            for reason, names in some.groupby(reasons, sort=False)[self.compare]
-        )
+            for (status, reason), names in groups
+        ]
+        return tuple(sorted(notes, key=lambda note: STATUSES.index(note.status)))

@@ -10,28 +10,15 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from labkit.bench.check import TOO_SLOW
 from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
-from labkit.lab.facts import Answer
+from labkit.lab.facts import BAD, Answer, Status
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_plugins import Plugins
 
-ALTERNATIVES = (
-    "implementation",
-    "algorithm",
-    "alternative",
-    "way",
-    "axis",
-    "schedule",
-    "sweep",
-    "precision",
-    "point",
-)
-"""Columns by which labs name what is checked; a row counts by the first one that it has."""
 EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
 NAME = "mine"
@@ -48,57 +35,65 @@ STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
 
 @dataclass(frozen=True)
 class Correctness:
-    """Verdict on one alternative at one place: "ok", "not measured", or how it fails ("wrong",
-    "hangs", ...)."""
+    """How one alternative fared on one device, number of ranks and transport."""
 
     lab: str
     device: str
     ranks: int
     name: str
-    verdict: str
+    status: Status
     reason: str | None = None
     details: str = ""
     """Traceback and last output, if a whole point failed."""
+    transport: str = ""
+    """Of its messages, if the point has several."""
 
     @property
     def is_bad(self) -> bool:
-        return self.verdict not in ("ok", TOO_SLOW, "not measured")
+        """Whether the alternative is to blame; one that is right but slow, or refused, is not."""
+        return self.status in BAD
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} over {self.transport}" if self.transport else self.name
 
 
-def verdicts(run: Run) -> Iterator[Correctness]:
-    """Yield a verdict per alternative, device, ranks and transport of a run, and per point that did
-    not end well."""
+def verdicts(lab: Lab, run: Run) -> Iterator[Correctness]:
+    """Yield the status of each alternative by device, ranks and transport of a run, and of each
+    point that did not end well."""
     frame = run.frame()
-    lab = run.header.lab
-    rows = frame.reindex(
-        columns=["transport", "backend", "device", "world_size", "check", "not_measured"]
-    )
-    rows = rows.astype({"device": object, "transport": object})
-    rows["name"] = frame.reindex(columns=[*ALTERNATIVES]).astype(object).bfill(axis=1).iloc[:, 0]
+    columns = ["transport", "backend", "device", "world_size", "point", "status", "reason"]
+    rows = frame.reindex(columns=columns).astype({"device": object, "transport": object})
     rows["device"] = rows["device"].fillna(rows["backend"].map({"nccl": "cuda"})).fillna("cpu")
     rows["transport"] = rows["transport"].fillna("")
-    for (device, ranks, transport, one), group in rows.groupby(
-        ["device", "world_size", "transport", "name"]
-    ):
-        over = f" over {transport}" if transport not in ("", one) else ""
-        checks = group["check"].dropna()
-        verdict, _, reason = str(
-            next((check for check in checks if check != "ok"), "ok")
-        ).partition(": ")
-        if checks.empty:
-            verdict = "not measured"
-            reason = next(iter(group["not_measured"].dropna()), "it has no check")
-        yield Correctness(lab, str(device), int(ranks), f"{one}{over}", verdict, reason or None)
+    names = frame.reindex(columns=[*lab.alternatives, "point"]).astype(object)
+    rows["name"] = names.bfill(axis=1).iloc[:, 0]
+    keys = ["device", "world_size", "transport", "name"]
+    for (device, ranks, transport, name), group in rows.groupby(keys):
+        status, reason = _worst(group)
+        over = "" if transport == name else transport
+        yield Correctness(
+            lab.name, str(device), int(ranks), str(name), status, reason, transport=over
+        )
     coverage = run.coverage()
     details = {point: text for point, _, text in run.failures()}
     for point in coverage[coverage["status"] != "ok"].to_dict("records"):
         place = str(point.get("device") or "cpu"), int(point["world_size"])
-        verdict = {"skipped": "not measured", "timeout": "hangs"}.get(
-            point["status"], str(point["status"])
-        )
-        yield Correctness(
-            lab, *place, EVERY, verdict, point["reason"], details.get(point["point"], "")
-        )
+        text = details.get(point["point"], "")
+        yield Correctness(lab.name, *place, EVERY, point["status"], point["reason"], text)
+
+
+def _worst(rows: pd.DataFrame) -> tuple[Status, str | None]:
+    """Return the first bad status of an alternative's rows with its reason, else that it is right,
+    else the first other one."""
+    checked = rows.dropna(subset="status")
+    if checked.empty:
+        return "skipped", "it has no check"
+    for status in (*BAD, "ok"):
+        some = checked[checked["status"] == status]
+        if len(some):
+            return status, some["reason"].iloc[0] if status != "ok" else None
+    return checked["status"].iloc[0], checked["reason"].iloc[0]
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,17 +144,17 @@ def _check(
         run = measure(
             lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder)
         )
-    results = [one for one in verdicts(run) if one.name.partition(" over ")[0] in (NAME, EVERY)]
+    results = [one for one in verdicts(lab, run) if one.name in (NAME, EVERY)]
     bad = [one for one in results if one.is_bad]
-    right = [one for one in results if one.verdict in ("ok", TOO_SLOW)]
+    right = [one for one in results if one.status in ("ok", "too_slow")]
     if right and not bad:
-        slow = next((one for one in right if one.verdict == TOO_SLOW), None)
+        slow = next((one for one in right if one.status == "too_slow"), None)
         return AlternativeCheck("right", f"too slow to time ({slow.reason})" if slow else "")
     if not results:
         return AlternativeCheck("fails", "it was not measured")
-    kinds: dict[str, Verdict] = {"wrong": "wrong", "hangs": "hangs"}
+    kinds: dict[str, Verdict] = {"wrong": "wrong", "timeout": "hangs"}
     first = (bad or results)[0]
-    return AlternativeCheck(kinds.get(first.verdict, "fails"), str(first.reason))
+    return AlternativeCheck(kinds.get(first.status, "fails"), str(first.reason))
 
 
 def check_guesses(guesses: object) -> dict[str, float]:

@@ -144,18 +144,18 @@ class Reference:
         return error, row_error, where
 
 
-def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str]:
+def check(problem: AttentionProblem, results: list[Tensor]) -> tuple[float, str | None]:
     """Compare the results of `Passes.run_checked`, or the output, with the reference.
 
-    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and "ok" or
-    the worst element: "wrong: output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
+    Return the largest relative error (root mean square; infinite for NaN) of a tensor, and None or
+    the worst element: "output, sequence 0, row 5, element 3: expected 0.12, got 0.34".
     """
     if unlike := [tuple(x.shape) for x in results if x.shape != problem.q.shape]:
-        return math.inf, f"wrong: expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"
+        return math.inf, f"expected the shape {tuple(problem.q.shape)}, got {unlike[0]}"
     reference = problem.reference
     error, row_error, where = reference.compare(results)
     is_right = error <= reference.limit and row_error <= reference.row_limit
-    return error, "ok" if is_right else f"wrong: {where}"
+    return error, None if is_right else where
 
 
 def _attend(tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:

@@ -8,19 +8,19 @@ import torch.distributed as dist
 
 from labkit.bench import check
 from labkit.bench.check import (
+    describe_error,
     first_failing_rank,
     largest_difference,
     matrix_product,
     max_over_ranks,
-    verdict,
 )
 from labkit.parallel.launch import run_ranks
 
 
 def test_an_error_up_to_the_limit_is_ok_and_a_larger_one_or_none_is_wrong():
-    assert [verdict(error, 1e-3) for error in (0.0, 1e-9, 1e-3)] == ["ok"] * 3
+    assert [describe_error(error, 1e-3) for error in (0.0, 1e-9, 1e-3)] == [None] * 3
     for error in (1.1e-3, math.inf, math.nan):
-        assert verdict(error, 1e-3) == f"wrong: error {error:.1e}, at most 1.0e-03 expected"
+        assert describe_error(error, 1e-3) == f"error {error:.1e}, at most 1.0e-03 expected"
 
 
 def test_one_tensor_that_is_missing_zero_or_no_number_is_seen_among_many():
@@ -55,14 +55,14 @@ def test_ranks_agree_on_what_any_of_them_found():
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_matmul_is_right_and_knows_its_arithmetic_and_traffic(dtype, batch, monkeypatch):
     work = matrix_product("cpu", dtype, 8, 4, 2, batch=batch)
-    expected = ("ok", 2 * batch * 8 * 4 * 2, batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize)
-    assert (work.check, work.flops, work.n_bytes) == expected
+    expected = (None, 2 * batch * 8 * 4 * 2, batch * (8 * 4 + 4 * 2 + 8 * 2) * dtype.itemsize)
+    assert (work.wrong, work.flops, work.n_bytes) == expected
     right = torch.mm
     for wrong in (math.nan, 2.0**-12):  # as far off as TF32 is
         monkeypatch.setattr(
             check.torch, "mm", lambda a, b, out, wrong=wrong: right(a, b, out=out).mul_(1 + wrong)
         )
-        assert matrix_product("cpu", torch.float32, 64, 64, 64).check.startswith("wrong: error")
+        assert matrix_product("cpu", torch.float32, 64, 64, 64).wrong.startswith("error")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -76,7 +76,7 @@ def test_the_check_lets_rounding_pass_whatever_the_order_of_additions(dtype):
         one_by_one += rows[:, k].float() * columns[:, k].float()
     exact = (rows.double() * columns.double()).sum(dim=1)
     error = float((one_by_one.to(dtype).double() - exact).norm() / exact.norm())
-    assert verdict(error, check.rounding_limit(dtype, 8192)) == "ok"
+    assert describe_error(error, check.rounding_limit(dtype, 8192)) is None
     assert dtype != torch.float32 or error > 8 * torch.finfo(dtype).eps, (
         "more than blocks are off by"
     )

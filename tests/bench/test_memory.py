@@ -58,9 +58,9 @@ def test_a_record_with_releases_on_another_thread_is_repeated(monkeypatch):
             thread.start()
             thread.join()
 
-    assert measure_second_peak(list, run, device="cpu") == {"check": "ok", "peak_bytes": 6 * MIB}
+    assert measure_second_peak(list, run, device="cpu") == {"status": "ok", "peak_bytes": 6 * MIB}
     monkeypatch.setattr("labkit.bench.memory.max_over_ranks", lambda excess: 1.0)
-    assert "other threads freed" in measure_second_peak(list, run, device="cpu")["not_measured"]
+    assert "other threads freed" in measure_second_peak(list, run, device="cpu")["reason"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import validate
 
-from labkit.bench.check import TOO_SLOW
 from labkit.check import checking, correctness
 from labkit.check.archives import write_bundle
 from labkit.check.checking import (
@@ -32,7 +31,7 @@ from tests.rehearsal.machines import MACHINES
 
 pytestmark = pytest.mark.usefixtures("home")
 OK = Correctness("all_reduce", "cpu", 2, "ring", "ok")
-WRONG = replace(OK, verdict="wrong", reason="element 3")
+WRONG = replace(OK, status="wrong", reason="element 3")
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_correctness_says_each_implementation_at_each_place(monkeypatch):
     only = {"sync_batchnorm": correctness.LABS["sync_batchnorm"]}
     monkeypatch.setattr(correctness, "LABS", only)
     rows = list(check_correctness(lambda _: None, None))
-    assert [(one.name, one.ranks, one.verdict) for one in rows if one.name == "labkit"] == [
+    assert [(one.name, one.ranks, one.status) for one in rows if one.name == "labkit"] == [
         ("labkit", 2, "ok")
     ]
     assert not any(one.is_bad for one in rows)
@@ -110,7 +109,7 @@ def test_a_baseline_is_saved_and_compared_with(home, measured, command):
 
 
 def test_what_is_right_but_slow_is_no_failure_and_what_was_not_compared_no_success(measured):
-    slow = replace(OK, verdict=TOO_SLOW, reason="1.01 s for one pass")
+    slow = replace(OK, status="too_slow", reason="1.01 s for one pass")
     busy = made_run(2, load={"average": 3.0, "busy_cores": 1.0})
     measured(made_run(2), [slow])
     assert _check(made_run(1)).status == Status.OK

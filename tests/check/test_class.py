@@ -96,7 +96,7 @@ def _record(home, **changes):
             and line["values"].get("algorithm") == "ring"
             and "wrong" in changes
         ):
-            line["values"] |= {"check": "wrong: element 3"}
+            line["values"] |= {"status": "wrong", "reason": "element 3"}
         if line["kind"] == "end" and "hangs" in changes:
             line |= {"status": "timeout", "reason": "rank 1 still running after 10 s"}
     path = home / "data" / "runs" / "all_reduce" / source.name

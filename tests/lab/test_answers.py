@@ -84,11 +84,11 @@ def test_too_few_rounds_are_undecided_and_no_rows_are_not_measured():
 def test_an_alternative_with_wrong_results_is_named_and_not_compared():
     table = frame({"a": [0.5]})
     wrong = pd.DataFrame(
-        [{"size": 0, "way": "b", "rank": 0, "repeat": 0, "check": "wrong: rank 1, element 5"}]
+        [{"size": 0, "way": "b", "rank": 0, "repeat": 0, "status": "wrong", "reason": "rank 1"}]
     )
     answer = ask(pd.concat([table, wrong]))
     assert answer.verdict == "yes"
-    assert answer.notes == (Note("wrong", "wrong: rank 1, element 5", names=("b",)),)
+    assert answer.notes == (Note("wrong", "rank 1", names=("b",)),)
 
 
 def test_counts_need_no_interval_and_the_largest_rank_stands_for_all():
@@ -213,7 +213,8 @@ def test_the_failure_of_another_metric_is_none_of_this_one():
         "point": "p",
         "size": 0,
         "way": "sharded",
-        "not_measured": "another rank has no peak",
+        "status": "refused",
+        "reason": "another rank has no peak",
     }
     answer = ask(pd.concat([rows, pd.DataFrame([refused])]))
     assert answer.verdict == "yes"

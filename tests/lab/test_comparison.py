@@ -67,7 +67,7 @@ def run_file(
     points = {f"p{n}": fields | {"n_elements": n // 4} for n in sizes}
     header = {
         "kind": "header",
-        "format_version": 1,
+        "format_version": 2,
         "lab": lab,
         "profile": "quick",
         "config": dict(config),
@@ -84,7 +84,7 @@ def run_file(
             for algorithm, slower in (("ring", ring), ("torch", 1.0)):
                 noise = 1 + 0.02 * generator.standard_normal(repeats)
                 seconds = list(slower * of_point["n_elements"] * 1e-8 * noise)
-                values = {"algorithm": algorithm, "check": "ok", "seconds": seconds}
+                values = {"algorithm": algorithm, "status": "ok", "seconds": seconds}
                 lines.append({"kind": "row", "point": name, "rank": rank, "values": values})
         lines.append(
             {"kind": "end", "point": name, "status": "ok", "reason": None, "elapsed_s": 1.0}

@@ -44,7 +44,7 @@ def test_questions_have_ids_that_fit_a_link_and_end_with_a_question_mark(lab):
 
 @pytest.mark.parametrize("lab", LABS)
 @pytest.mark.parametrize(
-    "columns", [(), ("sweep", "seconds", "check", "rank", "repeat", "world_size")]
+    "columns", [(), ("sweep", "seconds", "status", "rank", "repeat", "world_size")]
 )
 def test_a_run_without_rows_answers_nothing_and_says_why(lab, columns):
     notes = (Note("skipped", "needs 51 GiB", points=2),)

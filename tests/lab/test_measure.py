@@ -328,7 +328,8 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
         is_ring = row["values"].get("algorithm") == "ring"
         return row | {
             "values": (
-                row["values"] | ({"algorithm": "mine", "check": "wrong: here"} if is_ring else {})
+                row["values"]
+                | ({"algorithm": "mine", "status": "wrong", "reason": "here"} if is_ring else {})
             )
         }
 
@@ -336,7 +337,7 @@ def test_measuring_itself_says_that_an_alternative_is_wrong(monkeypatch, capsys)
     monkeypatch.setattr(notebook, "measure", lambda *_, **__: run)
     study = load_lab("all_reduce")
     OpenLab(study, Parameters("smoke", None, study.profiles["smoke"])).measure({"mine": print})
-    assert capsys.readouterr().out.count("mine (wrong: here)") == 1
+    assert capsys.readouterr().out.count("mine (here)") == 1
 
 
 @pytest.mark.parametrize("verdict", ["hangs", "fails"])

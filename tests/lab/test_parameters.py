@@ -159,6 +159,6 @@ def test_a_report_s_values_win_over_the_config_of_a_notebook():
 def test_a_verdict_names_the_way_axis_or_schedule(lab, name):
     (path,) = (recorded_directory() / lab).glob("*.jsonl")
     run = Run.load(path)
-    names = {one.name for one in verdicts(run)}
+    names = {one.name for one in verdicts(load_lab(lab), run)}
     assert name in names
     assert not names & set(run.header.planned)

@@ -131,10 +131,10 @@ def test_a_damaged_record_is_refused_by_name(writer, record, words):
         (b"\x00\xff\n", "line 1"),
         (b'{"kind": "row"}\n', "header"),
         (b'{"kind": "header", "format_version": 99}\n', "format 99"),
-        (b'{"kind": "header", "format_version": 1}\n', "damaged header"),
+        (b'{"kind": "header", "format_version": 2}\n', "damaged header"),
         (b"[1, 2]\n", "not an object"),
         (
-            b'{"kind": "header", "format_version": 2, "machine": {"source": {"version": "9.1"}}}\n',
+            b'{"kind": "header", "format_version": 3, "machine": {"source": {"version": "9.1"}}}\n',
             "by labkit 9.1 in",
         ),
     ],

@@ -45,7 +45,7 @@ RIGHT = product([16, 50, LONG], [False, True], [F32, BF16, F16])
 )
 @pytest.mark.parametrize("name", ["explicit", "tiled", "sdpa_math", "sdpa"])
 def test_right_results_pass(name, dtype, sequence, causal):
-    assert _verdict(IMPLEMENTATIONS[name], sequence, causal, dtype) == "ok"
+    assert _verdict(IMPLEMENTATIONS[name], sequence, causal, dtype) is None
     reference = _problem(sequence, causal, dtype).reference
     assert reference.limit < 0.02
     assert reference.row_limit < 0.1
@@ -65,7 +65,7 @@ def test_a_row_or_head_that_is_missing_no_number_or_another_one_fails(sequence, 
         results = [x.clone() for x in right]
         results[tensor][place] = results[tensor][value] if isinstance(value, tuple) else value
         verdict = check(problem, results)[1]
-        assert verdict.startswith("wrong: "), (tensor, place, value)
+        assert verdict is not None, (tensor, place, value)
         if isinstance(place, tuple) and dtype == F64:
             assert f", sequence 0, row {place[1] % sequence}," in verdict
 
@@ -100,7 +100,7 @@ WRONG = {
 @pytest.mark.parametrize(("sequence", "causal", "dtype"), EVERY)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_results_fail(wrong, dtype, causal, sequence):
-    assert _verdict(WRONG[wrong], sequence, causal, dtype).startswith("wrong: ")
+    assert _verdict(WRONG[wrong], sequence, causal, dtype) is not None
 
 
 def test_another_shape_fails_and_a_problem_is_the_same_on_every_call():

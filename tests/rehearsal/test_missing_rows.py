@@ -17,7 +17,7 @@ KINDS_OF_ROWS = [
     ("training_step", "family", "elementwise"),
     ("cifar100", "phase", "memory"),
 ]
-FAILED = {"check": "failed: RuntimeError: rehearsed"}
+FAILED = {"status": "failed", "reason": "RuntimeError: rehearsed"}
 
 
 def _kinds_of_points():
@@ -42,7 +42,7 @@ def test_a_page_whose_points_of_a_kind_failed(lab, kind):
 @pytest.mark.parametrize("lab", LABS)
 def test_a_page_whose_alternatives_all_failed(lab):
     def failed(_, row):
-        if "check" not in row["values"]:
+        if "status" not in row["values"]:
             return row
         names = {name: value for name, value in row["values"].items() if isinstance(value, str)}
         return row | {"values": names | FAILED}

@@ -87,6 +87,6 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(
     given = {"flat", "deep"} if lab == "training_step" else {"mine"}
     mine = frame[frame[named].isin(given)]
     assert set(mine[named]) == given
-    assert set(mine.get("check", pd.Series(dtype=str)).dropna()) <= {"ok"}
+    assert set(mine.get("status", pd.Series(dtype=str)).dropna()) <= {"ok"}
     assert mine["peak_bytes" if lab == "memory" else "seconds"].notna().any()
     assert set(namespace["lab"].run.coverage()["status"]) <= {"ok", "skipped"}

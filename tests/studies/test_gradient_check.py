@@ -67,8 +67,8 @@ def test_a_mean_is_right_whenever_it_is_divided(ranks, monkeypatch):
         for gradient, parts in zip(gradients, zip(*world.local, strict=True), strict=True):
             gradient.copy_(sum(part / ranks for part in parts))
 
-    assert world.verdict() == "ok"
-    assert world.verdict(divided_first) == "ok"
+    assert world.verdict() is None
+    assert world.verdict(divided_first) is None
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -87,8 +87,8 @@ def test_each_rank_and_each_parameter_left_out_counted_twice_or_swapped_is_seen(
                 def last_element(gradients, index=index, change=change):
                     gradients[index].view(-1)[-1] += change.view(-1)[-1] / ranks
 
-                assert world.verdict(one_rank).startswith("wrong")
-                assert world.verdict(last_element).startswith("wrong")
+                assert world.verdict(one_rank) is not None
+                assert world.verdict(last_element) is not None
 
 
 def test_a_parameter_that_is_not_reduced_lost_or_has_another_ones_gradient_is_seen(monkeypatch):
@@ -108,7 +108,7 @@ def test_a_parameter_that_is_not_reduced_lost_or_has_another_ones_gradient_is_se
             gradients[index].copy_(gradients[index].view(-1).roll(1).view_as(gradients[index]))
 
         for mistake in (local, lost, no_number, shifted):
-            assert world.verdict(mistake).startswith("wrong"), (index, mistake.__name__)
+            assert world.verdict(mistake) is not None, (index, mistake.__name__)
 
     def swapped(gradients):
         first = gradients[1].clone()
@@ -116,7 +116,7 @@ def test_a_parameter_that_is_not_reduced_lost_or_has_another_ones_gradient_is_se
         gradients[1].copy_(second)
         gradients[3].copy_(first)
 
-    assert world.verdict(swapped).startswith("wrong")
+    assert world.verdict(swapped) is not None
 
 
 def test_micro_batches_are_told_apart(monkeypatch):
@@ -133,8 +133,8 @@ def test_micro_batches_are_told_apart(monkeypatch):
         for parameter, gradient in zip(world.parameters, before, strict=True):
             parameter.grad = 2 * gradient
 
-    assert check_completeness(world.named, twice) == "ok"
-    assert check_completeness(world.named, first_twice).startswith("wrong")
+    assert check_completeness(world.named, twice) is None
+    assert check_completeness(world.named, first_twice) is not None
 
 
 def test_a_missing_gradient_and_nan_are_infinitely_wrong(monkeypatch):

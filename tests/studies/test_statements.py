@@ -123,7 +123,7 @@ def test_steps_with_checkpoints_have_the_same_gradients_and_are_timed():
     }
     rows = list(memory.measure(memory.MemoryPoint(kind=memory.CHECKPOINT, **about)))
     assert [row["segment"] for row in rows if "seconds" in row] == [0, 2]
-    assert {row["check"] for row in rows if "check" in row} == {"ok"}
+    assert {row["status"] for row in rows if "status" in row} == {"ok"}
 
 
 def test_the_floor_lies_below_all_that_is_measured():

@@ -60,6 +60,6 @@ def test_phases_first_steps_and_operators_of_a_step_are_timed():
         row["phase"] for row in phases
     }
     assert [row["which"] for row in first] == [FIRST, LATER]
-    assert all(row["check"] == "ok" and min(row["seconds"]) > 0 for row in phases + first)
+    assert all(row["status"] == "ok" and min(row["seconds"]) > 0 for row in phases + first)
     assert {row["profiled"] for row in profile} == {"inference", "step"}
     assert {"forward", "backward", "optimizer"} <= {row["phase"] for row in profile}

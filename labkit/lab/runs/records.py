@@ -28,7 +28,7 @@ from labkit.machine.load import Load
 from labkit.machine.source import Source
 from labkit.scaling import first_problem
 
-SCHEMA = 1
+SCHEMA = 2
 Status = Literal["ok", "oom", "skipped", "failed", "timeout"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.bench.check import max_over_ranks, verdict
+from labkit.bench.check import describe_error, max_over_ranks, status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.lab.point import SessionPoint
 from labkit.parallel.collectives import ALGORITHMS, all_reduce
@@ -107,7 +107,7 @@ def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
         if point.sweep == "transports":
             rows[name]["transport"] = transport or algorithm
         if transport == SHARED and (in_use := transport_in_use())[0] != SHARED:
-            rows[name]["not_measured"] = in_use[1]
+            rows[name] |= {"status": "refused", "reason": in_use[1]}
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         algorithm, _, transport = name.partition(OVER)
@@ -162,10 +162,8 @@ def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict
     # One rounding per addition and one for the division, each at most eps/2 of the largest partial
     # sum; doubled.
     limit = (dist.get_world_size() + 1) * torch.finfo(tensor.dtype).eps
-    return {
-        "error": error,
-        "check": first_wrong(partial(reduce, op="sum"), tensor) or verdict(error, limit),
-    }
+    wrong = first_wrong(partial(reduce, op="sum"), tensor) or describe_error(error, limit)
+    return {"error": error, **status_columns(wrong)}
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:

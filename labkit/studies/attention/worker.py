@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.check import TOO_SLOW
+from labkit.bench.check import status_columns
 from labkit.bench.clock import time_once
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.costs.attention import explicit_peak, tiled_saved
@@ -96,7 +96,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
     for name in point.implementations:
         row: dict[str, Any] = {"implementation": name, "phase": "both"}
         if (reason := _refusal(point, name)) is not None:
-            yield row | {"not_measured": reason}
+            yield row | {"status": "refused", "reason": reason}
             continue
         if problem is None:
             problem = AttentionProblem(
@@ -105,7 +105,7 @@ def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
         passes = Passes(problem, IMPLEMENTATIONS[name])
         row |= row_of(name, partial(_examine, point, problem, passes, name), device=point.device)
         yield row
-        if row["check"] != "ok":
+        if row["status"] != "ok":
             passes.release()
             continue
         right[name] = passes
@@ -148,16 +148,16 @@ def _examine(
     warm_up.run_checked()
     with record_allocations(point.device) as record, record.window(BOTH):
         results, pass_s = time_once(passes.run_checked, point.device)
-    row: dict[str, Any] = dict(zip(("error", "check"), check(problem, results), strict=True))
-    if row["check"] == "ok" and point.rounds_s is not None and pass_s > point.rounds_s:
+    error, wrong = check(problem, results)
+    row: dict[str, Any] = {"error": error, **status_columns(wrong)}
+    if wrong is None and point.rounds_s is not None and pass_s > point.rounds_s:
         del results
         # the first may have met a stall
         pass_s = min(pass_s, time_once(passes.run_checked, point.device)[1])
         if pass_s > point.rounds_s:
             limit = format_seconds(point.rounds_s)
-            row["check"] = (
-                f"{TOO_SLOW}: {format_seconds(pass_s)} for one pass, and {limit} for all rounds"
-            )
+            row["status"] = "too_slow"
+            row["reason"] = f"{format_seconds(pass_s)} for one pass, and {limit} for all rounds"
     if point.session == 1:
         row["peak_bytes"] = record.peaks[BOTH]
     return row
@@ -170,7 +170,7 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
         name: {phase: getattr(passes, phase) for phase in (FORWARD, BACKWARD)}
         for name, passes in right.items()
     }
-    rows = {name: {"implementation": name, "check": "ok"} for name in right}
+    rows = {name: {"implementation": name, "status": "ok"} for name in right}
     forward: dict[str, list[float]] = {}
     for row in timed_rows(rows, phases, device=point.device, **point.rounds):
         yield row

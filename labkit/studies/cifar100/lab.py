@@ -160,7 +160,7 @@ def _compute_median_epochs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 CONFIGURATION = ("dataset", "world_size", "batch", "epochs", "batch_norm")
-EPOCHS = {"phase": EPOCH, "check": "ok"}
+EPOCHS = {"phase": EPOCH, "status": "ok"}
 BY_WRAPPER = ("dataset", "world_size", "batch", "epochs", "wrapper")
 LOSS = Metric(
     "validation_loss", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_select_last_epochs

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.bench.check import verdict
+from labkit.bench.check import describe_error, status_columns
 from labkit.bench.clock import time_once, turn_order
 from labkit.bench.memory import measure_second_peak
 from labkit.lab.point import Point
@@ -161,12 +161,12 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
         for name in point.implementations
     }
     for name, result in checks.items():
-        if result["check"] != "ok":
+        if result["status"] != "ok":
             yield describe(name) | {"phase": EPOCH} | result
     trainers = {
         name: Trainer(name, recipe, point.seed)
         for name, one in checks.items()
-        if one["check"] == "ok"
+        if one["status"] == "ok"
     }
     path = checkpoints / point.id / "checkpoint.pt" if checkpoints else None
     done, rows = _resume(point, trainers, load_checkpoint(path))
@@ -253,7 +253,7 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
         trainer.update(images[mine], labels[mine])
         reference.update(images[everybody], labels[everybody])
     error = largest_error([_weights(trainer) - before], [_weights(reference) - before])
-    return {"error": error, "check": verdict(error, TOLERANCE)}
+    return {"error": error, **status_columns(describe_error(error, TOLERANCE))}
 
 
 def _weights(trainer: Trainer) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.bench.check import status_columns
 from labkit.bench.memory import measure_second_peak
 from labkit.costs.communication import context_parallel_calls, sent_bytes
 from labkit.lab.point import DevicePoint
@@ -100,9 +101,8 @@ def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
 
     def examine(way: str) -> tuple[dict[str, Any], Callable[[], Any]]:
         passes = Passes(problem, way)
-        columns: dict[str, Any] = dict(
-            zip(("error", "check"), check(problem, passes.joined()), strict=True)
-        )
+        error, wrong = check(problem, passes.joined())
+        columns = {"error": error, **status_columns(wrong)}
         return columns | (_count_traffic(point, passes) if passes.layout else {}), passes.run
 
     rows = {way: {"way": way} for way in point.ways}

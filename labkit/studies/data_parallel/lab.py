@@ -223,10 +223,7 @@ def timeline(results: Results) -> pd.DataFrame:
 LAB = Lab(
     name="data_parallel",
     title="Data-parallel training",
-    summary=(
-        "How to average gradients over ranks on this machine, with which bucket size, and what it"
-        " costs a step."
-    ),
+    summary="How to average gradients over ranks, in which buckets, and what it costs a step.",
     config=DataParallelConfig,
     smoke={"workloads": ["nano"]},
     paper={

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.bench.check import OK, status_columns
 from labkit.bench.clock import Stopwatch
 from labkit.bench.memory import measure_second_peak
 from labkit.bench.trace import TraceEvent, profile_call
@@ -155,7 +156,7 @@ def _time_steps(
         trainer.waiting = watches[name].lap
         if name == LOCAL:
             trainer.run()  # a warm-up; the other alternatives have theirs in their check
-            return {"check": "ok"}, trainer.phases
+            return dict(OK), trainer.phases
         return (
             check_gradients(trainer.model, partial(accumulate, trainer), expected),
             trainer.phases,
@@ -164,7 +165,7 @@ def _time_steps(
     rows = {name: _describe(name) for name in point.alternatives}
     for row in rows.values():
         if row["implementation"] in OVER_SHARED_MEMORY and transport_in_use()[0] != SHARED:
-            row["not_measured"] = transport_in_use()[1]
+            row |= {"status": "refused", "reason": transport_in_use()[1]}
     for row in check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds):
         yield row
         if row.get("phase") == BACKWARD and (laps := watches[row["alternative"]].seconds):
@@ -207,11 +208,10 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
     """Return the row of this wrapper, or several as `rows`."""
     make = partial(make_trainer, name, workload, device)
     trainer = make()
-    verdict = check_completeness(
-        dict(trainer.model.named_parameters()), partial(accumulate, trainer)
-    )
-    if verdict != "ok":
-        return {"check": verdict}
+    parameters = dict(trainer.model.named_parameters())
+    wrong = check_completeness(parameters, partial(accumulate, trainer))
+    if wrong is not None:
+        return status_columns(wrong)
     if sweep == "timeline":
         return {"rows": profile_step(trainer.run, device)}
     del trainer
@@ -228,7 +228,7 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
     step()
     boxes = _find_boxes(profile_call(step, device=device, before=dist.barrier))
     if not boxes[ALL_REDUCE]:
-        return [{"not_measured": "the profiler saw none of the collectives"}]
+        return [{"status": "refused", "reason": "the profiler saw none of the collectives"}]
     start = boxes[FORWARD][0][0]
     end_of_backward = boxes[BACKWARD][-1][1]
     rows = []
@@ -236,7 +236,7 @@ def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
         for begin, end in spans:
             row: dict[str, Any] = {
                 "lane": lane,
-                "check": "ok",
+                "status": "ok",
                 "start_s": begin - start,
                 "duration_s": end - begin,
             }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from labkit.bench.check import Work, matrix_product, max_over_ranks
+from labkit.bench.check import Work, matrix_product, max_over_ranks, status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
@@ -84,7 +84,7 @@ def _timed(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per call, named in the column `name`; a sample is the mean of enough calls to
     take `SAMPLE_S`."""
-    right = {key: call for key, call in calls.items() if call.check == "ok"}
+    right = {key: call for key, call in calls.items() if call.wrong is None}
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
     number = {
@@ -97,7 +97,7 @@ def _timed(
             name: key,
             "flops": call.flops,
             "bytes": call.n_bytes,
-            "check": failed.get(key, call.check),
+            **failed.get(key, status_columns(call.wrong)),
         }
         for key, call in calls.items()
     }
@@ -137,7 +137,8 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         if size not in sizes:
             yield {
                 "shape": f"square {size}",
-                "not_measured": f"one would take longer than {format_seconds(limit_s)}",
+                "status": "refused",
+                "reason": f"one would take longer than {format_seconds(limit_s)}",
             }
 
 
@@ -222,7 +223,7 @@ def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     actions = {str(n): partial(pass_over, n) for n in CHAINS} | {"others": others}
     samples = time_interleaved(actions, **point.rounds)
     for n in CHAINS:
-        yield {"operators": 2 * n, "check": "ok", "seconds": samples[str(n)]}
+        yield {"operators": 2 * n, "status": "ok", "seconds": samples[str(n)]}
 
 
 def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
@@ -230,8 +231,8 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
     size, n_bytes = point.sizes
     if point.world_size > 1:
         tensor = torch.zeros(max(1, n_bytes // 4))
-        check = first_wrong(dist.all_reduce, tensor) or "ok"
-        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, check)}
+        wrong = first_wrong(dist.all_reduce, tensor)
+        calls = {"all-reduce": Work(partial(dist.all_reduce, tensor), 0, tensor.nbytes, wrong)}
     else:
         product = matrix_product(device, getattr(torch, point.dtype), size, size, size)
         calls = {"product": product, "addition": _elementwise(n_bytes, device)["add"]}
@@ -240,7 +241,7 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
             "operation": operation,
             "flops": call.flops,
             "bytes": call.n_bytes,
-            "check": call.check,
+            **status_columns(call.wrong),
         }
         rows = {turn: about | {"repetition": turn} for turn in ("first", "second")}
         timing = point.rounds | {"seed": f"{point.id} {operation}"}
@@ -310,7 +311,7 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
         for name, (way, transport) in ways.items():
             check = row_of(name, partial(_check, way, tensor), device=device)
             every = {ALL_REDUCE: partial(way, tensor)}
-            if check["check"] == "ok":
+            if check["status"] == "ok":
                 connection = find_transport(None, torch.device(device), transport)
                 for what, (steps, depth) in _messages(connection, tensor).items():
                     every[what] = partial(connection.run, steps, depth)
@@ -352,7 +353,7 @@ def _messages(transport: Transport, tensor: torch.Tensor) -> dict[str, tuple[lis
 
 
 def _check(way: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> dict[str, str]:
-    return {"check": first_wrong(way, tensor) or "ok"}
+    return status_columns(first_wrong(way, tensor))
 
 
 _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from labkit.bench.check import largest_difference, verdict
+from labkit.bench.check import describe_error, largest_difference, status_columns
 from labkit.bench.memory import record_allocations
 from labkit.costs.memory import STATES_BYTES, peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
@@ -147,7 +147,8 @@ def _check_segment(
 ) -> dict[str, Any]:
     """Compare gradients with `expected`, which is filled by the step without checkpointing."""
     if segment != NO_CHECKPOINTS and not expected:
-        return {"check": "no gradients without checkpointing to compare with"}
+        reason = "no gradients without checkpointing to compare with"
+        return {"status": "refused", "reason": reason}
     step.model.checkpoint_segment = segment
     try:
         step.forward()
@@ -158,7 +159,7 @@ def _check_segment(
     if segment == NO_CHECKPOINTS:
         expected |= actual
     error = largest_difference(actual, expected)
-    return {"check": verdict(error, MAX_ERROR), "error": error}
+    return {"error": error, **status_columns(describe_error(error, MAX_ERROR))}
 
 
 def _run_with_segment(step: TrainingStep, segment: int) -> None:

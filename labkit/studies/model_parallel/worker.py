@@ -149,7 +149,7 @@ class Problem:
         columns = self.reference.check(
             {key: value.detach() for key, value in trainer.gather().items()}
         )
-        if columns["check"] != "ok":
+        if columns["status"] != "ok":
             return columns
         trainers[name] = trainer
         return columns | _describe(self.point, name, trainer)
@@ -252,7 +252,7 @@ def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
             SHARED in name
             and (transport := transport_in_use(device=torch.device(device)))[0] != SHARED
         ):
-            yield about | {"not_measured": transport[1]}
+            yield about | {"status": "refused", "reason": transport[1]}
             continue
         rows[name] = about | row_of(
             name, partial(problem.check, make, trainers, name), device=device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.bench.check import status_columns
 from labkit.costs.memory import peak_bytes, state_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
@@ -186,10 +187,9 @@ def _check(
     )
     is_right = loss_error <= LOSS_BOUND and not n_wrong  # False for NaN
     wrong = (
-        f"wrong: the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them"
-        " too far"
+        f"the loss is off by {loss_error:.1e}, gradients by {error:.1e}, {n_wrong} of them too far"
     )
-    return {"loss_error": loss_error, "error": error, "check": "ok" if is_right else wrong}
+    return {"loss_error": loss_error, "error": error, **status_columns(None if is_right else wrong)}
 
 
 def _compute_gradients(step: TrainingStep, precision: str) -> tuple[float, dict[str, Tensor]]:

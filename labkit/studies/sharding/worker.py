@@ -73,7 +73,8 @@ def measure(point: ShardingPoint) -> Iterator[dict[str, Any]]:
         transport, reason = transport_in_use()
         if point.transport not in (AUTO, transport):
             yield from (
-                {"implementation": name, "not_measured": reason} for name in point.implementations
+                {"implementation": name, "status": "refused", "reason": reason}
+                for name in point.implementations
             )
             return
     for row in (_measure_memory if point.kind == "memory" else _measure_steps)(point, device):
@@ -104,7 +105,7 @@ def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, 
 def _check(
     name: str, point: ShardingPoint, workload: Workload, reference: Reference
 ) -> tuple[dict[str, Any], Trainer, list[Any]]:
-    """Train as long as the reference: error and check, the trainer, and the calls of its last
+    """Train as long as the reference: error and status, the trainer, and the calls of its last
     step."""
     trainer = make_trainer(name, point, workload)
     for _ in range(STEPS):
@@ -121,7 +122,7 @@ def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
 
     def check(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], None]]]:
         columns, trainer, calls = _check(name, point, *against)
-        if columns["check"] == "ok" and name in LABKITS:
+        if columns["status"] == "ok" and name in LABKITS:
             traffic.extend(_traffic_rows(name, calls, 4 * n_parameters(SIZES[point.size])))
         return columns, trainer.phases
 
@@ -147,7 +148,7 @@ def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dic
         if formula or sent[collective]:
             row = {
                 "implementation": name,
-                "check": "ok",
+                "status": "ok",
                 "collective": collective,
                 "model_bytes": model_bytes,
             }
@@ -173,7 +174,7 @@ def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any
         # the one before, which is full of cycles, would be freed within this one's peak
         gc.collect()
         dist.barrier()
-        if row["check"] == "ok":
+        if row["status"] == "ok":
             row |= row_of(name, partial(_measure_one, name, point, workload, device), device=device)
         yield {"implementation": name} | row
 
@@ -200,7 +201,8 @@ def _measure_one(
     reason = _no_peak_reason(peak, sum(held.values()))
     # The largest of the other ranks would be too low.
     if max_over_ranks(float(reason is not None)) > 0:
-        return held | formula | {"not_measured": reason or "another rank has no peak"}
+        reason = reason or "another rank has no peak"
+        return held | formula | {"status": "refused", "reason": reason}
     return held | formula | {"peak_bytes": peak}
 
 

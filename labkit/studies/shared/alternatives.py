@@ -29,7 +29,7 @@ Action = Callable[[], Any]
 def row_of(
     alternative: str, check: Callable[[], Mapping[str, Any]], *, device: str
 ) -> dict[str, Any]:
-    """Run `check` and return its columns, or a `check` with the reason why the alternative failed.
+    """Run `check` and return its columns, or the status and reason of the alternative that failed.
 
     Raises the error if the device is dead, or if other ranks may be waiting for this one.
     """
@@ -38,7 +38,7 @@ def row_of(
         try:
             columns = dict(check())
         except Exception as error:
-            columns = {"check": describe_failure(error, device)}
+            columns = describe_failure(error, device)
             is_halfway = bool(traffic) and _may_interrupt_collective(error)
             if _is_one_of_several() and (is_halfway or not _do_all_ranks_raise(call_id)):
                 _note_user_line(error)
@@ -61,13 +61,13 @@ def time_guarded(
     device: str,
     prepare: Callable[[str], Any] | None = None,
     **options: Any,
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, str]]]:
     """Time all alternatives in turns; return seconds by alternative and phase, and failures.
 
     On one rank the others start again after a failure; on several ranks the error is raised.
     `prepare` and `options` are those of `time_parts_interleaved`.
     """
-    failed = dict[str, str]()
+    failed = dict[str, dict[str, str]]()
 
     def begin(name: str) -> None:
         current_alternative.begin(name)
@@ -99,15 +99,17 @@ def timed_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield each row with the `seconds` of its action, or the reason of its failure.
 
-    An action in phases yields one row per phase, named in `column`. Only rows without a `check`, or
-    whose `check` is "ok", are timed; `options` are those of `time_guarded`.
+    An action in phases yields one row per phase, named in `column`. Only rows without a `status`,
+    or whose `status` is "ok", are timed; `options` are those of `time_guarded`.
     """
     phases = {name: one if isinstance(one, Mapping) else {"": one} for name, one in actions.items()}
-    right = {name: parts for name, parts in phases.items() if rows[name].get("check", "ok") == "ok"}
+    right = {
+        name: parts for name, parts in phases.items() if rows[name].get("status", "ok") == "ok"
+    }
     samples, failed = time_guarded(right, **options)
     for name, row in rows.items():
         if name not in samples:
-            yield row | ({"check": failed[name]} if name in failed else {})
+            yield row | failed.get(name, {})
         for phase, seconds in samples.get(name, {}).items():
             yield row | ({column: phase} if phase else {}) | {"seconds": seconds}
 
@@ -123,7 +125,7 @@ def check_and_time(
     """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its
     action.
 
-    A row that has `not_measured` is neither checked nor timed.
+    A row that has a status is neither checked nor timed.
     """
     checked = dict[str, dict[str, Any]]()
     actions = dict[str, Action | Mapping[str, Action]]()
@@ -133,15 +135,14 @@ def check_and_time(
         return columns
 
     for name, row in rows.items():
-        is_measured = "not_measured" not in row
-        checked[name] = row | (
-            row_of(name, partial(check_one, name), device=device) if is_measured else {}
-        )
+        checked[name] = row
+        if "status" not in row:
+            checked[name] = row | row_of(name, partial(check_one, name), device=device)
     yield from timed_rows(checked, actions, column, device=device, **options)
 
 
-def describe_failure(error: Exception, device: str) -> str:
-    """Describe an error in one line: "out of memory: ..." or "failed: RuntimeError: ...".
+def describe_failure(error: Exception, device: str) -> dict[str, str]:
+    """Return the status of an alternative that raised, and the error in one line as its reason.
 
     Code in a notebook is named with its line. Raises the error again if the device is dead, as
     after an illegal memory access: CUDA then gives the same error to everything that follows, and
@@ -154,8 +155,9 @@ def describe_failure(error: Exception, device: str) -> str:
             raise error from dead
     text = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
-        return f"out of memory: {text or type(error).__name__}"
-    return f"failed: {type(error).__name__}: {text}".removesuffix(": ") + user_line(error)
+        return {"status": "oom", "reason": text or type(error).__name__}
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return {"status": "failed", "reason": reason + user_line(error)}
 
 
 def _note_user_line(error: Exception) -> None:

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from labkit.bench.check import (
+    describe_error,
     deterministic_math,
     first_failing_rank,
     largest,
     largest_difference,
     max_over_ranks,
-    verdict,
+    status_columns,
 )
 from labkit.bench.checksums import fill_part, first_deviation
 from labkit.nn.training import Workload
@@ -74,29 +75,27 @@ def local_means(model: nn.Module, run: Run) -> list[Tensor]:
 
 
 def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict[str, Any]:
-    """Return `error`, the largest relative one of gradients that `run` computes, and `check`, "ok"
-    or what is wrong.
+    """Return `error`, the largest relative one of gradients that `run` computes, `status` and
+    `reason`.
 
     `model` is wrapped, and loses its gradients; `means` are from `local_means`. All ranks get the
     same.
     """
     parameters = dict(model.named_parameters())
     if len(parameters) != len(means):
-        wrong = f"wrong: expected the {len(means)} parameters of the model, got {len(parameters)}"
-        return {"error": math.inf, "check": wrong}
+        reason = f"expected the {len(means)} parameters of the model, got {len(parameters)}"
+        return {"error": math.inf, **status_columns(reason)}
     with deterministic_math():
         run()
         error = largest_error(_take_gradients(parameters.values()), means)
-        complete = check_completeness(parameters, run)
-    return {
-        "error": error,
-        "check": verdict(error, TOLERANCES["float32"]) if complete == "ok" else complete,
-    }
+        incomplete = check_completeness(parameters, run)
+    wrong = incomplete or describe_error(error, TOLERANCES["float32"])
+    return {"error": error, **status_columns(wrong)}
 
 
-def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
-    """ "ok", or the first wrong mean over ranks of whole numbers in the place of local gradients,
-    on all ranks.
+def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str | None:
+    """Describe the first wrong mean over ranks of whole numbers in the place of local gradients, on
+    all ranks; None if all are right.
 
     Gradients are float32 or float64; parameters lose them.
     """
@@ -113,11 +112,11 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str:
         for one, start in pairs
     ]
     wrong = describe_first(list(parameters), deviations)
-    return f"{wrong} in a mean of whole numbers, which is whole" if wrong else "ok"
+    return f"{wrong} in a mean of whole numbers, which is whole" if wrong else None
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "wrong: rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and
+    """ "rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and
     tensor, or None.
 
     A collective: every rank has a deviation for each name, and gets the same text.
@@ -127,7 +126,7 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str
     if place is None:
         return None
     rank, (index, element, expected, got) = place
-    where = f"wrong: rank {rank}, {names[int(index)].removeprefix('module.')}"
+    where = f"rank {rank}, {names[int(index)].removeprefix('module.')}"
     if element == MISSING:
         return f"{where}: missing, or of another shape"
     return f"{where}, element {element:.0f}: expected {expected:.6g}, got {got:.6g}"
@@ -199,14 +198,14 @@ class Reference:
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """`error`, the largest of any rank; `check`, "ok" or where the first failing rank is wrong.
-        A collective."""
+        """Return `error`, the largest of any rank, `status`, and where the first failing rank is
+        wrong as `reason`. A collective."""
         errors, deviations = zip(
             *(self._compare(parameters.get(name), name) for name in self.expected), strict=True
         )
         return {
             "error": max_over_ranks(max(errors)),
-            "check": describe_first([*self.expected], deviations) or "ok",
+            **status_columns(describe_first([*self.expected], deviations)),
         }
 
     def _compare(self, actual: Tensor | None, name: str) -> tuple[float, Deviation]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.bench.check import max_over_ranks
+from labkit.bench.check import max_over_ranks, status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.bench.memory import record_allocations, saved_for_backward
 from labkit.lab.point import DevicePoint
@@ -177,13 +177,14 @@ def measure(point: SyncBatchNormPoint) -> Iterator[dict[str, Any]]:
     batch = Batch(point, device)
     rows: dict[str, dict[str, Any]] = {name: {"alternative": name} for name in point.alternatives}
     if TORCH in rows and device == "cpu":
-        rows[TORCH]["not_measured"] = "torch's SyncBatchNorm refuses CPU tensors"
+        reason = "torch's SyncBatchNorm refuses CPU tensors"
+        rows[TORCH] |= {"status": "refused", "reason": reason}
 
     def check_one(name: str) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         if name == COLLECTIVES:
             actions = _collectives(point.features, device)
             tensor = torch.empty(2 * point.features, device=device)
-            return {"check": first_wrong(partial(all_reduce, op="sum"), tensor) or "ok"}, actions
+            return status_columns(first_wrong(partial(all_reduce, op="sum"), tensor)), actions
         layer = layers[name] = Layer(name, batch)
         actions = {FORWARD: layer.forward, BACKWARD: layer.backward, BOTH: layer.run}
         return check_layer(layer, batch), (
@@ -210,8 +211,8 @@ def _is_idle(name: str) -> bool:
 
 
 def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
-    """`error`, the largest of any rank against BatchNorm in float64, and `check`, "ok" or where it
-    is, on all ranks.
+    """`error`, the largest of any rank against BatchNorm in float64, `status`, and as
+    `reason` where it is, on all ranks.
 
     Errors of `TENSORS` are per channel, relative to its largest expected value. The output's
     gradient is random here: in the timed one some ranks have zeros only, and a missing contribution
@@ -242,7 +243,7 @@ def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
     ]
     return {
         "error": max_over_ranks(max(errors)),
-        "check": describe_first(TENSORS, deviations) or "ok",
+        **status_columns(describe_first(TENSORS, deviations)),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labkit.bench.check import largest_difference, verdict
+from labkit.bench.check import OK, describe_error, largest_difference, status_columns
 from labkit.bench.clock import time_interleaved, time_once, time_parts_interleaved
 from labkit.bench.trace import profile_call
 from labkit.costs.memory import STATES_BYTES, peak_bytes
@@ -103,7 +103,7 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     samples = time_parts_interleaved(turns, device=point.device, **point.rounds)
     loss = float(step.infer())
     if not math.isfinite(loss):
-        yield {"check": f"wrong: the loss is {loss}"}
+        yield status_columns(f"the loss is {loss}")
         return
     seconds = samples[INFERENCE] | samples[STEP]
     sums = {FORWARD_BACKWARD: (FORWARD, BACKWARD), STEP: (FORWARD, BACKWARD, OPTIMIZER)}
@@ -112,7 +112,7 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
             sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)
         ]
     yield from (
-        {"phase": phase, "seconds": values, "check": "ok"} for phase, values in seconds.items()
+        {"phase": phase, "seconds": values, "status": "ok"} for phase, values in seconds.items()
     )
 
 
@@ -124,8 +124,8 @@ def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         STEP
     ]
     later = sorted(seconds[SETTLED_AFTER:])
-    yield {"which": FIRST, "seconds": [seconds[0]], "check": "ok"}
-    yield {"which": LATER, "seconds": [later[len(later) // 2]], "check": "ok"}
+    yield {"which": FIRST, "seconds": [seconds[0]], "status": "ok"}
+    yield {"which": LATER, "seconds": [later[len(later) // 2]], "status": "ok"}
 
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
@@ -139,7 +139,7 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         _run_forward_backward(eager)
         if name == EAGER:
-            return {"check": "ok"}, eager.run
+            return dict(OK), eager.run
         # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
         if point.device == "cpu":
             torch.compile(torch.neg)(torch.zeros(64))
@@ -153,7 +153,7 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         columns = {
             "compile_s": compile_s,
             "error": error,
-            "check": verdict(error, TOLERANCES[point.precision]),
+            **status_columns(describe_error(error, TOLERANCES[point.precision])),
         }
         return columns, compiled.run
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit.bench.check import largest_difference, max_over_ranks, verdict
+from labkit.bench.check import (
+    OK,
+    describe_error,
+    largest_difference,
+    max_over_ranks,
+    status_columns,
+)
 from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import ModelPoint
@@ -88,7 +94,7 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
         steps[name] = make_step(point, name, device)
         return (
-            {"check": "ok"} if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision])
+            dict(OK) if name == DEFAULT_NAME else _check(steps, TOLERANCES[point.precision])
         ), steps[name].run
 
     rows = {name: {"implementation": name} for name in (DEFAULT_NAME, JOINED)}
@@ -97,8 +103,8 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
-    """Compare the gradients of a first step: the largest difference of any rank, and "ok" or what
-    is wrong.
+    """Compare the gradients of a first step: the largest difference of any rank, and the
+    status.
 
     In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness
     is checked, too.
@@ -109,13 +115,12 @@ def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
         both.append({name: gradient.clone() for name, gradient in gradients(step.model).items()})
         step.drop_gradients()
     error = max_over_ranks(largest_difference(both[1], both[0]))
-    checks = [verdict(error, tolerance)]
-    if dist.is_initialized() and checks == ["ok"]:
+    wrong = describe_error(error, tolerance)
+    if dist.is_initialized():
         for step in steps.values():
-            checks.append(
-                check_completeness(dict(step.model.named_parameters()), partial(_run_passes, step))
-            )
-    return {"error": error, "check": next((one for one in checks if one != "ok"), "ok")}
+            parameters = dict(step.model.named_parameters())
+            wrong = wrong or check_completeness(parameters, partial(_run_passes, step))
+    return {"error": error, **status_columns(wrong)}
 
 
 def _run_passes(step: TrainingStep) -> None:
