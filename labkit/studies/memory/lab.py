@@ -232,10 +232,7 @@ SEGMENT_NAMES = {NO_CHECKPOINTS: "no checkpointing", 1: "checkpointing every lay
 LAB = Lab(
     name="memory",
     title="Memory",
-    summary=(
-        "Where the memory of a training step goes, what checkpointing saves, and the largest model"
-        " that fits."
-    ),
+    summary="Where a training step's memory goes, what checkpointing saves, what still fits.",
     config=MemoryConfig,
     smoke={"counted_sizes": ["nano", "mini"], "counted_checkpoint_size": "nano"},
     paper={
