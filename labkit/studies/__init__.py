@@ -1,5 +1,6 @@
-"""The labs: one package each, same name as its notebook and its page. Studies never import one
-another.
+"""The labs: one package each, same name as its notebook and its page.
+
+Studies never import one another.
 
 ``lab``     parameters, points and questions, on one page
 ``worker``  runs on every rank for each point
@@ -31,8 +32,10 @@ LABS = (
 
 
 def load_lab(lab: str) -> "Lab":
-    """Return the declaration of a lab, imported on demand. ParameterError for a name that is no
-    lab's."""
+    """Return the declaration of a lab, imported on demand.
+
+    ParameterError for a name that is no lab's.
+    """
     from labkit.lab.config import ParameterError, nearest
     from labkit.lab.declaration import find_lab
 

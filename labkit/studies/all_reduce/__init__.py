@@ -1,2 +1,1 @@
-"""The all-reduce lab: what it costs to average a tensor over ranks, and which algorithm does it
-best."""
+"""The all-reduce lab: what averaging over ranks costs, and which algorithm is best."""

@@ -87,8 +87,10 @@ def _run_user_function(
 
 
 def measure(point: AllReducePoint) -> Iterator[dict[str, Any]]:
-    """Yield one row per alternative: its error, and if it is right the seconds of each repeat on
-    this rank."""
+    """Yield one row per alternative: its error, and the seconds of each repeat.
+
+    Seconds are this rank's, and only if the result is right.
+    """
     device = use_device(point.device)
     rows = dict[str, dict[str, Any]]()
     dtype = getattr(torch, point.dtype)
@@ -141,8 +143,10 @@ def _torch_all_reduce(tensor: torch.Tensor, *, op: str) -> None:
 
 
 def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tensor) -> None:
-    """Add p-1 parts of n/p elements and copy p-1: the work of an all-reduce without messages and
-    waiting."""
+    """Do the work of an all-reduce alone: add p-1 parts of n/p elements, and copy p-1.
+
+    No messages, and no waiting.
+    """
     p = dist.get_world_size()
     size = tensor.numel() // p
     chunk = FLOOR_CHUNK_BYTES // tensor.itemsize
@@ -155,8 +159,10 @@ def _add_and_copy(tensor: torch.Tensor, others: torch.Tensor, result: torch.Tens
 
 
 def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
-    """Compare a mean with the exact one, then sums of whole numbers; all ranks get the same
-    verdict."""
+    """Compare a mean with the exact one, then sums of whole numbers.
+
+    All ranks get the same verdict.
+    """
     reduce(tensor, op="mean")
     error = max_over_ranks(_relative_error(tensor, base))
     # One rounding per addition and one for the division, each at most eps/2 of the largest partial
@@ -167,8 +173,10 @@ def _check(reduce: Collective, tensor: torch.Tensor, base: torch.Tensor) -> dict
 
 
 def _relative_error(result: torch.Tensor, base: torch.Tensor) -> float:
-    """Return the largest deviation from the exact mean over the largest mean; NaN counts as
-    infinite."""
+    """Return the largest deviation from the exact mean over the largest mean.
+
+    NaN counts as infinite.
+    """
     ranks = dist.get_world_size()
     factor = sum(_multiple(rank) for rank in range(ranks)) / ranks
     deviation = 0.0

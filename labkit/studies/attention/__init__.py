@@ -1,2 +1,1 @@
-"""The attention lab: what explicit attention costs in time and memory, and what compiling or tiling
-changes."""
+"""The attention lab: what naive attention costs, and what compiling or tiling changes."""

@@ -42,8 +42,10 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPoint(SessionPoint):
-    """Implementations to compare on one problem, (batch, sequence, head_dim); a head counts as a
-    sequence."""
+    """Implementations to compare on one problem, (batch, sequence, head_dim).
+
+    A head counts as a sequence.
+    """
 
     batch: int
     sequence: int
@@ -61,8 +63,10 @@ class AttentionPoint(SessionPoint):
 
     @property
     def needed_bytes(self) -> float:
-        """Memory of the leanest implementation; one that does not fit becomes a row of its
-        point."""
+        """Memory of the leanest implementation.
+
+        One that does not fit becomes a row of its point.
+        """
         return min(map(self.needed_by, self.implementations))
 
     @property
@@ -71,8 +75,7 @@ class AttentionPoint(SessionPoint):
         return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations})
 
     def needed_by(self, implementation: str) -> float:
-        """Return the predicted memory of a forward and backward pass, inputs included, with a
-        margin."""
+        """Return the predicted memory of both passes, with inputs and a margin."""
         # SDPA's unfused backend computes in float32, whatever the inputs are.
         element = (
             max(4, self.torch_dtype.itemsize)
@@ -88,8 +91,10 @@ class AttentionPoint(SessionPoint):
 
 
 def measure(point: AttentionPoint) -> Iterator[dict[str, Any]]:
-    """Rows by `phase`: checks and peaks ("both"), tensors held between the passes ("saved"),
-    seconds of each repeat."""
+    """Yield rows by `phase`: checks and peaks, tensors held, seconds.
+
+    "both" has checks and peaks, "saved" the tensors held between the passes.
+    """
     shape = (point.batch, point.sequence, point.head_dim)
     problem: AttentionProblem | None = None
     right: dict[str, Passes] = {}
@@ -164,8 +169,7 @@ def _examine(
 
 
 def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str, Any]]:
-    """Time forward and backward, each backward pass after its forward pass, and add up both in each
-    round."""
+    """Time forward and backward in turns, and add up both in each round."""
     phases = {
         name: {phase: getattr(passes, phase) for phase in (FORWARD, BACKWARD)}
         for name, passes in right.items()

@@ -1,2 +1,1 @@
-"""The CIFAR-100 lab: whole trainings with labkit's wrapper and SyncBatchNorm, compared with
-torch's."""
+"""The CIFAR-100 lab: whole trainings with labkit's parts, compared with torch's."""

@@ -1,5 +1,4 @@
-"""Trains the net with one implementation: images of each update, gradient accumulation, dropout,
-validation.
+"""Trains the net with one implementation: updates, accumulation, validation.
 
 Initial weights, the order of images and dropout's masks depend on seed, epoch and rank alone. So
 all implementations of a seed see the same, and a resumed training needs no state of a random
@@ -75,8 +74,9 @@ class Trainer:
         )
 
     def update(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step on this rank's images, micro-batch by micro-batch; return the sum
-        of their losses.
+        """Take one optimizer step on this rank's images, micro-batch by micro-batch.
+
+        Return the sum of their losses.
 
         The loss is the mean over the images of all ranks, which have equally many.
         """
@@ -98,8 +98,10 @@ class Trainer:
         return total
 
     def epoch(self, images: Tensor, labels: Tensor, seed: int, epoch: int) -> tuple[Tensor, int]:
-        """Train one epoch on this rank's part of the images; return the sum of its losses, and the
-        number of images."""
+        """Train one epoch on this rank's part of the images.
+
+        Return the sum of its losses, and the number of images.
+        """
         torch.manual_seed(seed_of(seed, "dropout", epoch, dist.get_rank()))
         total = torch.zeros((), dtype=torch.float64, device=self.recipe.device)
         n_images = 0
@@ -136,8 +138,7 @@ class Trainer:
 
 
 def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
-    """Add to `sums` (3,), in place: the losses of these images, the number of correct ones, and of
-    all.
+    """Add to `sums` (3,), in place: losses, the number of correct images, and of all.
 
     Element by element, since a count in main memory cannot be stacked with numbers on a GPU.
     """
@@ -147,8 +148,9 @@ def add_to_sums(sums: Tensor, logits: Tensor, target: Tensor) -> None:
 
 
 def updates_of(images: int, recipe: Recipe, seed: int, epoch: int, ranks: int) -> Iterator[Tensor]:
-    """Yield indices of the images of each update, (micro-batches, ranks, batch), in another order
-    every epoch.
+    """Yield indices of the images of each update, (micro-batches, ranks, batch).
+
+    In another order every epoch.
 
     Ranks get equally many whole micro-batches; a few images are left over. The last update of an
     epoch may have fewer micro-batches than the others. ValueError for fewer than two images per

@@ -98,8 +98,7 @@ class TrainingPoint(Point):
 
 @dataclass(frozen=True)
 class RankData:
-    """The data of one rank: images (N, 3, 32, 32) in uint8 and classes (N,) in int64, on the
-    CPU."""
+    """Images (N, 3, 32, 32), uint8, and classes (N,), int64, of one rank, on the CPU."""
 
     classes: int
     training: tuple[Tensor, Tensor]
@@ -113,8 +112,9 @@ class RankData:
 def read_data(
     dataset: str, archive: str | None, max_images: int | None, *, md5: str | None = None
 ) -> RankData:
-    """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched; the first
-    `max_images` are trained.
+    """Read the digits, or CIFAR-100 from `archive` or the archive that was fetched.
+
+    The first `max_images` are trained.
 
     DatasetError for a bad archive, or one with another checksum than `md5`.
     """
@@ -148,8 +148,10 @@ def describe(implementation: str) -> dict[str, str]:
 
 
 def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of one seed: peak memory of each implementation; the time of each epoch and, from rank
-    0, its results."""
+    """Rows of one seed: peak memory of each implementation.
+
+    The time of each epoch and, from rank 0, its results.
+    """
     device = use_device(point.device)
     data = read_data(point.dataset, point.archive, point.train_images, md5=point.md5)
     names = ("batch", "accumulation", "learning_rate", "momentum")
@@ -190,8 +192,10 @@ def train(point: TrainingPoint, checkpoints: Path | None = None) -> Iterator[dic
 def _resume(
     point: TrainingPoint, trainers: dict[str, Trainer], state: dict[str, Any] | None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Load a checkpoint, if there is one of all these implementations; return its epoch, and their
-    rows in it."""
+    """Load a checkpoint, if there is one of all these implementations.
+
+    Return its epoch, and their rows in it.
+    """
     if (
         state is None
         or state["point"] != point.id
@@ -205,8 +209,10 @@ def _resume(
 
 
 def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict[str, Any]:
-    """Train one epoch and validate: its seconds and, on rank 0, losses and accuracy, which are
-    equal on all ranks."""
+    """Train one epoch and validate; return its seconds and, on rank 0, its results.
+
+    Losses and accuracy are equal on all ranks.
+    """
     with current_alternative.running(trainer.implementation):
         dist.barrier()
         train_epoch = partial(trainer.epoch, *data.training, seed, epoch)
@@ -225,8 +231,9 @@ def _time_epoch(trainer: Trainer, epoch: int, data: RankData, seed: int) -> dict
 
 
 def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Compare the weights after the first updates with those of one process that has the images of
-    all ranks.
+    """Compare the weights after the first updates with those of one process.
+
+    That process has the images of all ranks.
 
     In float64 and without dropout; the error is relative to the largest change of any weight, on
     the worst rank. Batch norm over all ranks is that of one process on the whole micro-batch, local
@@ -257,14 +264,18 @@ def _check(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, An
 
 
 def _weights(trainer: Trainer) -> Tensor:
-    """All parameters in one vector: the bias before batch norm has a gradient of zero, and changes
-    by rounding only."""
+    """Return all parameters in one vector.
+
+    The bias before batch norm has a gradient of zero, and changes by rounding only.
+    """
     return torch.cat([parameter.detach().flatten() for parameter in trainer.net.parameters()])
 
 
 def _peak_memory(name: str, recipe: Recipe, data: RankData, seed: int) -> dict[str, Any]:
-    """Return the allocator's peak over an update, model and optimizer included, one implementation
-    after the other."""
+    """Return the allocator's peak over an update, by implementation.
+
+    Model and optimizer included.
+    """
     update = next(updates_of(len(data.training[0]), recipe, seed, 1, dist.get_world_size()))
     images, labels = (part[update[:, dist.get_rank()].flatten()] for part in data.training)
     dist.barrier()

@@ -1,5 +1,4 @@
-"""Worker of the lab on context parallelism: check attention over ranks against float64, then time
-both passes."""
+"""Worker of the lab on context parallelism: checks against float64, then times."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,16 +24,17 @@ RING = "ring, zigzag"
 RING_CONTIGUOUS = "ring, contiguous"
 GATHERED = "gathered, zigzag"
 WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
-"""Tiled attention to the whole sequence on one rank; and by ranks, with the layout of their
-positions."""
+"""Tiled attention to the whole sequence on one rank.
+
+And by ranks, with the layout of their positions.
+"""
 # of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
 N_COPIES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelPoint(DevicePoint):
-    """Causal attention to q, k and v, each (heads, sequence, head dimension) on all ranks
-    together."""
+    """Causal attention to q, k, v, each (heads, sequence, head dimension) over all ranks."""
 
     ways: tuple[str, ...]
     sequence: int
@@ -53,8 +53,10 @@ class ContextParallelPoint(DevicePoint):
 
 
 class Passes:
-    """Forward and backward of one way on this rank's positions; with the whole sequence, on the
-    first rank only."""
+    """Forward and backward of one way on this rank's positions.
+
+    With the whole sequence, on the first rank only.
+    """
 
     def __init__(self, problem: AttentionProblem, way: str) -> None:
         method, _, layout = way.partition(", ")
@@ -91,8 +93,7 @@ class Passes:
 
 
 def measure(point: ContextParallelPoint) -> Iterator[dict[str, Any]]:
-    """Yield rows of one point, by way: seconds of both passes, bytes sent beside the formula, and
-    peak bytes."""
+    """Yield rows of one point, by strategy: seconds of both passes, bytes, and peak."""
     device = use_device(point.device)
     shape = (point.heads, point.sequence, point.head_dim)
     dtype = getattr(torch, point.dtype)

@@ -1,2 +1,1 @@
-"""The data-parallel lab: how gradients should be averaged on this machine, and what that costs a
-step."""
+"""The data-parallel lab: how to average gradients here, and what that costs a step."""

@@ -124,8 +124,7 @@ def _describe(name: str) -> dict[str, Any]:
 def accumulate(
     trainer: Trainer, micro_batches: int = 1, *, only_last: bool = False, then_update: bool = False
 ) -> None:
-    """Add up gradients of micro-batches, averaged after each of them, or after the last one only
-    (`no_sync`)."""
+    """Add up gradients of micro-batches, averaged after each or after the last (`no_sync`)."""
     for micro_batch in range(micro_batches):
         is_silent = only_last and micro_batch < micro_batches - 1
         with trainer.model.no_sync() if is_silent else nullcontext():
@@ -136,8 +135,7 @@ def accumulate(
 
 
 def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> list[Tensor]:
-    """Return the gradients that wrappers should compute: the mean over ranks of the bare
-    model's."""
+    """Return the gradients that wrappers should compute: means of the bare model's."""
     local = make_trainer(LOCAL, workload, device)
     return local_means(local.model, partial(accumulate, local, micro_batches))
 
@@ -145,8 +143,10 @@ def _compute_means(workload: Workload, device: str, micro_batches: int = 1) -> l
 def _time_steps(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of each phase. Backward lasts until gradients are averaged; `waiting` is its part
-    after autograd."""
+    """Seconds of each phase.
+
+    Backward lasts until gradients are averaged; `waiting` is its part after autograd.
+    """
     expected = _compute_means(workload, device)
     watches = dict[str, Stopwatch]()
 
@@ -175,8 +175,10 @@ def _time_steps(
 def _time_accumulation(
     point: DataParallelPoint, workload: Workload, device: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield seconds of a step over several micro-batches, averaged after each of them or after the
-    last one only."""
+    """Yield seconds of a step over several micro-batches.
+
+    Gradients are averaged after each of them, or after the last one only.
+    """
     expected = _compute_means(workload, device, point.micro_batches)
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -219,8 +221,9 @@ def _look(sweep: str, name: str, workload: Workload, device: str) -> dict[str, A
 
 
 def profile_step(step: Callable[[], None], device: str) -> list[dict[str, Any]]:
-    """Return one row per box of the second step: `lane`, `start_s`, `duration_s`, and `during_s` of
-    collectives.
+    """Return one row per box of the second step, with its lane and times.
+
+    `lane`, `start_s`, `duration_s`, and `during_s` of collectives.
 
     The step has ranges of its phases. Backward ends with the last gradient; `during_s` is the part
     of a collective before that.

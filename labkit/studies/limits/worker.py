@@ -38,8 +38,7 @@ ATTENTION_BATCH = 8  # a batched matmul has the sides of the largest, divided by
 
 @dataclass(frozen=True, kw_only=True)
 class LimitPoint(ModelPoint):
-    """A sweep whose calls take turns: matmuls of several sizes, copies and additions, numbers of
-    threads, operators."""
+    """A sweep whose calls are interleaved: matmuls, copies and additions, threads, operators."""
 
     sweep: str
     dtype: str = "float32"
@@ -82,8 +81,10 @@ def measure(point: LimitPoint) -> Iterator[dict[str, Any]]:
 def _timed(
     point: LimitPoint, calls: dict[str, Work], name: str, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per call, named in the column `name`; a sample is the mean of enough calls to
-    take `SAMPLE_S`."""
+    """Yield a row per call, named in the column `name`.
+
+    A sample is the mean of enough calls to take `SAMPLE_S`.
+    """
     right = {key: call for key, call in calls.items() if call.wrong is None}
     singly = {key: {CALLS: call.run} for key, call in right.items()}
     once, failed = time_guarded(singly, device=point.device, warmup=1, repeats=1, seed=point.id)
@@ -143,8 +144,9 @@ def _products(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[list[int], float]:
-    """Return the sizes of square matmuls for which the rounds have time, and the seconds that one
-    may take.
+    """Return the sizes of square matmuls to time, and the seconds one may take.
+
+    As many as the rounds have time for.
 
     A CPU without instructions for 16-bit numbers multiplies them a hundred times slower than
     float32: 2048 rows take
@@ -163,8 +165,10 @@ def _sizes_in_time(point: LimitPoint, device: str, dtype: torch.dtype) -> tuple[
 
 
 def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Copies and additions of arrays of each number of bytes; "new": additions whose result is a
-    new tensor."""
+    """Copies and additions of arrays of each number of bytes.
+
+    "new": additions whose result is a new tensor.
+    """
     calls = {
         f"{name} {n}": work for n in point.sizes for name, work in _elementwise(n, device).items()
     }
@@ -174,8 +178,7 @@ def _memory(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
-    """Return a copy, an addition, and an addition into a new tensor, of float32 arrays of so many
-    bytes."""
+    """Return a copy, an addition, and one into a new tensor, of float32 arrays."""
     n = max(1, n_bytes // 4)
     a, b, out = (torch.ones(n, device=device) for _ in range(3))
     return {
@@ -186,8 +189,10 @@ def _elementwise(n_bytes: int, device: str) -> dict[str, Work]:
 
 
 def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield a matmul, a copy and an addition with one thread, two, four, ..., and all threads of
-    this process."""
+    """Yield a matmul, a copy and an addition with one thread, two, four, ...
+
+    Up to all threads of this process.
+    """
     all_threads = torch.get_num_threads()
     size, n_bytes = point.sizes
     numbers = sorted({*(2**power for power in range(all_threads.bit_length())), all_threads})
@@ -209,8 +214,10 @@ def _threads(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _autograd(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Passes over chains of tiny operators; a long copy empties the caches between them, as a model
-    would."""
+    """Passes over chains of tiny operators.
+
+    A long copy empties the caches between them, as a model would.
+    """
     ones, weight = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
 
     def pass_over(operators: int) -> None:
@@ -249,8 +256,10 @@ def _itself(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Each operator of a named model's training step in float32, with FLOPs and bytes counted by
-    hand."""
+    """Yield each operator of a named model's step in float32.
+
+    With FLOPs and bytes counted by hand.
+    """
     shape = SIZES[point.model]
     batch = point.batch
     context = point.context_length
@@ -297,8 +306,10 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Time all-reduces, one by recursive doubling to show the cost of a call; messages in a row,
-    and at once."""
+    """Time all-reduces, one by recursive doubling to show the cost of a call.
+
+    Messages in a row, and at once.
+    """
     ways: dict[str, tuple[Callable[[torch.Tensor], Any], str]]
     ways = {NCCL if point.backend == "nccl" else GLOO: (dist.all_reduce, POINT_TO_POINT)}
     all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport
@@ -329,8 +340,10 @@ def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _messages(transport: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: a message to the next rank, several in a row, one to every rank; long
-    ones in pieces."""
+    """Steps and their depth: a message to the next rank, several in a row, one to every rank.
+
+    Long ones in pieces.
+    """
     ranks = transport.world_size
     rank = transport.rank
     length = transport.piece_bytes(ranks) // tensor.itemsize

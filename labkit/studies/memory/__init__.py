@@ -1,2 +1,1 @@
-"""The memory lab: where the memory of a training step of the Transformer goes, measured and
-counted."""
+"""The memory lab: where the memory of a training step goes, measured and counted."""

@@ -38,8 +38,10 @@ class CountedStep:
         self.ledger = ledger
         self.step = step
         self.spans: dict[str, tuple[int, int]] = {}
-        """First and last moment by phase, and of the parts "backward" and "optimizer" of a full
-        step."""
+        """Return the first and last moment by phase.
+
+        And of the parts "backward" and "optimizer" of a full step.
+        """
         ledger.label("parameters", step.model.parameters())
 
     @contextmanager
@@ -100,8 +102,10 @@ def _name_source(path: str) -> str:
 
 
 def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
-    """Build a `TrainingStep(**arguments)` and run `phases` of it under a ledger, on fake tensors if
-    it has a shape."""
+    """Run `phases` of a `TrainingStep(**arguments)` under a ledger.
+
+    On fake tensors if it has a shape.
+    """
     is_named = isinstance(arguments["source"], TransformerShape)
     mode: AbstractContextManager[Any] = FakeTensorMode() if is_named else nullcontext()
     with (
@@ -163,8 +167,10 @@ def _parts(by_category: Mapping[str, int]) -> dict[str, int]:
 
 
 def _allocation_rows(counted: CountedStep) -> Iterator[dict[str, Any]]:
-    """Allocations grouped by operator, line, phase, category and size: the largest, and the largest
-    at the peak."""
+    """Return the largest allocations, by operator, line, phase, category and size.
+
+    And the largest at the peak.
+    """
     start, end = counted.spans["full_step"]
     at_peak = {id(allocation) for allocation in counted.peak("full_step").live}
     groups: dict[tuple[Any, ...], list[Allocation]] = {}

@@ -44,8 +44,7 @@ class MemoryPoint(ModelPoint):
     segments: tuple[int, ...] = ()
     """Segment lengths that a checkpoint point compares, `NO_CHECKPOINTS` first."""
     has_details: bool = False
-    """Whether a counted point also has the timeline and the largest allocations of its full
-    step."""
+    """Whether the timeline and the largest allocations of a full step are counted, too."""
 
     @property
     def contests(self) -> int:
@@ -70,8 +69,10 @@ def measure(point: MemoryPoint) -> Iterator[dict[str, Any]]:
 
 
 def predict_peak(point: MemoryPoint, phase: str) -> dict[str, int]:
-    """`predicted_bytes`, the formula's peak of a forward pass or a full step; nothing for what has
-    no formula."""
+    """`predicted_bytes`, the formula's peak of a forward pass or a full step.
+
+    Nothing for what has no formula.
+    """
     if (shape := find_shape(point.size)) is None or phase == INFERENCE:
         return {}
     names = ("precision", "checkpoint_segment", "device")

@@ -1,2 +1,1 @@
-"""Tensor and pipeline parallelism, and which axis of parallelism is best for one model on the same
-ranks."""
+"""Tensor and pipeline parallelism, and the best axis for one model on the same ranks."""

@@ -100,8 +100,7 @@ def accumulate(name: str, *, term: float, additions: int, device: str) -> Iterat
 
 
 class ToyModel(nn.Module):
-    """The model of the published exercise: rows of 20 features to logits of 5 classes, with a layer
-    norm."""
+    """The model of the published exercise: 20 features to 5 logits, with a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +114,10 @@ class ToyModel(nn.Module):
 
 
 def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Run one forward and backward pass under autocast; yield the dtype of each quantity, read by
-    hooks."""
+    """Run one forward and backward pass under autocast.
+
+    Yield the dtype of each quantity, read by hooks.
+    """
     torch.manual_seed(seed)
     with torch.device(device):
         model = ToyModel()
@@ -142,8 +143,10 @@ def observe_dtypes(precision: str, *, device: str, seed: int) -> Iterator[dict[s
 
 
 def _measure_speed(point: PrecisionPoint) -> Iterator[dict[str, Any]]:
-    """Yield one row per mode and precision with the seconds of each repeat: all take turns on one
-    model and batch."""
+    """Yield the seconds of each repeat by mode and precision, interleaved.
+
+    All on one model and batch.
+    """
     sizes: dict[str, Any] = {"batch": point.batch, "context_length": point.context_length}
     step = TrainingStep(SIZES[point.model], device=point.device, seed=point.seed, **sizes)
     expected = _compute_gradients(step, FULL)
@@ -171,8 +174,7 @@ def _run(step: TrainingStep, mode: str, precision: str) -> None:
 def _check(
     step: TrainingStep, precision: str, expected_loss: float, expected: Mapping[str, Tensor]
 ) -> dict[str, float | str]:
-    """Compare the loss and each parameter's gradient with those of float32, on the same model and
-    batch."""
+    """Compare loss and gradients with those of float32, on the same model and batch."""
     loss, actual = _compute_gradients(step, precision)
     loss_error = abs(loss - expected_loss) / abs(expected_loss)
     squares = {key: float(one.double().square().sum()) for key, one in expected.items()}

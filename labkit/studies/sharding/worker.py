@@ -36,9 +36,11 @@ OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 1e-3, "eps": 1e-5}),
     "SGD": (SGD, {"lr": 0.5}),
 }
-"""An expensive update and a cheap one. AdamW's `eps` is above the rounding of a gradient, which
-three ranks add in another order than one process. SGD's `lr` makes an update large compared with
-rounding."""
+"""An expensive update and a cheap one.
+
+AdamW's `eps` is above the rounding of a gradient, which three ranks add in another order than one
+process. SGD's `lr` makes an update large compared with rounding.
+"""
 # of the bytes held: small tensors may lie in memory that the process had before
 MIN_PEAK_SHARE = 0.98
 MIN_HELD_BYTES = 2**20  # below, most tensors lie there
@@ -46,8 +48,7 @@ MIN_HELD_BYTES = 2**20  # below, most tensors lie there
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPoint(ModelPoint):
-    """A model, a batch, an optimizer, a transport, and the implementations that are compared on
-    them."""
+    """A model, batch, optimizer and transport, and the implementations to compare."""
 
     kind: str
     """ "time" or "memory"."""
@@ -105,8 +106,10 @@ def _train_in_one_process(point: ShardingPoint, device: str) -> tuple[Workload, 
 def _check(
     name: str, point: ShardingPoint, workload: Workload, reference: Reference
 ) -> tuple[dict[str, Any], Trainer, list[Any]]:
-    """Train as long as the reference: error and status, the trainer, and the calls of its last
-    step."""
+    """Train as long as the reference.
+
+    Returns error and status, the trainer, and the calls of its last step.
+    """
     trainer = make_trainer(name, point, workload)
     for _ in range(STEPS):
         with recorded_traffic() as calls:
@@ -115,8 +118,7 @@ def _check(
 
 
 def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Yield seconds by part of a step, implementations in turns, then the bytes of one step by
-    collective."""
+    """Yield seconds by part of a step, interleaved, then its bytes by collective."""
     against = _train_in_one_process(point, device)
     traffic = list[dict[str, Any]]()
 
@@ -134,8 +136,10 @@ def _measure_steps(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]
 
 
 def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yield bytes that this rank sent in one step, by collective, and the formula's; the ranks'
-    flags are left out."""
+    """Yield bytes that this rank sent in one step, by collective, and the formula's.
+
+    The ranks' flags are left out.
+    """
     p = dist.get_world_size()
     expected = {
         call.collective: sent_bytes([call], p) for call in sharding_calls(model_bytes, name)
@@ -156,8 +160,10 @@ def _traffic_rows(name: str, calls: list[Any], model_bytes: int) -> Iterator[dic
 
 
 def _measure_memory(point: ShardingPoint, device: str) -> Iterator[dict[str, Any]]:
-    """One row per implementation: bytes held by part after a step, as its tensors say, and the peak
-    of the step."""
+    """Yield bytes held after a step by part, and the step's peak, by implementation.
+
+    As its tensors say.
+    """
     return_memory_when_freed()
     # The check trains a small model. Memory that libraries allocate once then is part of no peak.
     small = ShardingPoint.of(point, size="nano", batch=1)
@@ -207,8 +213,10 @@ def _measure_one(
 
 
 def _held_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the tensors that this rank holds between steps: parameters, their gradients, the
-    optimizer's state."""
+    """Return the tensors that this rank holds between steps.
+
+    Parameters, their gradients, the optimizer's state.
+    """
     # of a sharded optimizer
     inner = [each for each in tree_leaves(vars(optimizer)) if isinstance(each, Optimizer)]
     state = [
@@ -229,8 +237,10 @@ def _storage_bytes(leaves: Iterable[Any]) -> int:
 
 
 def _no_peak_reason(peak: int | None, held: int) -> str | None:
-    """Return why the peak is unknown: the system may reclaim memory between two looks, and misses
-    small tensors."""
+    """Return why the peak is unknown.
+
+    The system may reclaim memory between two looks, and misses small tensors.
+    """
     if peak is None:
         return "the system does not say what a process's peak is"
     if held < MIN_HELD_BYTES:

@@ -122,8 +122,9 @@ def check_and_time(
     device: str,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """`timed_rows` of alternatives by name, after `check` has returned each one's columns and its
-    action.
+    """Check alternatives by name, then time them: `timed_rows`.
+
+    `check` returns each one's columns and its action.
 
     A row that has a status is neither checked nor timed.
     """

@@ -16,8 +16,9 @@ from labkit.parallel.messages import cpu_group, gather_json
 
 
 def save_checkpoint(path: Path | None, state: Any) -> None:
-    """Replace the checkpoint by rank 0's `state` (tensors, numbers, strings, None, in lists and
-    dicts). A collective.
+    """Replace the checkpoint by rank 0's `state`. A collective.
+
+    `state`: tensors, numbers, strings and None, in lists and dicts.
 
     The file is there whole or not at all. Without a path, nothing is written.
     """

@@ -1,5 +1,4 @@
-"""Checks before anything is timed: a wrapper's gradients are the mean over ranks, a training is
-that of one process.
+"""Checks before anything is timed: of averaged gradients, and of trainings.
 
 Gradients are checked twice. First, whole numbers take the place of each local gradient in the
 middle of the backward pass. Their mean is whole, and wrong if any rank's part of any element is
@@ -49,20 +48,23 @@ MISSING = -2
 Deviation = tuple[int, float, float]
 """The first wrong element, the expected value, and the actual one."""
 Run = Callable[[], None]
-"""Forward and backward passes of one step, without the optimizer's: afterwards gradients are
-averaged."""
+"""Forward and backward of one step, after which gradients are averaged."""
 
 STEPS = 2  # a gradient that is wrong in the first one has spread by the second
 PARAMETER_TOLERANCE = 1e-2
 """Error of an element, relative to the largest change of its tensor."""
 ROUNDING = 1e-6
-"""Gradients this small, relative to the largest of the model, are rounding: AdamW's update of them
-says nothing."""
+"""Share of the model's largest gradient below which a gradient is rounding.
+
+AdamW's update of it says nothing.
+"""
 
 
 def local_means(model: nn.Module, run: Run) -> list[Tensor]:
-    """Expected gradients: the mean over ranks of those that `run` computes on the bare model,
-    summed in float64."""
+    """Return expected gradients: means over ranks, summed in float64.
+
+    Of what `run` computes on the bare model.
+    """
     with deterministic_math():
         run()
     means = []
@@ -75,8 +77,9 @@ def local_means(model: nn.Module, run: Run) -> list[Tensor]:
 
 
 def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict[str, Any]:
-    """Return `error`, the largest relative one of gradients that `run` computes, `status` and
-    `reason`.
+    """Return `error`, `status` and `reason` of the gradients that `run` computes.
+
+    `error` is the largest relative one.
 
     `model` is wrapped, and loses its gradients; `means` are from `local_means`. All ranks get the
     same.
@@ -94,8 +97,9 @@ def check_gradients(model: nn.Module, run: Run, means: Sequence[Tensor]) -> dict
 
 
 def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str | None:
-    """Describe the first wrong mean over ranks of whole numbers in the place of local gradients, on
-    all ranks; None if all are right.
+    """Describe the first wrong mean over ranks of whole numbers; None if all are right.
+
+    They take the place of local gradients. On all ranks.
 
     Gradients are float32 or float64; parameters lose them.
     """
@@ -116,8 +120,9 @@ def check_completeness(parameters: Mapping[str, nn.Parameter], run: Run) -> str 
 
 
 def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str | None:
-    """ "rank 1, layers.0.weight, element 5: expected 96, got 48" for the first rank and
-    tensor, or None.
+    """Describe the first rank and tensor that are wrong, or None.
+
+    "rank 1, layers.0.weight, element 5: expected 96, got 48".
 
     A collective: every rank has a deviation for each name, and gets the same text.
     """
@@ -134,8 +139,9 @@ def describe_first(names: Sequence[str], deviations: Sequence[Deviation]) -> str
 
 @contextmanager
 def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int]]]:
-    """Inside, each local gradient is this rank's part times the number of ranks, another one in
-    every pass.
+    """Replace each local gradient by this rank's part times the number of ranks, within the block.
+
+    Another part in every pass.
 
     Yields where in the sequence the numbers of each pass begin: a list per parameter, one longer
     after each pass.
@@ -164,8 +170,10 @@ def _whole_numbers(parameters: Sequence[nn.Parameter]) -> Iterator[list[list[int
 
 
 def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -> float:
-    """Return the largest deviation of any rank, relative to its tensor's largest mean; infinite for
-    NaN or none."""
+    """Return the largest deviation of any rank, relative to its tensor's largest mean.
+
+    Infinite for NaN or none.
+    """
     actual = {str(index): one for index, one in enumerate(gradients) if one is not None}
     return max_over_ranks(
         largest_difference(actual, {str(index): one for index, one in enumerate(means)})
@@ -173,8 +181,10 @@ def largest_error(gradients: Sequence[Tensor | None], means: Sequence[Tensor]) -
 
 
 def furthest(actual: Tensor, expected: Tensor) -> Deviation:
-    """Return the element that deviates most, NaN before all others; the expected value, and the
-    actual one."""
+    """Return the element that deviates most, NaN before all others.
+
+    The expected value, and the actual one.
+    """
     difference = (actual.double() - expected.double()).abs().reshape(-1).nan_to_num(nan=math.inf)
     element = int(difference.argmax())
     return element, float(expected.reshape(-1)[element]), float(actual.reshape(-1)[element])
@@ -198,8 +208,10 @@ class Reference:
     """The largest change of each parameter, or of the whole model if its gradients are rounding."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return `error`, the largest of any rank, `status`, and where the first failing rank is
-        wrong as `reason`. A collective."""
+        """Return `error`, `status` and `reason`: where the first failing rank is wrong.
+
+        `error` is the largest of any rank. A collective.
+        """
         errors, deviations = zip(
             *(self._compare(parameters.get(name), name) for name in self.expected), strict=True
         )

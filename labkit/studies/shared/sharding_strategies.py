@@ -1,5 +1,7 @@
-"""Strategies of sharding by name, labkit's and torch's: what wraps the model, and what builds the
-optimizer."""
+"""Strategies of sharding by name, labkit's and torch's.
+
+What wraps the model, and what builds the optimizer.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -83,8 +85,10 @@ IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "torch_zero1": (_torch_ddp, _torch_sharded),
     "torch_zero3": (_torch_zero3, _plain),
 }
-"""Functions that wrap the model, and that build the optimizer, by name. `register` adds a
-user's."""
+"""Functions that wrap the model, and that build the optimizer, by name.
+
+`register` adds a user's.
+"""
 TORCHS = tuple(name for name in IMPLEMENTATIONS if name.startswith("torch_"))
 LABKITS = tuple(name for name in IMPLEMENTATIONS if name not in TORCHS)
 
@@ -140,8 +144,9 @@ def shard(
     transport: str = AUTO,
     **settings: Any,
 ) -> tuple[nn.Module, Optimizer]:
-    """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates. A
-    collective.
+    """Return the wrapped model and `optimizer(..., **settings)` of what this rank updates.
+
+    A collective.
 
     `transport` of labkit's strategies. ValueError for a name that is not in `IMPLEMENTATIONS`.
     """

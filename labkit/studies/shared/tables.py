@@ -13,8 +13,10 @@ FIT_SHARE = 0.9
 
 
 def read_published(name: str) -> pd.DataFrame:
-    """Return the table `data/reference/<name>.csv`; the README there has the source and hardware of
-    each."""
+    """Return the table `data/reference/<name>.csv`.
+
+    The README there has the source and hardware of each.
+    """
     table = pd.read_csv(reference_directory() / f"{name}.csv")
     for column in table.select_dtypes(exclude="number"):  # numbers in a column that also has "OOM"
         numbers = pd.to_numeric(table[column], errors="coerce")
@@ -31,8 +33,10 @@ def join(
 
 
 def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
-    """Predict the seconds of each row's `calls` that send `sent_bytes`; NaN on GPUs and without a
-    calibration."""
+    """Predict the seconds of each row's `calls` that send `sent_bytes`.
+
+    NaN on GPUs and without a calibration.
+    """
     calibration = results.calibration
     rows = table[["device", "calls", "sent_bytes", "world_size"]].itertuples(index=False)
     seconds = [

@@ -1,2 +1,1 @@
-"""The SyncBatchNorm lab: what it costs to normalize by the batch of all ranks, and where that
-goes."""
+"""The SyncBatchNorm lab: what normalizing by the batch of all ranks costs."""

@@ -78,8 +78,9 @@ class SyncBatchNormPoint(DevicePoint):
 
 
 def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable[[int], nn.Module]]:
-    """Add a user's layer: called with the number of features, it returns a module that normalizes
-    over all ranks.
+    """Add a user's layer, which normalizes over all ranks.
+
+    It is called with the number of features, and returns a module.
 
     It has `weight`, `bias`, `running_mean` and `running_var`, as nn.BatchNorm1d. ValueError for a
     name that is taken.
@@ -91,8 +92,10 @@ def register(name: str, layer: Callable[[int], nn.Module]) -> dict[str, Callable
 
 
 class Batch:
-    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32;
-    this rank's rows."""
+    """Input of all ranks, from the seed, and the output's gradient, (batch, features) in float32.
+
+    This rank's rows.
+    """
 
     def __init__(self, point: SyncBatchNormPoint, device: str) -> None:
         rank = dist.get_rank()
@@ -114,8 +117,10 @@ class Batch:
 
 
 class Layer:
-    """A batch-norm layer, its input and its output's gradient. `forward` and `backward` are
-    timed."""
+    """A batch-norm layer, its input and its output's gradient.
+
+    `forward` and `backward` are timed.
+    """
 
     def __init__(self, name: str, batch: Batch):
         self.name = name
@@ -144,8 +149,10 @@ class Layer:
 
 
 def _collectives(features: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Return the layer's collectives alone: three numbers per feature and the count gathered, two
-    sums reduced."""
+    """Return the layer's collectives alone.
+
+    Three numbers per feature and the count are gathered, two sums reduced.
+    """
     statistics = torch.zeros(
         dist.get_world_size() * (3 * features + 1), dtype=torch.float32, device=device
     )
@@ -160,8 +167,10 @@ def _affine(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _with_affine(layer: nn.Module) -> nn.Module:
-    """Give channels different weights and biases, some negative: sixteenths, which every dtype
-    represents exactly."""
+    """Give channels different weights and biases, some negative.
+
+    Sixteenths, which every dtype represents exactly.
+    """
     generator = torch.Generator().manual_seed(99)
     for parameter in _affine(layer):
         parameter.data.copy_(
@@ -211,8 +220,9 @@ def _is_idle(name: str) -> bool:
 
 
 def check_layer(layer: Layer, batch: Batch) -> dict[str, Any]:
-    """`error`, the largest of any rank against BatchNorm in float64, `status`, and as
-    `reason` where it is, on all ranks.
+    """Return `error`, `status` and, as `reason`, where it is wrong, on all ranks.
+
+    `error` is the largest of any rank against BatchNorm in float64.
 
     Errors of `TENSORS` are per channel, relative to its largest expected value. The output's
     gradient is random here: in the timed one some ranks have zeros only, and a missing contribution
@@ -259,8 +269,9 @@ def _exact(layer: Layer, batch: Batch, gradient: Tensor) -> list[Tensor]:
 
 
 def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Return the largest difference per channel, relative to the channel's largest exact value; NaN
-    counts as infinite.
+    """Return the largest difference per channel, relative to the channel's largest exact value.
+
+    NaN counts as infinite.
 
     A channel's value counts as at least a hundredth of the largest of all, and a single sum over
     rows, (channels,), as a tenth: if the sum nearly cancels, rounding of its terms remains.
@@ -273,8 +284,10 @@ def _relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _measure_memory(name: str, batch: Batch, device: str) -> dict[str, Any]:
-    """Return bytes saved for backward, and the allocator's peak over forward and backward, layer
-    and input included."""
+    """Return bytes saved for backward, and the peak of both passes.
+
+    Layer and input included.
+    """
     with record_allocations(device) as record:
         layer = Layer(name, batch)
         saved = saved_for_backward(layer.forward)[1]

@@ -1,5 +1,4 @@
-"""Worker of the training-step lab: timed phases, first steps, eager and compiled, a profile,
-operators by phase."""
+"""Worker of the training-step lab: phases, first steps, compiled steps, a profile."""
 
 import math
 from collections import Counter, defaultdict
@@ -129,8 +128,10 @@ def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Compile with an empty cache, compare gradients, then time both in turns; starting the
-    compiler is not counted."""
+    """Compile with an empty cache, compare gradients, then time both in turns.
+
+    Starting the compiler is not counted.
+    """
     # takes seconds, which other points need not spend
     from torch._inductor.utils import fresh_cache
 
@@ -168,8 +169,10 @@ def _run_forward_backward(step: TrainingStep) -> None:
 
 
 def _profile(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
-    """Time each operator or GPU kernel, without those that it calls, in passes of inference and of
-    a full step."""
+    """Yield the time of each operator or GPU kernel, without those that it calls.
+
+    In passes of inference and of a full step.
+    """
     step = _make_step(point)
     actions = {INFERENCE: step.infer, STEP: step.run}
     for action in actions.values():
@@ -203,8 +206,9 @@ def list_operators(
     precision: str = "float32",
     device: str = "cpu",
 ) -> Phases:
-    """Return the operators that each phase of a step calls, in any order; the optimizer's states
-    are there already.
+    """Return the operators that each phase of a step calls, in any order.
+
+    The optimizer's states are there already.
 
     Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA
     tensors. The optimizer is the device's.
@@ -228,8 +232,7 @@ def list_operators(
 
 
 def predict_seconds(rates: "Rates", operators: Phases, parts: Iterable[str]) -> float:
-    """Predict the seconds of these parts of a step: their operators at the device's rates, under
-    autograd."""
+    """Predict seconds of parts of a step: operators at the device's rates, and autograd."""
     parts = list(parts)
     passed = sum(len(operators[part]) for part in parts if part in (FORWARD, BACKWARD))
     # layers repeat

@@ -41,8 +41,10 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def refusal(self) -> str | None:
-        """Return why nothing is compared if the joined configuration changes nothing; one rank has
-        no wrapper."""
+        """Return why nothing is compared if the joined configuration changes nothing.
+
+        One rank has no wrapper.
+        """
         is_plain = (
             self.precision == "float32" and self.attention == "explicit" and not self.compiled
         )
@@ -59,8 +61,10 @@ class TunedStepPoint(ModelPoint):
 
 
 def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
-    """A Transformer and AdamW under the configuration `name`; on several ranks under its wrapper,
-    each with a batch."""
+    """A Transformer and AdamW under the configuration `name`.
+
+    On several ranks under its wrapper, each with a batch.
+    """
     is_joined = name == JOINED
     rank = dist.get_rank() if dist.is_initialized() else 0
     step = TrainingStep(
@@ -86,8 +90,10 @@ def make_step(point: TunedStepPoint, name: str, device: str) -> TrainingStep:
 
 
 def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
-    """Seconds of a step by configuration, in turns; if their gradients differ, only the default's
-    and the reason."""
+    """Seconds of a step by configuration, in turns.
+
+    If their gradients differ, only the default's and the reason.
+    """
     device = use_device(point.device)
     steps = dict[str, TrainingStep]()
 
@@ -103,8 +109,7 @@ def measure(point: TunedStepPoint) -> Iterator[dict[str, Any]]:
 
 
 def _check(steps: dict[str, TrainingStep], tolerance: float) -> dict[str, Any]:
-    """Compare the gradients of a first step: the largest difference of any rank, and the
-    status.
+    """Compare the gradients of a first step: the largest difference, and the status.
 
     In 16 bits a mean without one of many ranks could be within the tolerance, so its completeness
     is checked, too.
