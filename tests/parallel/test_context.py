@@ -1,8 +1,10 @@
 """Attention over a sequence that is cut over ranks computes what one process does, and needs every
 message."""
 
+import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
+from labkit.nn import attention_implementations
 from labkit.nn.attention import naive_attention
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel import context
+from labkit.parallel import context, context_attention
 from labkit.parallel.context import LAYOUTS, context_parallel, gather_attention, ring_attention
 from labkit.parallel.context import join_sequence as join
 from labkit.parallel.context import split_sequence as split
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.losses import IGNORED, mean_loss, next_tokens, summed_loss
 from labkit.parallel.traffic import recorded_traffic
 from tests.parallel.model_parallel_cases import (
     EXACT,
@@ -28,6 +32,7 @@ from tests.parallel.model_parallel_cases import (
     find_refusals_that_fail,
     furthest,
     gradients,
+    left_out,
 )
 from tests.parallel.shared_ranks import on_ranks
 
@@ -169,7 +174,7 @@ def leave_out_each(method: str, layout: str) -> list[str]:
 
     expected = step()
     replaced = {"start_exchange": start_exchange, "all_gather": gather, "reduce_scatter": scatter}
-    places = {(context, name): function for name, function in replaced.items()}
+    places = {(context_attention, name): function for name, function in replaced.items()}
     return find_needless(lambda: furthest(step(), expected), places)
 
 
@@ -189,6 +194,95 @@ def test_bytes() -> list[str]:
         expected = communication.sent_bytes(calls, p)
         wrong += [] if sent == expected else [f"{name}: {sent} bytes, {expected} expected"]
     return wrong
+
+
+@on_ranks(2)
+def test_masked_loss() -> list[str]:
+    """The loss is the mean over all targets that count; a rank without any has zeros, not NaN."""
+    wrong = []
+    # 18 of 23 targets count, then those of rank 0 do not (contiguous), then none
+    for n_ignored in (5, 12, 24):
+        targets = next_tokens(TOKENS)
+        targets[:, :n_ignored] = IGNORED
+        model = build()
+        total, count = summed_loss(model(TOKENS), targets)
+        expected = total / count.clamp(min=1)
+        expected.backward()
+        for layout in LAYOUTS:
+            wrapper = BucketedDDP(context_parallel(build(), layout=layout))
+            local = [split(x, 1, layout=layout) for x in (TOKENS, targets)]
+            loss = mean_loss(wrapper(local[0]), local[1])
+            loss.backward()
+            result = {"loss": loss.detach(), **gradients(wrapper.module)}
+            error = furthest(result, {"loss": expected.detach(), **gradients(model)})
+            wrong += [] if error <= EXACT else [f"{layout}, {n_ignored}: {error}"]
+    return wrong
+
+
+@on_ranks(2)
+def test_models_that_are_refused() -> list[str]:
+    """What attention across ranks cannot do is refused by name."""
+
+    def by_document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return naive_attention(q, k, v, causal)
+
+    def make(attention: Any) -> Transformer:
+        return Transformer(SHAPE, context_length=30, attention=attention)
+
+    without = build()
+    without.layers[1].attention = torch.nn.Linear(16, 16)
+    with_batch_norm = build()
+    with_batch_norm.layers[0].feed_forward.down = torch.nn.BatchNorm1d(24)
+    attempts: Attempts = [
+        ("among zigzag", lambda: context_parallel(build(), layout="zig-zag")),
+        ("by_document", lambda: context_parallel(make(by_document))),
+        ("layer 0", lambda: context_parallel(make(partial(naive_attention, scale=2.0)))),
+        ("layer 1 has Linear", lambda: context_parallel(without)),
+        ("BatchNorm1d", lambda: context_parallel(with_batch_norm)),
+        ("Sequential", lambda: context_parallel(torch.nn.Sequential())),  # type: ignore[arg-type]
+    ]
+    for name in attention_implementations.RESERVED:
+        context_parallel(make(attention_implementations.IMPLEMENTATIONS[name]))
+    copied = copy.deepcopy(context_parallel(context_parallel(build())))
+    copied(split(TOKENS, 1))
+    return find_refusals_that_fail(attempts)
+
+
+@on_ranks(2)
+def test_agreement() -> list[str]:
+    """Ranks agree once on a kind of call, and see afterwards if one makes another call."""
+    q, k, v, _ = inputs(torch.float32, 8)
+    calls = []
+    with left_out(-1, {(context_attention, "agree_per_pass"): print}) as names:
+        for _ in range(3):
+            for is_causal in (True, False):
+                ring_attention(q, k, v, is_causal=is_causal)
+            calls.append(len(names))
+    wrong = [] if calls[0] == calls[-1] <= 2 else [str(calls)]
+    group = dist.new_group()  # in which messages are lost
+    for layout in LAYOUTS:
+        ring_attention(q, k, v, layout=layout, group=group)
+    try:
+        ring_attention(q, k, v, layout=LAYOUTS[dist.get_rank()], group=group)
+        wrong.append("another layout: accepted")
+    except RuntimeError as error:
+        wrong += [] if "another attention call" in str(error) else [str(error)]
+    return wrong
+
+
+@on_ranks(2)
+def test_skipped_backward() -> list[str]:
+    """A rank that skips a backward pass is found, rather than blocks being taken for others."""
+    parts = [split(x, 2).requires_grad_() for x in inputs(torch.float32, 8)[:3]]
+    group = dist.new_group()  # in which messages are lost
+    output = ring_attention(*parts, group=group)
+    try:
+        if dist.get_rank() == 0:
+            output.sum().backward()
+        ring_attention(*parts, group=group)
+        return ["accepted"]
+    except RuntimeError as error:
+        return [] if "rank" in str(error) else [str(error)]
 
 
 @on_ranks(3)

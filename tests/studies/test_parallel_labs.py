@@ -10,7 +10,7 @@ import torch
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.metric import Results
-from labkit.parallel import context, pipeline_pass, tensor
+from labkit.parallel import context_attention, pipeline_pass, tensor
 from labkit.parallel.data_parallel.base import BackgroundAllReduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
@@ -43,7 +43,7 @@ BREAKS = {
         lambda *arguments, **options: _lose(*arguments, **options),
     ),
     "axes": (pipeline_pass, "exchange", lambda *arguments, **options: _lose(*arguments, **options)),
-    "context": (context, "_merge", lambda *_: None),
+    "context": (context_attention, "_merge", lambda *_: None),
     "sharding": (ShardedOptimizer, "gather_parameters", lambda optimizer: None),
     **dict.fromkeys(SWEEPS, (BackgroundAllReduce, "average", lambda *_: None)),
 }
