@@ -7,7 +7,7 @@ over all configurations of the lab, unless the nearest one shows no gain for it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pandas as pd
 
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.answers import Compare
+from labkit.lab.config import AUTO
 from labkit.lab.declaration import find_lab
 from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import Run, newest_runs
@@ -39,6 +40,15 @@ DEFAULT = Configuration()
 
 
 @dataclass(frozen=True)
+class Recommendation:
+    """A configuration, and a reader's own alternatives that are faster still, by field."""
+
+    configuration: Configuration
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Names only: labkit does not have their code."""
+
+
+@dataclass(frozen=True)
 class Topic:
     """A field of `Configuration`, and the question of a lab that decides it."""
 
@@ -50,21 +60,37 @@ class Topic:
     at: Mapping[str, Any]
     """Values of the rows that count, by column."""
 
-    def choose(self, run: Run, model: str, context_length: int) -> Any:
-        """Choose the value of the field by the ratios of a run."""
+    def choose(self, run: Run, model: str, context_length: int) -> tuple[Any, str | None]:
+        """Choose the value of the field by the ratios of a run, and a reader's own alternative if
+        that is the fastest."""
         question = find_lab(self.lab).question(self.question)
         assert isinstance(question, Compare)
         table = question.metric.ratios_to(question.baseline, run.frame(), question.among)
-        for name, value in self.at.items():
+        # A machine with GPUs trains on them, where the fastest for CPU tensors may not even run.
+        device = run.header.machine.device(AUTO)
+        for name, value in {**self.at, "device": device}.items():
             table = table[table[name] == value]
+        column = question.metric.compare
+        own = table[column].isin(run.header.user_alternatives)
+        choice = self._fastest(question, table[~own], model, context_length)
+        best = self._fastest(question, table, model, context_length)
+        value = getattr(DEFAULT, self.field) if choice is None else choice
+        if self.field == "compiled":
+            value = choice == "compiled"
+        return value, str(best) if best in run.header.user_alternatives else None
+
+    def _fastest(
+        self, question: Compare, table: pd.DataFrame, model: str, context_length: int
+    ) -> Any:
+        """Return the best alternative over all configurations, unless the nearest shows no gain for
+        it; None if nothing is faster there."""
         distance = self._distances(table, model, context_length)
         name = question.metric.compare
         faster = table[(distance == distance.min()) & (table["verdict"] == "faster")]
         if faster.empty:
-            return getattr(DEFAULT, self.field)
+            return None
         best = faster[faster[name].isin(question.metric.leaders(table)[:1])]
-        choice = (best if len(best) else faster).sort_values("ratio")[name].iloc[0]
-        return choice == "compiled" if self.field == "compiled" else choice
+        return (best if len(best) else faster).sort_values("ratio")[name].iloc[0]
 
     def _distances(self, table: pd.DataFrame, model: str, context_length: int) -> pd.Series:
         """Distance of each row from the model or the length of a sequence, as |log(ratio)|; NaN:
@@ -86,25 +112,41 @@ TOPICS = (
 )
 
 
-def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Configuration:
+def recommend(model: str, context_length: int, runs: Mapping[str, Run]) -> Recommendation:
     """Join what these runs, by lab, recommend; fields of labs without a run keep their default."""
-    chosen = {
-        one.field: one.choose(runs[one.lab], model, context_length)
-        for one in TOPICS
-        if one.lab in runs
-    }
-    return Configuration(**chosen)
+    chosen = {}
+    own = {}
+    for topic in TOPICS:
+        if topic.lab in runs:
+            chosen[topic.field], name = topic.choose(runs[topic.lab], model, context_length)
+            if name is not None:
+                own[topic.field] = name
+    return Recommendation(Configuration(**chosen), own)
 
 
 def runs_here(machine: Machine) -> dict[str, Run]:
-    """Return the newest run with rows of this machine, by lab that decides a field."""
+    """Return the newest run of this machine that may recommend something, by lab that decides a
+    field."""
     runs: dict[str, Run] = {}
     for lab in {topic.lab for topic in TOPICS}:
         newest = newest_runs(runs_directory() / lab, recorded_directory() / lab)
-        here = (run for run in newest if run.header.machine.identity == machine.identity)
-        if run := next((run for run in here if not run.frame().empty), None):
+        if run := next((run for run in newest if _may_recommend(run, machine)), None):
             runs[lab] = run
     return runs
+
+
+def _may_recommend(run: Run, machine: Machine) -> bool:
+    """Return whether a run is of this machine, whole and quiet.
+
+    A run of `smoke`, an interrupted one, or one of a reader's alternatives alone does not replace
+    the run before it.
+    """
+    header = run.header
+    if header.machine.identity != machine.identity or header.profile == "smoke":
+        return False
+    if header.is_partial or run.pending or run.is_busy:
+        return False
+    return not run.frame().empty
 
 
 def recommended_code(model: str | None, context_length: int | None) -> str:
@@ -119,7 +161,13 @@ def recommended_code(model: str | None, context_length: int | None) -> str:
         )
     size = model or "small"
     length = context_length or 128
-    return write_code(recommend(size, length, runs_here(describe_machine())), size, length)
+    recommended = recommend(size, length, runs_here(describe_machine()))
+    code = write_code(recommended.configuration, size, length)
+    notes = [
+        f"# Your {field} {name!r} was faster here than the one below: put it in its place."
+        for field, name in recommended.own.items()
+    ]
+    return "\n".join([*notes, code])
 
 
 def write_code(chosen: Configuration, model: str, context_length: int) -> str:

@@ -36,6 +36,8 @@ class FakePoint(Point):
 def measure_point(point):
     rank = dist.get_rank() if dist.is_initialized() else 0
     yield {"seconds": [0.1 * point.size, 0.2 * point.size], "half": 1, "pid": os.getpid()}
+    if point.action == "sum":
+        yield {"seconds": [0.1 * point.size, 0.2 * point.size], "is_sum": True}
     if point.action == "break":
         current_alternative.begin("broken")
     if rank == point.world_size - 1:
@@ -74,7 +76,7 @@ def points(config, machine):
             size=size,
             timeout_s=20,
             fresh_ranks=action == "fresh",
-            rounds_s=0.01 if action == "slow" else None,
+            rounds_s={"slow": 0.01, "sum": 0.06}.get(action),
         )
         for size, action in enumerate(config.actions, start=1)
     ]

@@ -61,6 +61,12 @@ def test_larger_points_of_a_series_are_skipped_once_memory_ran_out_or_rounds_too
     assert reason in coverage["reason"].tolist()[2]
 
 
+def test_a_row_that_adds_up_others_makes_no_point_too_long(tmp_path):
+    """Forward, backward and their sum: 0.3 s of rounds were 0.6 s, more than six times 0.06."""
+    coverage = _measure(tmp_path, "sum", "fine").coverage()
+    assert coverage["status"].tolist() == ["ok", "ok"]
+
+
 def test_points_share_their_ranks_unless_one_asks_for_new_ones(tmp_path):
     frame = _measure(tmp_path, "fine", "fine", "fresh", "fresh", "fine").frame()
     pids = frame.groupby("size")["pid"].first().tolist()

@@ -4,7 +4,7 @@ comes."""
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,12 +101,8 @@ class Executor:
                         probe |= values[PROBE]
                     case Row(rank=rank, values=values):
                         self.writer.add_row(point, rank, values)
-                        if (
-                            rank == 0
-                            and isinstance(seconds := values.get("seconds"), list)
-                            and seconds
-                        ):
-                            self._rows_s.append(median(seconds) * len(seconds))
+                        if rank == 0:
+                            self._count_time(values)
                     case PointEnd():
                         self._end(point, event, meter.load().model_copy(update=probe))
                         ended = ended + 1
@@ -116,6 +112,15 @@ class Executor:
                         if self._limit_series(point, event) and not is_job_rank():
                             break  # the ranks of a torchrun job all go on to the next point
         return ended
+
+    def _count_time(self, values: Mapping[str, Any]) -> None:
+        """Add the time of a row's samples to that of the point.
+
+        A sum of other rows, such as both passes, would count their time twice.
+        """
+        seconds = values.get("seconds")
+        if isinstance(seconds, list) and seconds and not values.get("is_sum"):
+            self._rows_s.append(median(seconds) * len(seconds))
 
     def _end(self, point: Point, end: PointEnd, load: Any) -> None:
         fields = {

@@ -72,7 +72,12 @@ def measure(
                 if point.mentions({*plugins.alternatives, *plugins.models})
             ]
         unavailable = _prepare(study, config, points, on_progress)
-        header = _plan(study, config, profile, points)
+        header = _plan(study, config, profile, points).model_copy(
+            update={
+                "user_alternatives": list(plugins.alternatives),
+                "is_partial": only_plugins,
+            }
+        )
         if job_rank() > 0:
             run_as_worker_rank(study, [] if unavailable else points, plugins)
         with RunWriter.create(folder, header) as writer:

@@ -54,6 +54,10 @@ class RunHeader(BaseModel, extra="forbid", frozen=True):
     """Ranks of a torchrun job by host; None: labkit started the ranks on this machine."""
     load: Load | None = None
     """Load of the machine before the first point; None in older runs."""
+    user_alternatives: list[str] = []
+    """Names of the alternatives that a reader added to labkit's."""
+    is_partial: bool = False
+    """Whether labkit's other alternatives were left out (`only=True`)."""
     calibration: Calibration | None = None
     """Basis of the run's predictions; None without one, and in older runs."""
 

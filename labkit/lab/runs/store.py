@@ -145,6 +145,7 @@ class Run:
             calibration=self.header.calibration,
             missing=tuple(ended[:MAX_REASONS]),
             is_busy=self.is_busy,
+            user_alternatives=tuple(self.header.user_alternatives),
             machine_bytes=machine.memory_of(
                 machine.device(self.header.config.get("device") or "auto")
             ),

@@ -185,4 +185,4 @@ def _time(point: AttentionPoint, right: dict[str, Passes]) -> Iterator[dict[str,
                 sum(pair)
                 for pair in zip(forward[row["implementation"]], row["seconds"], strict=True)
             ]
-            yield row | {"phase": BOTH, "seconds": both}
+            yield row | {"phase": BOTH, "seconds": both, "is_sum": True}

@@ -169,7 +169,9 @@ def _time_steps(
     for row in check_and_time(rows, check, device=device, before=dist.barrier, **point.rounds):
         yield row
         if row.get("phase") == BACKWARD and (laps := watches[row["alternative"]].seconds):
-            yield row | {"phase": WAITING, "seconds": laps[-len(row["seconds"]) :]}
+            waiting_s = laps[-len(row["seconds"]) :]
+            # a part of the backward pass, whose time is counted
+            yield row | {"phase": WAITING, "seconds": waiting_s, "is_sum": True}
 
 
 def _time_accumulation(

@@ -110,9 +110,9 @@ def _measure_phases(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         seconds[name] = [
             sum(values) for values in zip(*(seconds[part] for part in parts), strict=True)
         ]
-    yield from (
-        {"phase": phase, "seconds": values, "status": "ok"} for phase, values in seconds.items()
-    )
+    for phase, values in seconds.items():
+        row = {"phase": phase, "seconds": values, "status": "ok"}
+        yield row | ({"is_sum": True} if phase in sums else {})
 
 
 def _measure_first(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,10 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
     runs = runs_here(machine)
     gpus = len(machine.gpus)
     chosen = {name: value for name in FIELDS if (value := getattr(config, name)) is not None}
-    recommended = {model: recommend(model, config.context_length, runs) for model in config.models}
+    recommended = {
+        model: recommend(model, config.context_length, runs).configuration
+        for model in config.models
+    }
     ranks = {
         gpus if device == "cuda" and ranks_here(each) > gpus > 0 else each
         for each in config.world_sizes

@@ -1,0 +1,115 @@
+"""The configuration that runs recommend: whose runs count, a reader's own alternatives, and the
+printed code, which runs."""
+
+from dataclasses import replace
+from itertools import product
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from labkit.costs.transformer import SIZES
+from labkit.lab import recommended
+from labkit.lab.recommended import TOPICS, Configuration, recommend, runs_here, write_code
+from labkit.lab.runs.store import Run
+from labkit.machine.description import Gpu
+from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
+from labkit.nn.attention_implementations import unavailable_reason
+from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
+from labkit.parallel.data_parallel import LOCAL
+from labkit.parallel.launch import run_ranks
+from tests.rehearsal.pages import recorded, run_of
+
+CPU = torch.device("cpu")
+ON_CPU = [name for name in ATTENTION if unavailable_reason(name, CPU, torch.float32, 32) is None]
+EAGER = [name for name in ON_CPU if name != "compiled"]
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+def with_header(run, **changes):
+    return replace(run, header=run.header.model_copy(update=changes))
+
+
+def with_mine(lab, column, name):
+    """A recorded run in which `mine` stands in the place of an alternative, and is four times as
+    fast."""
+
+    def rename(_, row):
+        values = row["values"]
+        if values.get(column) != name:
+            return row
+        faster = [seconds / 4 for seconds in values.get("seconds", [])]
+        return row | {"values": values | {column: "mine"} | ({"seconds": faster} if faster else {})}
+
+    return with_header(run_of(recorded(lab), rename), user_alternatives=["mine"])
+
+
+@pytest.mark.parametrize(
+    ("lab", "field", "name"),
+    [("attention", "attention", "tiled"), ("data_parallel", "wrapper", "naive")],
+)
+def test_an_alternative_of_the_readers_own_is_recommended_as_a_name_and_never_as_code(
+    lab, field, name, monkeypatch
+):
+    runs = {topic.lab: recorded(topic.lab) for topic in TOPICS}
+    runs[lab] = with_mine(lab, "implementation", name)
+    recommendation = recommend("nano", 512, runs)
+    assert recommendation.own == {field: "mine"}
+    assert getattr(recommendation.configuration, field) != "mine"
+    monkeypatch.setattr(recommended, "runs_here", lambda machine: runs)
+    code = recommended.recommended_code("nano", 512)
+    assert "'mine'" in code
+    train(code.replace("model.compile(dynamic=False)", ""))  # which would take long
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"profile": "smoke"}, {"is_partial": True}, {"planned": {"another": {}}}, {"busy": True}],
+    ids=str,
+)
+def test_a_run_that_is_not_whole_does_not_replace_the_one_before_it(changes, monkeypatch):
+    old = recorded("attention")
+    new = with_header(old, **{name: one for name, one in changes.items() if name != "busy"})
+    if "busy" in changes:
+        new = Mock(Run, wraps=old, header=old.header, pending=[], is_busy=True)
+    monkeypatch.setattr(recommended, "newest_runs", lambda *_: [new, old])
+    assert list(runs_here(old.header.machine).values()) == [old] * len(TOPICS)
+
+
+def test_a_machine_with_gpus_is_told_nothing_that_was_measured_on_cpu_tensors():
+    run = recorded("data_parallel")
+    assert recommend("nano", 32, {"data_parallel": run}).configuration.wrapper != "torch"
+    gpu = Gpu(name="A GPU", memory_bytes=2**34, compute_capability="9.0")
+    machine = run.header.machine.model_copy(update={"gpus": [gpu]})
+    on_gpu = with_header(run, machine=machine)
+    assert recommend("nano", 32, {"data_parallel": on_gpu}).configuration.wrapper == "torch"
+
+
+def train(code):
+    names = {}
+    exec(code, names)
+    tokens = torch.randint(SIZES["nano"].vocabulary, (2, 9))
+    loss = names["train_step"](tokens[:, :-1], tokens[:, 1:])
+    assert torch.isfinite(loss)
+    return float(loss)
+
+
+@pytest.mark.parametrize(("attention", "precision"), [*product(EAGER, PRECISIONS)])
+def test_the_printed_code_runs(attention, precision):
+    train(write_code(Configuration(precision, attention), "nano", 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"compiled": True}, {"attention": "compiled"}], ids=str)
+def test_the_printed_code_runs_compiled(changes):
+    train(write_code(Configuration(**changes), "nano", 16))
+
+
+def train_each(codes):
+    return [train(code) for code in codes]
+
+
+def test_the_printed_code_runs_with_every_wrapper_on_several_ranks():
+    wrappers = [name for name in WRAPPERS if name != LOCAL]
+    codes = [write_code(Configuration(wrapper=name), "nano", 16) for name in wrappers]
+    assert len(run_ranks(train_each, codes, world_size=2)[0]) == len(wrappers)
