@@ -122,7 +122,6 @@ LONG = {
     "parallel/tensor.py": 379,
     "parallel/transport/shared_memory.py": 331,
     "studies/data_parallel/lab.py": 331,
-    "studies/limits/worker.py": 366,
     "studies/memory/lab.py": 342,
     "studies/model_parallel/worker.py": 352,
 }

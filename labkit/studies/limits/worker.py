@@ -13,19 +13,14 @@ from torch.nn import functional
 from labkit.bench.check import Work, matrix_product, max_over_ranks, status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.bench.clock import time_interleaved
-from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.costs.memory import STATES_BYTES, activation_bytes
 from labkit.costs.transformer import SIZES, n_parameters
 from labkit.lab.point import ModelPoint
 from labkit.lab.units import format_seconds
-from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.ranks.worker import use_device
-from labkit.parallel.transport import SHARED, find_transport, transport_in_use
-from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
-from labkit.studies.shared.alternatives import row_of, time_guarded, timed_rows
+from labkit.studies.limits.messages import exchange_rows
+from labkit.studies.shared.alternatives import time_guarded, timed_rows
 
-GLOO = "gloo"
-SHARED_MEMORY = "shared memory"
 MIN_ROUNDS = 3  # for which a matmul must leave time
 MIN_FLOPS_PER_S = 2e8  # a CPU reaches more even if it converts every number: less is a stall
 MIN_LIMIT_S = 0.5  # for a matmul, however short rounds are
@@ -306,67 +301,11 @@ def _operators(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _exchange(point: LimitPoint, device: str) -> Iterator[dict[str, Any]]:
-    """Time all-reduces, one by recursive doubling to show the cost of a call.
-
-    Messages in a row, and at once.
-    """
-    ways: dict[str, tuple[Callable[[torch.Tensor], Any], str]]
-    ways = {NCCL if point.backend == "nccl" else GLOO: (dist.all_reduce, POINT_TO_POINT)}
-    all_reduce(torch.zeros(1, device=device), op="sum")  # the first one chooses the transport
-    if transport_in_use(device=torch.device(device))[0] == SHARED:
-        ways[SHARED_MEMORY] = partial(all_reduce, op="sum", transport=SHARED), SHARED
+    """All-reduces and single messages between ranks."""
     for n_bytes in point.sizes:
-        tensor = torch.empty(max(1, n_bytes // 4), device=device)
-        rows = dict[str, dict[str, Any]]()
-        calls = dict[str, Callable[[], Any]]()
-        for name, (way, transport) in ways.items():
-            check = row_of(name, partial(_check, way, tensor), device=device)
-            every = {ALL_REDUCE: partial(way, tensor)}
-            if check["status"] == "ok":
-                connection = find_transport(None, torch.device(device), transport)
-                for what, (steps, depth) in _messages(connection, tensor).items():
-                    every[what] = partial(connection.run, steps, depth)
-                every[DOUBLING] = partial(
-                    recursive_doubling_all_reduce, tensor, op="sum", transport=transport
-                )
-            for what, call in every.items():
-                calls[f"{name}, {what}"] = call
-                rows[f"{name}, {what}"] = {"way": name, "what": what, "n_bytes": n_bytes} | check
-        timing = point.rounds | {
-            "seed": f"{point.id} {n_bytes}",
-            "prepare": lambda _, tensor=tensor: tensor.zero_(),
-        }
-        yield from timed_rows(rows, calls, **timing)
-
-
-def _messages(transport: Transport, tensor: torch.Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Steps and their depth: a message to the next rank, several in a row, one to every rank.
-
-    Long ones in pieces.
-    """
-    ranks = transport.world_size
-    rank = transport.rank
-    length = transport.piece_bytes(ranks) // tensor.itemsize
-    sent = tensor.split(length)
-    received = torch.zeros_like(tensor).split(length)
-
-    def steps(*distances: int) -> list[Step]:
-        return [
-            Step(outgoing, (rank + distance) % ranks, incoming, (rank - distance) % ranks, add=True)
-            for outgoing, incoming in zip(sent, received, strict=True)
-            for distance in distances
-        ]
-
-    depth = min(2, len(sent))
-    return {
-        MESSAGE: (steps(1), depth),
-        ROW: (steps(1) * IN_A_ROW, depth),
-        BURST: (steps(*range(1, ranks)), ranks),
-    }
-
-
-def _check(way: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> dict[str, str]:
-    return status_columns(first_wrong(way, tensor))
+        # Each size has rounds in an order of its own.
+        timing = point.rounds | {"seed": f"{point.id} {n_bytes}"}
+        yield from exchange_rows(n_bytes, str(point.backend), device, timing)
 
 
 _SWEEPS: dict[str, Callable[[LimitPoint, str], Iterator[dict[str, Any]]]] = {

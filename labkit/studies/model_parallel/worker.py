@@ -1,4 +1,5 @@
-"""Worker of the lab on model parallelism: checks against one process, then times.
+"""Worker of the lab on model parallelism: check each training against one process, then time all in
+turns.
 
 ``tensor``    a model on one rank, and cut over the ranks by transport: forward and backward
 ``pipeline``  schedules and numbers of micro-batches: seconds of a step and of a rank's idling
@@ -47,10 +48,8 @@ WHOLE = "one rank"
 TORCH = "torch"
 SEQUENCE = ", sequence parallel"
 WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
-"""The whole model on one rank.
-
-Tensor parallelism by transport, with sequence parallelism and without.
-"""
+"""The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
+without."""
 HEADS = 8
 VOCABULARY = 128
 # of AdamW; `eps` is above the rounding of a gradient
@@ -61,10 +60,8 @@ COPIES = 5  # of the parameters per alternative: parameters, gradients, two stat
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelPoint(ModelPoint):
-    """A model, a batch, and alternatives: transports, schedules or axes.
-
-    `model`: a named size, instead of a width.
-    """
+    """A model, a batch, and alternatives: transports, schedules or axes. `model`: a named size,
+    instead of a width."""
 
     sweep: str
     alternatives: tuple[str, ...]
@@ -76,10 +73,8 @@ class ModelParallelPoint(ModelPoint):
 
     @property
     def shape(self) -> TransformerShape:
-        """The named size, or the widest model.
-
-        Its vocabulary is small, so that layers cost most.
-        """
+        """The named size, or the widest model: its vocabulary is small, so that layers cost
+        most."""
         d = max(self.widths, default=2 * HEADS)
         wide = TransformerShape(
             d_model=d, d_ff=4 * d, n_layers=self.layers, n_heads=HEADS, vocabulary=VOCABULARY
@@ -88,10 +83,8 @@ class ModelParallelPoint(ModelPoint):
 
     @property
     def needed_bytes(self) -> float:
-        """Memory of a rank for the reference and all alternatives.
-
-        It trains only its stages of a pipeline.
-        """
+        """Memory of a rank for the reference and all alternatives; it trains only its stages of a
+        pipeline."""
         is_pipeline = self.sweep == "pipeline"
         copies = 1 + (COPIES - 1) / self.world_size if is_pipeline else COPIES
         trainers = len(self.alternatives) * (len(self.micro_batches) if is_pipeline else 1)
@@ -109,10 +102,8 @@ class ModelParallelPoint(ModelPoint):
 
 @dataclass
 class Trainer:
-    """A training along one axis.
-
-    `gather` returns whole parameters; `idle_s`: a pipeline's idle seconds per step.
-    """
+    """A training along one axis. `gather` returns whole parameters; `idle_s`: a pipeline's idle
+    seconds per step."""
 
     optimizer: Optimizer
     passes: Callable[[], Any]
@@ -150,10 +141,8 @@ class Problem:
     def check(
         self, make: Callable[..., Trainer], trainers: dict[str, Trainer], name: str
     ) -> dict[str, Any]:
-        """Train for some steps and compare with one process.
-
-        A right trainer is added to the others.
-        """
+        """Train for some steps, compare with one process, and add the trainer to the others if it
+        is right."""
         trainer = make(self)
         for _ in range(STEPS):
             trainer.step()
@@ -197,10 +186,8 @@ def train_cut(problem: Problem, transport: str = AUTO, *, is_sequence: bool = Fa
 def train_replicas(
     problem: Problem, implementation: str = "ddp", *, is_context: bool = False
 ) -> Trainer:
-    """Train replicas ("ddp") or shards ("zero3").
-
-    Each rank on its sequences, or on its positions of all of them.
-    """
+    """Train replicas ("ddp") or shards ("zero3"), each rank on its sequences, or on its positions
+    of all of them."""
     bare = problem.build()
     p = dist.get_world_size()
     model, optimizer = shard(
@@ -220,10 +207,8 @@ def train_replicas(
 
 
 def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Trainer:
-    """Train a pipeline.
-
-    Stages are balanced by parameters, without the embedding's, which are only looked up.
-    """
+    """Train a pipeline. Stages are balanced by parameters, without the embedding's, which are only
+    looked up."""
     model = problem.build()
     layers = [model.embedding, *model.layers, nn.Sequential(model.norm, model.output)]
     costs = [
@@ -292,10 +277,8 @@ def measure(point: ModelParallelPoint) -> Iterator[dict[str, Any]]:
 def _alternatives(
     point: ModelParallelPoint, device: str
 ) -> Iterator[tuple[str, dict[str, Any], Problem, Callable[..., Trainer]]]:
-    """Yield name, columns, problem and maker of each alternative.
-
-    A micro-batch of a pipeline is one sequence.
-    """
+    """Yield name, columns, problem and maker of each alternative. A micro-batch of a pipeline is
+    one sequence."""
     if point.sweep == "pipeline":
         width = _choose_width(point, device)
         for micro_batches in point.micro_batches:
@@ -346,7 +329,8 @@ def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[st
 
 
 def _choose_width(point: ModelParallelPoint, device: str) -> int:
-    """Return the first width at which a rank's layers take `LEAST_TASK_S`, or the last."""
+    """Return the first width at which a forward pass through a rank's layers takes `LEAST_TASK_S`,
+    or the last."""
     for width in point.widths:
         with torch.device(device):
             model = Transformer(
@@ -361,10 +345,8 @@ def _choose_width(point: ModelParallelPoint, device: str) -> int:
 
 
 def _measure_peak(make: Callable[..., Trainer], problem: Problem) -> dict[str, Any]:
-    """Measure the peak of a trainer that gathers nothing.
-
-    A pipeline then has only this rank's layers.
-    """
+    """Measure the peak of a trainer that gathers nothing: a pipeline then has only this rank's
+    layers."""
     return measure_second_peak(
         lambda: replace(make(problem), gather=dict), Trainer.step, device=problem.device
     )
