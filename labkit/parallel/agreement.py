@@ -33,15 +33,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.messages import cpu_group, gather_json
 from labkit.parallel.prepare import disable_compile, strides_like
-from labkit.parallel.transport import AUTO, find_transport, member_group
+from labkit.parallel.transport import AUTO, Group, find_transport, member_group
 
-Group = dist.ProcessGroup | None
 Describe = Callable[[], Mapping[str, object]]
 
 _CPU = torch.device("cpu")

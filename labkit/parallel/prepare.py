@@ -9,33 +9,64 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from inspect import signature
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport import find_transport
+from labkit.parallel.traffic import Call
+from labkit.parallel.transport import AUTO, Group, TransportLike, find_transport
 from labkit.parallel.transport.base import Transport, checksum
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
 P = ParamSpec("P")
 R = TypeVar("R")
-Algorithm = Callable[[torch.Tensor, Transport, int], None]
-"""Works on a contiguous vector, (n,), in place, over a transport; the integer divides sums."""
+Algorithm = Callable[[torch.Tensor, Call, int], None]
+"""Works on a contiguous vector, (n,), in place, by `Call.run`; the integer divides sums."""
+
+
+class AllReduce(Protocol):
+    """Sum or mean over the ranks of a group, in place."""
+
+    def __call__(
+        self,
+        tensor: torch.Tensor,
+        group: Group = None,
+        op: str = "mean",
+        *,
+        transport: TransportLike = AUTO,
+    ) -> None: ...
+
+
+def make_all_reduce(algorithm: Algorithm) -> AllReduce:
+    """Make an all-reduce of an algorithm, a function `<name>_all_reduce(vector, call, divisor)`."""
+    names = ("all_reduce", algorithm.__name__.removesuffix("_all_reduce"))
+
+    def all_reduce(
+        tensor: torch.Tensor,
+        group: Group = None,
+        op: str = "mean",
+        *,
+        transport: TransportLike = AUTO,
+    ) -> None:
+        run_collective(names, algorithm, tensor, group, op, transport)
+
+    # for help(), in place of the algorithm's
+    vars(all_reduce)["__signature__"] = signature(all_reduce)
+    return disable_compile(functools.wraps(algorithm)(all_reduce))
 
 
 def run_collective(
     names: tuple[str, str],
     algorithm: Algorithm,
     tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
+    group: Group,
     op: str | None,
-    transport: str | Transport,
+    transport: TransportLike,
     check: Callable[[Transport], None] | None = None,
 ) -> None:
     """Run an algorithm on a tensor, in place. `names` of collective and algorithm; `op` None:
@@ -59,9 +90,9 @@ def run_collective(
         if divisor > 1 and vector.dtype == torch.float16:
             vector.div_(divisor)
             divisor = 1
-        transport.call_checksum = checksum(*names, op, vector.numel(), vector.dtype)
+        description = checksum(*names, op, vector.numel(), vector.dtype)
         increment_version(vector)  # the transport writes to it without torch
-        algorithm(vector, count_traffic(transport, *names, (vector,)), divisor)
+        algorithm(vector, Call(transport, *names, (vector,), description), divisor)
         if original is not None:
             original.copy_(vector.view(original.shape))
     finally:
@@ -136,19 +167,6 @@ def shard_sizes(numel: int, world_size: int, sizes: Sequence[int] | None = None)
             f"sizes must be {world_size} lengths of 0 or more, {numel} together; got {list(sizes)}"
         )
     return list(sizes)
-
-
-def cut(
-    shards: Sequence[torch.Tensor], transport: Transport, depth: int
-) -> list[list[torch.Tensor]]:
-    """Cut every shard into as many pieces as the longest needs with `depth` of them in flight."""
-    n_bytes = transport.piece_bytes(depth)
-    # usually, and quick
-    if n_bytes == sys.maxsize or (longest := max([shard.nbytes for shard in shards])) <= n_bytes:
-        return [[shard] for shard in shards]
-    length = n_bytes // shards[0].itemsize
-    number = -(-longest // (length * shards[0].itemsize))
-    return [[shard[i * length : (i + 1) * length] for i in range(number)] for shard in shards]
 
 
 def disable_compile(function: Callable[P, R]) -> Callable[P, R]:

@@ -12,11 +12,10 @@ counted.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from labkit.parallel.transport.base import Step, Transport
+from labkit.parallel.transport.base import Rounds, Transfer, Transport
 
 
 @dataclass
@@ -50,37 +49,46 @@ def recorded_traffic() -> Iterator[list[Collective]]:
         _records[:] = [each for each in _records if each is not record]
 
 
-def count_traffic(
-    transport: Transport, collective: str, algorithm: str, tensors: Sequence[Tensor]
-) -> Any:
-    """Return the transport for one collective of tensors of one dtype; it counts bytes inside
-    `recorded_traffic`."""
-    if not _records:
-        return transport
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    n_bytes = sum(tensor.nbytes for tensor in tensors)
-    call = Collective(collective, algorithm, dtype, n_bytes)
-    for record in _records:
-        record.append(call)
-    return _Counting(transport, call)
+class Call:
+    """One call of a collective on this rank, as its algorithm sees it.
 
+    `rank` and `world_size` are those of the group, `scratch` is the transport's.
+    """
 
-class _Counting:
-    """A transport that counts the bytes it sends."""
-
-    def __init__(self, transport: Transport, call: Collective) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        collective: str,
+        algorithm: str,
+        tensors: Sequence[Tensor],
+        checksum: int,
+    ) -> None:
+        """`tensors` of one dtype. `checksum`: of all that must be the same on all ranks."""
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.scratch = transport.scratch
         self._transport = transport
-        self._call = call
+        self._checksum = checksum
+        self._record: Collective | None = None
+        if _records:
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            n_bytes = sum(tensor.nbytes for tensor in tensors)
+            self._record = Collective(collective, algorithm, dtype, n_bytes)
+            for record in _records:
+                record.append(self._record)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def run(self, rounds: Rounds) -> None:
+        """Carry out rounds of transfers, as `Transport.run`, and count their bytes."""
+        for transfers in rounds:
+            self._count(transfers)
+        self._transport.run(rounds, self._checksum)
 
-    def run(self, steps: list[Step], depth: int = 1) -> None:
-        self._call.sent_bytes += sum(
-            step.outgoing.nbytes for step in steps if step.outgoing is not None
-        )
-        self._transport.run(steps, depth)
+    def start(self, transfer: Transfer) -> Callable[[], None]:
+        """Start a transfer, as `Transport.start`, and count its bytes."""
+        self._count([transfer])
+        return self._transport.start(transfer)
 
-    def start(self, step: Step) -> Callable[[], None]:
-        self._call.sent_bytes += 0 if step.outgoing is None else step.outgoing.nbytes
-        return self._transport.start(step)
+    def _count(self, transfers: Sequence[Transfer]) -> None:
+        if self._record is not None:
+            sent = [each.outgoing for each in transfers if each.outgoing is not None]
+            self._record.sent_bytes += sum(outgoing.nbytes for outgoing in sent)

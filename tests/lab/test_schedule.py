@@ -10,7 +10,7 @@ from labkit.costs import communication
 from labkit.lab.pages import schedule
 from labkit.lab.pages.schedule import record_schedule
 from labkit.parallel.collectives import ALGORITHMS
-from labkit.parallel.transport.base import Step
+from labkit.parallel.transport.base import Transfer
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -56,7 +56,7 @@ def test_a_readers_function_is_recorded_and_what_it_raises_on_one_rank_comes_thr
         part = tensor.clone()
         for _ in range(p - 1):
             received = torch.zeros_like(part)
-            transport.run([Step(part, (rank + 1) % p, received, (rank - 1) % p)])
+            transport.run([[Transfer(part, (rank + 1) % p, received, (rank - 1) % p)]])
             tensor += received
             part = received
 

@@ -32,7 +32,7 @@ from labkit.parallel.transport import (
     shared_memory,
     transport_in_use,
 )
-from labkit.parallel.transport.base import SharedMemoryUnavailable, Step
+from labkit.parallel.transport.base import SharedMemoryUnavailable, Transfer
 from labkit.parallel.transport.shared_memory import SharedTransport
 from tests.parallel.shared_ranks import on_ranks
 
@@ -82,7 +82,7 @@ def test_death(group: dist.ProcessGroup) -> None:
         _replace_process(transport, 2)
         for expected in ("rank 2 ended", "cut short"):  # and the group is of no use afterwards
             with pytest.raises(RuntimeError, match=expected):
-                transport.run([Step(None, 0, torch.empty(3), 2)])
+                transport.run([[Transfer(None, 0, torch.empty(3), 2)]])
 
 
 @on_ranks(2)
@@ -92,11 +92,11 @@ def test_leaving(group: dist.ProcessGroup) -> list[str]:
     transport = find_transport(group, CPU, SHARED)
     received = torch.zeros(3)
     if dist.get_rank() == 0:
-        transport.run([Step(torch.ones(3), 1, None, 0)])
+        transport.run([[Transfer(torch.ones(3), 1, None, 0)]])
     dist.barrier(group)
     if dist.get_rank() == 1:
         _replace_process(transport, 0)
-        transport.run([Step(None, 0, received, 0)])
+        transport.run([[Transfer(None, 0, received, 0)]])
     return [] if dist.get_rank() == 0 or received.tolist() == [1.0] * 3 else ["lost"]
 
 
@@ -108,7 +108,7 @@ def test_left_group(group: dist.ProcessGroup) -> None:
     transport = find_transport(left, CPU, SHARED)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="rank 1 ended"):
-            transport.run([Step(None, 0, torch.empty(3), 1)])
+            transport.run([[Transfer(None, 0, torch.empty(3), 1)]])
     dist.destroy_process_group(left)
 
 
@@ -134,12 +134,13 @@ def test_parts(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="expected"):
             transport.run(
                 [
-                    Step(torch.ones(1), other, torch.ones(1), other),
-                    Step(part, other, part, other, add),
-                ],
-                2,
+                    [
+                        Transfer(torch.ones(1), other, torch.ones(1), other),
+                        Transfer(part, other, part, other, add),
+                    ]
+                ]
             )
-    transport.run([Step(x, other, x, other, True)])
+    transport.run([[Transfer(x, other, x, other, True)]])
     assert x.tolist() == [2.0] * 3
 
 
@@ -240,12 +241,12 @@ def test_ranks_that_make_different_calls_say_so() -> list[str]:
 WAITING_AT_THE_END = """
 import sys, threading, time
 import torch, torch.distributed as dist
-from labkit.parallel.transport.base import Step
+from labkit.parallel.transport.base import Transfer
 from labkit.parallel.transport.shared_memory import SharedTransport
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 transport = SharedTransport(dist.group.WORLD, 400.0)
-step = Step(None, 0, torch.zeros(4), 0)
-threading.Thread(target=transport.run, args=([step],), daemon=True).start()
+rounds = [[Transfer(None, 0, torch.zeros(4), 0)]]
+threading.Thread(target=transport.run, args=(rounds,), daemon=True).start()
 time.sleep(0.3)
 dist.destroy_process_group()
 sys.exit(3)
@@ -356,13 +357,11 @@ def find_torn_messages(rounds: int) -> list[str]:
             stream = [torch.full((n,), value + number) for number in range(2 * NOTES)]
             if rank == sender:
                 targets = [target for target in range(p) if target != sender]
-                transport.run(
-                    [Step(x, to, None, 0) for x in stream for to in targets], depth=len(targets)
-                )
+                transport.run([[Transfer(x, to, None, 0) for to in targets] for x in stream])
                 received = []
             else:
                 landed = [torch.full((n,), -2) for _ in stream]
-                transport.run([Step(None, 0, x, sender) for x in landed])
+                transport.run([[Transfer(None, 0, x, sender)] for x in landed])
                 received = [(x, value + number) for number, x in enumerate(landed)]
             for x in stream:
                 x.fill_(-1)  # as the caller may, now
@@ -373,14 +372,14 @@ def find_torn_messages(rounds: int) -> list[str]:
             sizes = (n, lengths[(round_ // 5) % 5])
             mine = torch.full((sizes[rank % 2],), value + rank)
             theirs = torch.zeros(sizes[other % 2], dtype=torch.int64)
-            transport.run([Step(mine, other, theirs, other)])
+            transport.run([[Transfer(mine, other, theirs, other)]])
             mine.fill_(-1)
             received = [(theirs, value + other)]
         else:  # everybody to everybody, added: one copy serves all targets
             mine = torch.full((n,), value + rank)
             total = torch.zeros(n, dtype=torch.int64)
             pairs = [((rank + s) % p, (rank - s) % p) for s in range(1, p)]
-            transport.run([Step(mine, to, total, source, True) for to, source in pairs], p)
+            transport.run([[Transfer(mine, to, total, source, True) for to, source in pairs]])
             mine.fill_(-1)
             received = [(total, sum(value + other for other in range(p) if other != rank))]
         for x, expected in received:

@@ -199,7 +199,7 @@ LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
     "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
     "an average": {
         (BackgroundAllReduce, "start"): lambda *_: lambda: None,
-        (gather, "add_steps"): lambda *_: [],
+        (gather, "reduce_scatter_round"): lambda *_: [],
     },
 }
 

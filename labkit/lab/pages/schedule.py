@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from labkit.parallel.transport.base import Step, Transport
+from labkit.parallel.transport.base import Rounds, Transport
 
 MAX_RANKS = 32  # float64 adds their powers of two exactly, and a picture shows them
 MAX_WAIT_S = 10.0  # for a message that may never come: the function may have raised on another rank
@@ -80,30 +80,29 @@ class _RecordingTransport(Transport):
         self._queues = queues
         self._history: dict[int, Tensor] = {}  # as they are after a round
 
-    def piece_bytes(self, depth: int) -> int:
-        return 1 << 20
-
-    def run(self, steps: list[Step], depth: int = 1) -> None:
+    def run(self, rounds: Rounds, call: int = 0) -> None:
         self._history[self.round] = self.vector.clone()
-        ends = [self.round] * depth
-        # step i starts when step i - depth has ended
-        for step, start in zip(steps, ends, strict=False):
-            end = start
-            if step.outgoing is not None and len(step.outgoing):
-                part = step.outgoing
-                self._queues[self.rank][step.target].put(
-                    (start, int(part.storage_offset()), part.clone())
-                )
-                end = start + 1
-            if step.incoming is not None and len(step.incoming):
-                sent, at, part = self._queues[step.source][self.rank].get(timeout=MAX_WAIT_S)
-                end = max(start, sent) + 1
-                self.received.append(Message(end, step.source, self.rank, at, at + len(part)))
-                result = step.incoming if step.into is None else step.into
-                result.copy_((step.incoming + part if step.add else part) / step.divisor)
-            ends.append(end)
-            self._history[end] = self.vector.clone()
-        self.round = max(ends)
+        for transfers in rounds:
+            start = self.round
+            for transfer in transfers:
+                if transfer.outgoing is not None and len(transfer.outgoing):
+                    sent = transfer.outgoing
+                    item = (start, int(sent.storage_offset()), sent.clone())
+                    self._queues[self.rank][transfer.target].put(item)
+                    self.round = max(self.round, start + 1)
+            for transfer in transfers:
+                if transfer.incoming is not None and len(transfer.incoming):
+                    queue = self._queues[transfer.source][self.rank]
+                    sent_in, at, message = queue.get(timeout=MAX_WAIT_S)
+                    end = max(start, sent_in) + 1
+                    self.round = max(self.round, end)
+                    self.received.append(
+                        Message(end, transfer.source, self.rank, at, at + len(message))
+                    )
+                    total = transfer.incoming + message if transfer.add else message
+                    result = transfer.incoming if transfer.into is None else transfer.into
+                    result.copy_(total / transfer.divisor)
+                    self._history[end] = self.vector.clone()
 
     def shares_after(self, number: int) -> list[int]:
         """Return whose shares each element holds after a round. Called once the all-reduce has

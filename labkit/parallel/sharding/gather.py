@@ -12,12 +12,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from labkit.parallel.collectives import add_steps, copy_steps
-from labkit.parallel.prepare import cut, shard_sizes, strides_like
-from labkit.parallel.traffic import count_traffic
-from labkit.parallel.transport.base import Step, Transport, checksum
+from labkit.parallel.collectives import all_gather_round, reduce_scatter_round
+from labkit.parallel.prepare import shard_sizes, strides_like
+from labkit.parallel.traffic import Call
+from labkit.parallel.transport.base import Transfer, Transport, checksum
 
-MESSAGES_IN_FLIGHT = 4  # per rank
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
 Blocks = list[list[Tensor]]  # [tensor][rank]: vectors
@@ -50,12 +49,11 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     """Return a function that completes tensors in place, each time it is called: a collective.
 
     The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first,
-    and receives theirs in place (`copy_steps`): n (p-1)/p bytes sent per rank, on average, for n
+    and receives theirs in place (`all_gather_round`): n (p-1)/p bytes sent per rank, on average, for n
     bytes of tensors.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
     p = transport.world_size
-    depth = max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
     dense = [with_strides(tensor, row_strides(tensor)).to(transport.device) for tensor in tensors]
     copies = [
         (tensor, each) for tensor, each in zip(tensors, dense, strict=True) if tensor is not each
@@ -63,15 +61,14 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     blocks, packed = _pack(
         [[rows.view(torch.uint8) for rows in _by_rank(each, p)] for each in dense]
     )
-    pieces = [cut(block, transport, depth) for block in blocks]
-    steps = [step for each in pieces for step in copy_steps(each, transport)]
-
     storages = [
         each.untyped_storage()
         for each in chain((x for _, x in copies), (vector for vector, _ in packed))
     ]
     sizes = [storage.nbytes() for storage in storages]
-    call = checksum("all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+    description = checksum(
+        "all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    )
 
     def gather() -> None:
         for storage, size in zip(storages, sizes, strict=True):
@@ -79,9 +76,10 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
         for tensor, each in copies:
             each.copy_(tensor)
         _fill(packed)
-        transport.call_checksum = call
         if tensors:
-            count_traffic(transport, "all_gather", "butterfly", tensors).run(steps, depth)
+            call = Call(transport, "all_gather", "butterfly", tensors, description)
+            # One round: no tensor waits for another.
+            call.run([[each for block in blocks for each in all_gather_round(block, call)]])
             torch.autograd.graph.increment_version(tensors)  # messages are written past torch
         _unpack(packed)
         for tensor, each in copies:
@@ -101,7 +99,6 @@ def average_rows(
     the others send it to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
     """
     p = transport.world_size
-    depth = max(1, MESSAGES_IN_FLIGHT * (transport.world_size - 1))
     # so that a mean cannot overflow on the way
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1
     whole = [
@@ -113,16 +110,16 @@ def average_rows(
         [[*_by_rank(each, p), _flatten(own)] for each, own in zip(whole, results, strict=True)]
     )
     _fill(packed[:-1])
-    steps: list[Step] = []
-    for block in blocks:
-        *pieces, totals = cut(block, transport, depth)
-        steps += add_steps(pieces, totals, transport, 1 if is_divided_first else p)
-        if p == 1:
-            block[-1].copy_(block[0])
-    transport.call_checksum = checksum(
+    description = checksum(
         "reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients)
     )
-    count_traffic(transport, "reduce_scatter", "butterfly", gradients).run(steps, depth)
+    call = Call(transport, "reduce_scatter", "butterfly", gradients, description)
+    transfers: list[Transfer] = []
+    for *shards, result in blocks:
+        transfers += reduce_scatter_round(shards, result, call, 1 if is_divided_first else p)
+        if p == 1:
+            result.copy_(shards[0])
+    call.run([transfers])
     _unpack(packed[-1:])
     for mean, result in zip(means, results, strict=True):
         if mean is not result:

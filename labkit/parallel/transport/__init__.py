@@ -1,9 +1,9 @@
 """How ranks exchange memory: the transport that serves a tensor, selected once per group, device
 and preference.
 
-Every algorithm of `collectives.py` is a list of steps, which `Transport.run` carries out
-(`base.py`): point to point by torch.distributed, between any machines, or through memory that the
-ranks of a host share.
+Every algorithm of `collectives.py` is a list of rounds of transfers, which `Transport.run` carries
+out (`base.py`): point to point by torch.distributed, between any machines, or through memory that
+the ranks of a host share.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from labkit.parallel.transport.base import (
     SHARED,
     TRANSPORTS,
     SharedMemoryUnavailable,
-    Step,
+    Transfer,
     Transport,
 )
 from labkit.parallel.transport.point_to_point import TAG, BatchTransport, StreamTransport
 from labkit.parallel.transport.shared_memory import SharedTransport
 
-__all__ = ["POINT_TO_POINT", "SHARED", "TRANSPORTS", "Step", "Transport"]
+__all__ = ["POINT_TO_POINT", "SHARED", "TRANSPORTS", "Transfer", "Transport"]
 
 AUTO = "auto"
 """Shared memory if all ranks of the group can share it, else point to point."""
 CHOICES = (AUTO, *TRANSPORTS)
+Group = dist.ProcessGroup | None
+"""None: all ranks."""
+TransportLike = str | Transport
+"""One of `CHOICES`, or a transport to use."""
 
 _HOST = torch.device("cpu")
 _Selections = dict[tuple[torch.device, str], Transport]
@@ -41,7 +45,7 @@ _separate_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.We
 
 
 def find_transport(
-    group: dist.ProcessGroup | None, device: torch.device, preference: str | Transport = AUTO
+    group: Group, device: torch.device, preference: TransportLike = AUTO
 ) -> Transport:
     """Return the transport for tensors on `device` in `group` (None: all ranks). The first call is
     a collective.
@@ -65,9 +69,7 @@ def find_transport(
     return transport
 
 
-def make_separate_transport(
-    group: dist.ProcessGroup | None, device: torch.device, preference: str
-) -> Transport:
+def make_separate_transport(group: Group, device: torch.device, preference: str) -> Transport:
     """Make one more transport, for messages that may be in flight together with others of the
     group.
 
@@ -79,7 +81,7 @@ def make_separate_transport(
 
 
 def transport_in_use(
-    group: dist.ProcessGroup | None = None, device: torch.device = _HOST, preference: str = AUTO
+    group: Group = None, device: torch.device = _HOST, preference: str = AUTO
 ) -> tuple[str, str]:
     """Return the name of the transport that serves `group`, and the reason if it is not shared
     memory."""
@@ -87,7 +89,7 @@ def transport_in_use(
     return transport.name, transport.reason
 
 
-def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def member_group(group: Group) -> dist.ProcessGroup:
     """Return the group, or all ranks for None; raise ValueError without one, and on a rank that is
     not in it."""
     if group is None and (group := dist.GroupMember.WORLD) is None:

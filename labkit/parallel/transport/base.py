@@ -1,25 +1,29 @@
-"""The contract between algorithms and transports: steps, and what either side promises.
+"""What algorithms and transports promise each other.
 
-An algorithm is a list of steps. A step sends a part of a vector to one rank and receives a part
-from another, which is stored, or added to what is there. `Transport.run` carries the steps out.
+An algorithm is a list of rounds, and a round a list of transfers. A `Transfer` sends a vector to one
+rank and receives one from another, which is stored, or added to what is there. `Transport.run`
+carries the rounds out. It cuts long messages into chunks, so that a chunk is added or sent on while
+the next one travels.
 
 An algorithm promises:
 
-* A message has the same step number on both sides, in runs of equally many steps. So among the
-  oldest unfinished steps of all ranks there is always one that both its sides have started, and
-  nothing waits forever.
-* The two parts of a message have the same length and dtype. An empty part is not sent.
-* Steps come in rounds of `depth`. A step sends nothing that the `depth - 1` steps before it write,
-  and writes nothing that they send. Several steps may add to the same memory. Within a step the
-  same memory may be sent and added to.
-* Parts that are cut stay in order: what a step sends from element i on, the round before has
-  written from i on.
+* A message has the same place on both sides: in runs of equally many rounds, in the round of one
+  number, among the messages between these two ranks. A round may be empty.
+* The two vectors of a message have the same length and dtype. An empty vector is not sent.
+* Transfers of a round do not depend on each other: none writes what another one sends. Several may
+  add to the same memory. Within one transfer the same memory may be sent and added to.
+* Rounds go through memory from its start to its end: what a round sends from element i of a vector
+  on, the round before has written from element i of a vector on. What a round writes from element i
+  on, the round before sends from element i on.
 
 A transport promises:
 
-* Messages between two ranks arrive in the order sent, and are added in the order of steps. Ranks
-  may run ahead of each other through any number of calls. One call at a time per group and rank:
-  two threads need two transports.
+* Chunk k of a round starts once chunk k of the round before is complete. Chunks are taken in the
+  same order on all ranks (`cut_rounds`). So the oldest unfinished chunk of all ranks is one that
+  both its sides have started, and nothing waits forever.
+* Messages between two ranks arrive in the order sent, and are added in the order of transfers.
+* Ranks may run ahead of each other through any number of calls. One call at a time per group and
+  rank: two threads need two transports.
 * Scratch memory is made on first use and kept between calls, because touching fresh pages costs as
   much as copying. It is bounded whatever the size of the tensors, and it goes when the group goes.
 """
@@ -28,11 +32,12 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 POINT_TO_POINT = "point_to_point"
 SHARED = "shared"
@@ -44,27 +49,75 @@ class SharedMemoryUnavailable(RuntimeError):
     """The ranks of a group cannot share memory; the message says why."""
 
 
-class Step(NamedTuple):
+class Transfer(NamedTuple):
     """Send `outgoing` to group rank `target`; receive `incoming` from group rank `source`.
 
-    Parts are contiguous vectors; None is no message. With `add`, the message is added to
-    `incoming`, the sum divided by `divisor`, and the result put into `into`, if there is one, else
-    into `incoming`.
+    Both are contiguous vectors; None is no message. With `add`, the message is added to `incoming`,
+    the sum divided by `divisor`, and the result put into `into`, if there is one, else into
+    `incoming`.
     """
 
-    outgoing: torch.Tensor | None
+    outgoing: Tensor | None
     target: int
-    incoming: torch.Tensor | None
+    incoming: Tensor | None
     source: int
     add: bool = False
     divisor: int = 1
-    into: torch.Tensor | None = None
+    into: Tensor | None = None
+
+    def count_chunks(self, chunk_bytes: int) -> int:
+        """Return the number of chunks of the longer message, 1 or more."""
+        n_bytes = max(0 if x is None else x.nbytes for x in (self.outgoing, self.incoming))
+        return max(1, -(-n_bytes // chunk_bytes))
+
+    def chunk(self, k: int, chunk_bytes: int) -> Transfer:
+        """Return the transfer of chunk k of each message. Chunks beyond the end are empty."""
+        outgoing, incoming, into = (
+            None if x is None else x[k * (n := chunk_bytes // x.itemsize) : (k + 1) * n]
+            for x in (self.outgoing, self.incoming, self.into)
+        )
+        return self._replace(outgoing=outgoing, incoming=incoming, into=into)
+
+
+Rounds = list[list[Transfer]]
+
+
+class Chunk(NamedTuple):
+    """A transfer of one chunk, which may start once the first `after` chunks are complete.
+
+    Chunks of a `wave` do not depend on each other.
+    """
+
+    transfer: Transfer
+    wave: int
+    after: int
+
+
+def cut_rounds(rounds: Rounds, chunk_bytes: int) -> Iterator[Chunk]:
+    """Yield all chunks in the order in which transports take them: chunk k of round i in wave i + k.
+
+    So while chunk k of a round is sent on, chunk k + 1 of the round before arrives.
+    """
+    counts = [[each.count_chunks(chunk_bytes) for each in transfers] for transfers in rounds]
+    most = max([max(each) for each in counts if each], default=1)
+    number = 0
+    ends = [0] * len(rounds)  # by round: how many chunks are complete once its last one so far is
+    for wave in range(len(rounds) + most - 1):
+        ends_before = ends.copy()
+        for i in range(max(0, wave - most + 1), min(wave + 1, len(rounds))):
+            k = wave - i
+            after = ends_before[i - 1] if i else 0
+            for transfer, count in zip(rounds[i], counts[i], strict=True):
+                if k < count:
+                    chunk = transfer if count == 1 else transfer.chunk(k, chunk_bytes)
+                    yield Chunk(chunk, wave, after)
+                    number += 1
+            ends[i] = number
 
 
 @lru_cache(1024)
 def checksum(*call: object) -> int:
-    """Return a number for a call, described by names, sizes and dtypes, that is the same in every
-    process."""
+    """Return 32 bits for a call, from names, sizes and dtypes, the same in every process."""
     return zlib.crc32(repr(call).encode())
 
 
@@ -79,38 +132,32 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.call_checksum = 0
-        """Checksum of the collective that `run` is part of: through shared memory, ranks compare
-        it."""
-        self.n_ended = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
-        self._vectors: list[torch.Tensor] = []
+        self._vectors: list[Tensor] = []
         self._shape: tuple[int, int, torch.dtype] | None = None
 
     @abstractmethod
-    def run(self, steps: list[Step], depth: int = 1) -> None:
-        """Carry out `steps`. Step i, or piece k of it, may start once step i - `depth`, or its
-        piece k, is complete."""
+    def run(self, rounds: Rounds, call: int = 0) -> None:
+        """Carry out the rounds of a call; return when all messages to this rank have arrived.
 
-    def start(self, step: Step) -> Callable[[], None]:
-        """Start a step of any length, without `add`; return a function that completes it.
-
-        Steps that were started complete in that order, before any that `run` carries out
-        afterwards. Here a step starts when it is to be completed.
+        `call`: its `checksum`. Through shared memory a message of another call raises.
         """
-        return lambda: self.run([step])
 
-    def end_call(self) -> None:
-        """Count a collective that is over on this rank, or refused: through shared memory, no rank
-        waits for it."""
-        self.n_ended += 1
+    def start(self, transfer: Transfer) -> Callable[[], None]:
+        """Start a transfer of any length, without `add`; return a function that completes it.
 
-    @abstractmethod
-    def piece_bytes(self, depth: int) -> int:
-        """Return the bytes of the longest parts that it takes with `depth` steps in flight; the
-        same on all ranks."""
+        Transfers that were started complete in that order, before any that `run` carries out
+        afterwards. Here one starts when it is to be completed.
+        """
+        return lambda: self.run([[transfer]])
 
-    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def end_call(self) -> None:  # noqa: B027 - most transports have nothing to note
+        """Note that a collective is over on this rank, or was refused.
+
+        Through shared memory, ranks that still wait for its messages raise.
+        """
+
+    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return `count` vectors, (numel,), whose content is lost at the next call."""
         # cutting takes 10 us, a tenth of a short all-reduce
         if self._shape != (count, numel, dtype):

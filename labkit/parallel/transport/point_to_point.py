@@ -9,42 +9,57 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
+from labkit.parallel.transport.base import (
+    POINT_TO_POINT,
+    Rounds,
+    Transfer,
+    Transport,
+    cut_rounds,
+)
 
 # Keeps these messages apart from the caller's own send and recv on the same group, which count from
 # tag 0.
 TAG = 0x6C6B
-# a step, where its message arrives, what to wait for
-_Started = tuple[Step, torch.Tensor | None, list[dist.Work]]
+# a transfer, where its message arrives, what to wait for
+_Started = tuple[Transfer, Tensor | None, Sequence[dist.Work]]
 
 
 class _GroupTransport(Transport):
-    """Parts that two ranks send each other, within a budget of scratch memory for messages that are
-    to be added."""
+    """Messages in chunks, as many of them at once as there is scratch memory to add them from."""
 
     name = POINT_TO_POINT
     scratch_limit_bytes: int
 
-    def piece_bytes(self, depth: int) -> int:
-        return max(1024, self.scratch_limit_bytes // max(2, depth) // 1024 * 1024)
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        super().__init__(rank, world_size, device)
+        # A rank may have messages to all others in flight, or two to the same one, so that one
+        # travels while the other is added.
+        self.in_flight = max(2, world_size - 1)
 
-    def _landings(self, steps: Sequence[Step], depth: int) -> list[torch.Tensor | None]:
-        """Return scratch vectors for the messages that are to be added, one per step in flight;
-        None without any."""
-        added = [step.incoming for step in steps if step.add and step.incoming is not None]
-        numel = max([part.numel() for part in added], default=0)
-        return [*self.scratch(depth, numel, added[0].dtype)] if numel else [None] * depth
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk, the same on all ranks."""
+        return max(1024, self.scratch_limit_bytes // self.in_flight // 1024 * 1024)
+
+    def _landings(self, count: int, transfers: Sequence[Transfer]) -> Sequence[Tensor | None]:
+        """Return `count` scratch vectors for the messages of these transfers that are added."""
+        added = [each.incoming for each in transfers if each.add and each.incoming is not None]
+        numel = max([incoming.numel() for incoming in added], default=0)
+        return self.scratch(count, numel, added[0].dtype) if numel else [None] * count
 
 
 class StreamTransport(_GroupTransport):
     """Messages that move in the background, each on its own: gloo.
 
-    The receive of a step is posted before its send: gloo moves a message when both sides have
+    The receive of a transfer is posted before its send: gloo moves a message when both sides have
     announced it, and a receive that already waits saves a round trip.
     """
 
@@ -55,41 +70,42 @@ class StreamTransport(_GroupTransport):
         self._tag = tag
         self.reason = reason
         # The backend's own methods take group ranks and skip the dispatcher and the checks of
-        # `dist.isend`.
-        # torch types it as the base class, which has neither
+        # `dist.isend`. torch types it as the base class, which has neither.
         backend: Any = group._get_backend(self.device)
         self._send = backend.send
         self._receive = backend.recv
 
-    def run(self, steps: list[Step], depth: int = 1) -> None:
-        landings = self._landings(steps, min(depth, len(steps)))
-        in_flight: deque[_Started] = deque()
-        for number, step in enumerate(steps):
-            if number >= depth:
-                _finish(*in_flight.popleft())
-            in_flight.append(self._start(step, landings[number % depth]))
-        for started in in_flight:
-            _finish(*started)
+    def run(self, rounds: Rounds, call: int = 0) -> None:
+        chunks = list(cut_rounds(rounds, self.chunk_bytes))
+        window = min(self.in_flight, len(chunks))
+        landings = self._landings(window, [chunk.transfer for chunk in chunks])
+        started: deque[_Started] = deque()
+        for number, chunk in enumerate(chunks):
+            while len(started) == window or number - len(started) < chunk.after:
+                _finish(*started.popleft())
+            started.append(self._start(chunk.transfer, landings[number % window]))
+        while started:
+            _finish(*started.popleft())
 
-    def start(self, step: Step) -> Callable[[], None]:
-        started = self._start(step, None)
+    def start(self, transfer: Transfer) -> Callable[[], None]:
+        started = self._start(transfer, None)
         return lambda: _finish(*started)
 
-    def _start(self, step: Step, landing: torch.Tensor | None) -> _Started:
-        place = _place_message(step, landing)
+    def _start(self, transfer: Transfer, landing: Tensor | None) -> _Started:
+        place = _place_message(transfer, landing)
         works = []
         if place is not None:
-            works.append(self._receive([place], step.source, self._tag))
-        if step.outgoing is not None and step.outgoing.numel():
-            works.append(self._send([step.outgoing], step.target, self._tag))
-        return step, place, works
+            works.append(self._receive([place], transfer.source, self._tag))
+        if transfer.outgoing is not None and transfer.outgoing.numel():
+            works.append(self._send([transfer.outgoing], transfer.target, self._tag))
+        return transfer, place, works
 
 
 class BatchTransport(_GroupTransport):
     """Messages launched together and moved by the GPU, in the order of its streams: NCCL.
 
-    Steps that may be in flight together are one batch. Waiting makes the GPU's stream wait, not the
-    CPU.
+    A wave of chunks is one batch, since ranks must launch the same messages together. Waiting makes
+    the GPU's stream wait, not the CPU.
     """
 
     reason = "NCCL moves CUDA tensors"
@@ -98,68 +114,74 @@ class BatchTransport(_GroupTransport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group.rank(), group.size(), device)
         self._group = weakref.ref(group)
-        # NCCL wants every rank of the group in its first batch; the first step of an algorithm may
+        # NCCL wants every rank of the group in its first batch; the first round of an algorithm may
         # leave some out.
         token = torch.zeros(2, device=device)
         right = (self.rank + 1) % self.world_size
         left = (self.rank - 1) % self.world_size
         if self.world_size > 1:
-            self.run([Step(token[:1], right, token[1:], left)])
+            self.run([[Transfer(token[:1], right, token[1:], left)]])
 
-    def run(self, steps: list[Step], depth: int = 1) -> None:
-        landings = self._landings(steps, min(depth, len(steps)))
-        for start in range(0, len(steps), depth):
-            for started in self._launch(steps[start : start + depth], landings):
+    def run(self, rounds: Rounds, call: int = 0) -> None:
+        for _, wave in groupby(cut_rounds(rounds, self.chunk_bytes), attrgetter("wave")):
+            transfers = [chunk.transfer for chunk in wave]
+            scratch = iter(self._landings(sum(each.add for each in transfers), transfers))
+            landings = [next(scratch) if each.add else None for each in transfers]
+            for started in self._launch(transfers, landings):
                 _finish(*started)
 
-    def start(self, step: Step) -> Callable[[], None]:
-        (started,) = self._launch([step], [None])
+    def start(self, transfer: Transfer) -> Callable[[], None]:
+        (started,) = self._launch([transfer], [None])
         return lambda: _finish(*started)
 
     def _launch(
-        self, steps: Sequence[Step], landings: Sequence[torch.Tensor | None]
+        self, transfers: Sequence[Transfer], landings: Sequence[Tensor | None]
     ) -> list[_Started]:
         options: dict[str, Any] = {"group": self._group(), "tag": TAG}
-        places = [
-            _place_message(step, landing) for step, landing in zip(steps, landings, strict=False)
-        ]
+        places = []
         messages: list[dist.P2POp] = []
-        for step, place in zip(steps, places, strict=True):
+        for transfer, landing in zip(transfers, landings, strict=True):
+            place = _place_message(transfer, landing)
             if place is not None:
-                messages.append(dist.P2POp(dist.irecv, place, group_peer=step.source, **options))
-            if step.outgoing is not None and step.outgoing.numel():
-                messages.append(
-                    dist.P2POp(dist.isend, step.outgoing, group_peer=step.target, **options)
-                )
-        # all of them before the first is added
+                receive = dist.P2POp(dist.irecv, place, group_peer=transfer.source, **options)
+                messages.append(receive)
+            if transfer.outgoing is not None and transfer.outgoing.numel():
+                outgoing = transfer.outgoing
+                send = dist.P2POp(dist.isend, outgoing, group_peer=transfer.target, **options)
+                messages.append(send)
+            places.append(place)
         works = dist.batch_isend_irecv(messages) if messages else []
-        return [
-            (step, place, [] if i else works)
-            for i, (step, place) in enumerate(zip(steps, places, strict=True))
-        ]
+        started = list[_Started]()
+        for transfer, place in zip(transfers, places, strict=True):
+            # The first one waits for all messages of the batch.
+            started.append((transfer, place, [] if started else works))
+        return started
 
 
-def _place_message(step: Step, landing: torch.Tensor | None) -> torch.Tensor | None:
-    """Return where a step's message arrives: in place, or in scratch memory if it is to be added;
-    None: no message."""
-    if step.incoming is None or step.incoming.numel() == 0:
+def _place_message(transfer: Transfer, landing: Tensor | None) -> Tensor | None:
+    """Return where a message arrives, None if there is none.
+
+    That is scratch memory if it is to be added, else its place.
+    """
+    if transfer.incoming is None or transfer.incoming.numel() == 0:
         return None
-    if not step.add:
-        return step.incoming
+    if not transfer.add:
+        return transfer.incoming
     assert landing is not None, "there is scratch memory for messages that are added"
-    return landing if landing.numel() == step.incoming.numel() else landing[: step.incoming.numel()]
+    # A slice costs a microsecond, and all messages of a short call have one length.
+    numel = transfer.incoming.numel()
+    return landing if landing.numel() == numel else landing[:numel]
 
 
-def _finish(step: Step, place: torch.Tensor | None, works: Sequence[dist.Work]) -> None:
-    """Wait for a step's messages; add the one that has arrived, if it is to be added."""
+def _finish(transfer: Transfer, place: Tensor | None, works: Sequence[dist.Work]) -> None:
+    """Wait for a transfer's messages; add the one that has arrived, if it is to be added."""
     for work in works:
         work.wait()  # once: a second one would not return before gloo's time-out
-    if place is None or not step.add or step.incoming is None:
+    if place is None or not transfer.add or transfer.incoming is None:
         return
-    result = (
-        step.incoming.add_(place)
-        if step.into is None
-        else torch.add(step.incoming, place, out=step.into)
-    )
-    if step.divisor > 1:
-        result.div_(step.divisor)
+    if transfer.into is None:
+        result = transfer.incoming.add_(place)
+    else:
+        result = torch.add(transfer.incoming, place, out=transfer.into)
+    if transfer.divisor > 1:
+        result.div_(transfer.divisor)

@@ -1,18 +1,19 @@
 // Messages between the ranks of one host, through memory that all of them map (`shared_memory.py`).
 //
-// Each rank has a mailbox: two semaphores and a ring of notes for every other rank, slots for messages, a mark that the
-// rank has left the group, or failed in a call, and a count of collectives that are over. Parts are cut to fit slots.
+// Each rank has a mailbox: two semaphores and a ring of headers for every other rank, slots for messages, a flag that the
+// rank has left the group, or failed in a call, and a count of collectives that are over. Messages are cut into chunks
+// that fit slots.
 //
-//     send      copy the piece into a free slot, write a note (which slot, how many bytes, of which call), post `filled`
-//     receive   wait for `filled`, read the note, copy or add from the slot straight into place, post `taken`
+//     send      copy the chunk into a free slot, write a header (which slot, how many bytes, of which call), post `filled`
+//     receive   wait for `filled`, read the header, copy or add from the slot straight into place, post `taken`
 //     end       count the collective: whoever still waits for this rank gives up
 //
-// Order. Slot and note are written before `filled` is posted, and again only after the reader's `taken` has been taken.
+// Order. Slot and header are written before `filled` is posted, and again only after the reader's `taken` has been taken.
 // POSIX promises that what a process wrote before sem_post is visible after the wait that took it.
 //
-// Progress. A rank blocks only for its oldest unfinished piece: for that piece's message, or for the slot or note that
-// its own message needs, which older messages hold until their readers, at older pieces still, have taken them. So the
-// rank whose oldest unfinished piece is the oldest of all can always go on. Sends of later pieces are tried only.
+// Progress. A rank blocks only for its oldest unfinished chunk: for that chunk's message, or for the slot or header that
+// its own message needs, which older messages hold until their readers, at older chunks still, have taken them. So the
+// rank whose oldest unfinished chunk is the oldest of all can always go on. Sends of later chunks are tried only.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -56,31 +57,34 @@ void (*const COMBINE[])(void*, const void*, const void*, long, long) = {
     combine<double>, combine<float>, combine<c10::Half>, combine<c10::BFloat16>, combine<int64_t>};
 const int N_DTYPES = 5, UNKNOWN = -1;
 
-const long CACHE_LINE = 64, NOTES = 16, SLOTS = 8, SLOT_BYTES = 256 << 10, AHEAD = 4;  // AHEAD: pieces sent early
+const long CACHE_LINE = 64, HEADERS = 16, SLOTS = 8, SLOT_BYTES = 256 << 10;
+const long AHEAD = 4;  // chunks that are sent before the oldest one is complete, or as many as the longest round has
 // A rank that waits looks, yields between looks, then sleeps. 4 ranks on 2 cores take least time with 300 yields, up to
 // a third more with 30 and up to a tenth more with 1000 (4 KiB to 10 MiB).
 const int LOOKS = 1000, YIELDS = 300;
 const long SPIN_NS = 500'000, SLEEP_NS = 200'000'000;
 
-struct Part {  // a contiguous vector; no bytes: no message
+struct Vector {  // contiguous; no bytes: no message
     char* data = nullptr;
     long n_bytes = 0, dtype = UNKNOWN;
-    long n_pieces() const { return (n_bytes + SLOT_BYTES - 1) / SLOT_BYTES; }
-    Part piece(long k) const {
+    long n_chunks() const { return (n_bytes + SLOT_BYTES - 1) / SLOT_BYTES; }
+    Vector chunk(long k) const {
         return {data + k * SLOT_BYTES, std::clamp(n_bytes - k * SLOT_BYTES, 0L, SLOT_BYTES), dtype};
     }
 };
 
-struct Step {  // as in base.py, or a piece of one
-    Part outgoing, incoming, into;
+struct Transfer {  // as in base.py, or a chunk of one
+    Vector outgoing, incoming, into;
     long target, source, divisor;
     bool is_added;
-    long after;  // how many pieces are complete before it is sent
-    long n_pieces() const { return std::max(outgoing.n_pieces(), incoming.n_pieces()); }
-    Step piece(long k, long after) const {
-        return {outgoing.piece(k), incoming.piece(k), into.piece(k), target, source, divisor, is_added, after};
+    long after;  // how many chunks are complete before it is sent
+    long n_chunks() const { return std::max(outgoing.n_chunks(), incoming.n_chunks()); }
+    Transfer chunk(long k, long after) const {
+        return {outgoing.chunk(k), incoming.chunk(k), into.chunk(k), target, source, divisor, is_added, after};
     }
 };
+
+using Rounds = std::vector<std::vector<Transfer>>;
 
 struct Message {
     long target, number;  // how many were sent to that rank before
@@ -115,26 +119,26 @@ struct Mailboxes {
     long p = long(addresses.size());
     std::vector<long> sent = std::vector<long>(p), taken = sent, received = sent;  // messages, by the other rank
     std::vector<Message> in_slot[SLOTS] = {};                // that may not have been taken yet
-    Step staged = {};  // the one whose part was copied last
+    Transfer staged = {};  // the one whose chunk was copied into a slot last
     long slots_used = 0, staged_slot = 0, sent_call = 0, expected_call = 0;
     bool is_busy = false;
     PyThreadState* thread = nullptr;
 
     // Layout of a mailbox
-    static long size(long p) { return (2 * p + p * NOTES + 1) * CACHE_LINE + SLOTS * SLOT_BYTES; }
+    static long size(long p) { return (2 * p + p * HEADERS + 1) * CACHE_LINE + SLOTS * SLOT_BYTES; }
     char* start(long owner) { return reinterpret_cast<char*>(addresses[owner]); }
     sem_t* semaphore(long owner, long n) { return reinterpret_cast<sem_t*>(start(owner) + n * CACHE_LINE); }
     sem_t* filled(long sender, long target) { return semaphore(sender, target); }
     sem_t* taken_by(long reader, long sender) { return semaphore(sender, p + reader); }
-    long* note(long sender, long target, long number) {
-        return reinterpret_cast<long*>(start(sender) + (2 * p + target * NOTES + number % NOTES) * CACHE_LINE);
+    long* header(long sender, long target, long number) {
+        return reinterpret_cast<long*>(start(sender) + (2 * p + target * HEADERS + number % HEADERS) * CACHE_LINE);
     }
-    long* mark(long owner) { return note(owner, p, 0); }  // not 0: the rank has left the group, or failed
-    long* ended(long owner) { return mark(owner) + 1; }   // how many collectives are over there, or refused
+    long* has_left(long owner) { return header(owner, p, 0); }  // not 0: the rank has left the group, or failed
+    long* ended(long owner) { return has_left(owner) + 1; }     // how many collectives are over there, or refused
     char* slot(long owner, long number) { return start(owner) + size(p) - (SLOTS - number) * SLOT_BYTES; }
 
     // Let ranks that wait for this one give up.
-    void leave() { __atomic_store_n(mark(rank), 1, __ATOMIC_SEQ_CST); }
+    void leave() { __atomic_store_n(has_left(rank), 1, __ATOMIC_SEQ_CST); }
 
     // Take a semaphore that rank `peer` posts.
     void wait(sem_t* awaited, long peer) {
@@ -150,7 +154,7 @@ struct Mailboxes {
             timespec until = {end / 1'000'000'000, end % 1'000'000'000};
             if (sem_clockwait(awaited, CLOCK_MONOTONIC, &until) == 0) return;
             pollfd process = {int(processes[peer]), POLLIN, 0};
-            bool has_ended = __atomic_load_n(mark(peer), __ATOMIC_SEQ_CST) || poll(&process, 1, 0) > 0;
+            bool has_ended = __atomic_load_n(has_left(peer), __ATOMIC_SEQ_CST) || poll(&process, 1, 0) > 0;
             bool is_late = now_ns() > start + timeout_ns;
             bool is_over = __atomic_load_n(ended(peer), __ATOMIC_SEQ_CST) > *ended(rank);
             PyEval_RestoreThread(thread);
@@ -178,105 +182,127 @@ struct Mailboxes {
         return true;
     }
 
-    // Send the part of a step; return false instead of waiting if not `is_patient`.
-    bool send(const Step& step, bool is_patient) {
-        const Part& part = step.outgoing;
-        if (!part.n_bytes) return true;
-        Message message{step.target, sent[step.target]};
-        if (!is_taken({step.target, message.number - NOTES}, is_patient)) return false;  // its note is free
-        // One copy serves all targets. Steps of a round leave each other's parts unchanged.
-        if (part.data != staged.outgoing.data || part.n_bytes != staged.outgoing.n_bytes || step.after != staged.after) {
+    // Send a chunk; return false instead of waiting if not `is_patient`.
+    bool send(const Transfer& chunk, bool is_patient) {
+        const Vector& outgoing = chunk.outgoing;
+        if (!outgoing.n_bytes) return true;
+        Message message{chunk.target, sent[chunk.target]};
+        if (!is_taken({chunk.target, message.number - HEADERS}, is_patient)) return false;  // its header is free
+        // One copy serves all targets: transfers of a round do not write what others of it send.
+        const Vector& last = staged.outgoing;
+        if (outgoing.data != last.data || outgoing.n_bytes != last.n_bytes || chunk.after != staged.after) {
             auto& readers = in_slot[slots_used % SLOTS];
             for (Message earlier : readers)
                 if (!is_taken(earlier, is_patient)) return false;
             readers.clear();
-            staged_slot = slots_used++ % SLOTS, staged = step;
-            memcpy(slot(rank, staged_slot), part.data, part.n_bytes);
+            staged_slot = slots_used++ % SLOTS, staged = chunk;
+            memcpy(slot(rank, staged_slot), outgoing.data, outgoing.n_bytes);
         }
-        long* place = note(rank, message.target, message.number);
-        place[0] = staged_slot, place[1] = part.n_bytes, place[2] = sent_call;
+        long* place = header(rank, message.target, message.number);
+        place[0] = staged_slot, place[1] = outgoing.n_bytes, place[2] = sent_call;
         sem_post(filled(rank, message.target));
         in_slot[staged_slot].push_back(message);
         sent[message.target]++;
         return true;
     }
 
-    void receive(const Step& step) {
-        const Part& part = step.incoming;
-        if (!part.n_bytes) return;
-        wait(filled(step.source, rank), step.source);
-        long* place = note(step.source, rank, received[step.source]++);
-        if (place[1] != part.n_bytes || place[2] != expected_call)
-            refuse(PyExc_RuntimeError, "every rank must make the same call, with one shape and dtype: rank ", step.source,
-                   " sent ", place[1], " bytes to rank ", rank, ", which expected ", part.n_bytes,
-                   place[1] == part.n_bytes ? " of another call" : "");
-        char *message = slot(step.source, place[0]), *result = step.into.n_bytes ? step.into.data : part.data;
-        if (step.is_added)
-            COMBINE[part.dtype](result, part.data, message, part.n_bytes, step.divisor);
+    void receive(const Transfer& chunk) {
+        const Vector& incoming = chunk.incoming;
+        long source = chunk.source;
+        if (!incoming.n_bytes) return;
+        wait(filled(source, rank), source);
+        long* place = header(source, rank, received[source]++);
+        if (place[1] != incoming.n_bytes || place[2] != expected_call)
+            refuse(PyExc_RuntimeError, "every rank must make the same call, with one shape and dtype: rank ", source,
+                   " sent ", place[1], " bytes to rank ", rank, ", which expected ", incoming.n_bytes,
+                   place[1] == incoming.n_bytes ? " of another call" : "");
+        char *message = slot(source, place[0]), *result = chunk.into.n_bytes ? chunk.into.data : incoming.data;
+        if (chunk.is_added)
+            COMBINE[incoming.dtype](result, incoming.data, message, incoming.n_bytes, chunk.divisor);
         else
-            memcpy(part.data, message, part.n_bytes);
-        sem_post(taken_by(rank, step.source));
+            memcpy(incoming.data, message, incoming.n_bytes);
+        sem_post(taken_by(rank, source));
     }
 
-    // `depth` steps are a round, cut into pieces that fit slots: piece k of a round follows piece k of the last round.
-    void carry_out(const std::vector<Step>& steps, long depth) {
-        long n = long(steps.size()), rounds = (n + depth - 1) / depth, most = 1;
-        for (const Step& step : steps) most = std::max(most, step.n_pieces());
-        std::vector<Step> pieces;
-        std::vector<long> ends(rounds);
-        for (long time = 0; time < rounds + most - 1; time++)
-            for (long round = std::min(time, rounds - 1); round >= std::max(0L, time - most + 1); round--) {
-                for (long i = round * depth; i < std::min(n, (round + 1) * depth); i++)
-                    if (time - round < steps[i].n_pieces())
-                        pieces.push_back(steps[i].piece(time - round, round ? ends[round - 1] : 0));
-                ends[round] = long(pieces.size());
+    // All chunks in the order in which ranks take them, as `cut_rounds` in base.py: chunk k of round i in wave i + k.
+    std::vector<Transfer> cut_rounds(const Rounds& rounds) {
+        long n = long(rounds.size()), most = 1;
+        for (const auto& round : rounds)
+            for (const Transfer& transfer : round) most = std::max(most, transfer.n_chunks());
+        std::vector<Transfer> chunks;
+        std::vector<long> ends(n), ends_before;  // by round: how many chunks are complete once its last one so far is
+        for (long wave = 0; wave < n + most - 1; wave++) {
+            ends_before = ends;
+            for (long i = std::max(0L, wave - most + 1); i <= std::min(wave, n - 1); i++) {
+                for (const Transfer& transfer : rounds[i])
+                    if (wave - i < transfer.n_chunks())
+                        chunks.push_back(transfer.chunk(wave - i, i ? ends_before[i - 1] : 0));
+                ends[i] = long(chunks.size());
             }
-        long count = long(pieces.size()), ahead = std::max(depth, AHEAD);
-        for (long number = 0, begun = 0; number < count; receive(pieces[number++])) {
-            for (; begun <= number; begun++) send(pieces[begun], true);
+        }
+        return chunks;
+    }
+
+    void carry_out(const Rounds& rounds) {
+        std::vector<Transfer> chunks = cut_rounds(rounds);
+        long count = long(chunks.size()), ahead = AHEAD;
+        for (const auto& round : rounds) ahead = std::max(ahead, long(round.size()));
+        for (long number = 0, begun = 0; number < count; receive(chunks[number++])) {
+            for (; begun <= number; begun++) send(chunks[begun], true);
             long last = std::min(count, number + ahead);
-            while (begun < last && pieces[begun].after <= number && send(pieces[begun], false)) begun++;
+            while (begun < last && chunks[begun].after <= number && send(chunks[begun], false)) begun++;
         }
     }
 
-    Part read_part(PyObject* tensor, bool is_added) {
+    Vector read_vector(PyObject* tensor, bool is_added) {
         static PyObject* const IS_CONTIGUOUS = PyUnicode_InternFromString("is_contiguous");
         static PyObject* const DATA_PTR = PyUnicode_InternFromString("data_ptr");
         static PyObject* const NBYTES = PyUnicode_InternFromString("nbytes");
         static PyObject* const DTYPE = PyUnicode_InternFromString("dtype");
-        Part part;
-        if (tensor == Py_None) return part;
+        Vector vector;
+        if (tensor == Py_None) return vector;
         if (!as_long(PyObject_CallMethodNoArgs(tensor, IS_CONTIGUOUS)))
             refuse(PyExc_ValueError, "expected contiguous vectors to send and receive");
-        part.data = reinterpret_cast<char*>(as_long(PyObject_CallMethodNoArgs(tensor, DATA_PTR)));
-        part.n_bytes = as_long(PyObject_GetAttr(tensor, NBYTES));
-        if (!is_added) return part;
+        vector.data = reinterpret_cast<char*>(as_long(PyObject_CallMethodNoArgs(tensor, DATA_PTR)));
+        vector.n_bytes = as_long(PyObject_GetAttr(tensor, NBYTES));
+        if (!is_added) return vector;
         PyObject* dtype = PyObject_GetAttr(tensor, DTYPE);
         Py_XDECREF(dtype);  // torch keeps it
         for (int i = 0; i < N_DTYPES; i++)
-            if (dtype == PyTuple_GET_ITEM(dtypes, i)) part.dtype = i;
-        if (part.dtype == UNKNOWN) refuse(PyExc_ValueError, "expected a float dtype, or int64, to add");
-        return part;
+            if (dtype == PyTuple_GET_ITEM(dtypes, i)) vector.dtype = i;
+        if (vector.dtype == UNKNOWN) refuse(PyExc_ValueError, "expected a float dtype, or int64, to add");
+        return vector;
     }
 
-    Step read_step(PyObject* step) {
-        auto field = [step](int i) { return PyTuple_GET_ITEM(step, i); };
+    Transfer read_transfer(PyObject* transfer) {
+        auto field = [transfer](int i) { return PyTuple_GET_ITEM(transfer, i); };
         auto number = [&](int i) { return as_long(Py_NewRef(field(i))); };
         bool is_added = field(4) == Py_True;
-        Part outgoing = read_part(field(0), false), incoming = read_part(field(2), is_added);
-        return {outgoing, incoming, read_part(field(6), false), number(1), number(3), number(5), is_added, 0};
+        Vector outgoing = read_vector(field(0), false), incoming = read_vector(field(2), is_added);
+        return {outgoing, incoming, read_vector(field(6), false), number(1), number(3), number(5), is_added, 0};
+    }
+
+    Rounds read_rounds(PyObject* list) {
+        if (!PyList_Check(list)) refuse(PyExc_TypeError, "expected a list of rounds");
+        Rounds rounds(PyList_GET_SIZE(list));
+        for (size_t i = 0; i < rounds.size(); i++) {
+            PyObject* round = PyList_GET_ITEM(list, i);
+            if (!PyList_Check(round)) refuse(PyExc_TypeError, "expected a list of transfers for each round");
+            for (Py_ssize_t j = 0; j < PyList_GET_SIZE(round); j++)
+                rounds[i].push_back(read_transfer(PyList_GET_ITEM(round, j)));
+        }
+        return rounds;
     }
 
     // Other threads may run Python meanwhile. No scope guards: a Python that ends, ends this thread as it comes back.
-    void run(PyObject* list, long depth, long sending, long receiving) {
+    void run(PyObject* list, long sending, long receiving) {
         if (is_busy) refuse(PyExc_RuntimeError, "another call on this group is not over, or was cut short");
-        std::vector<Step> steps;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) steps.push_back(read_step(PyList_GET_ITEM(list, i)));
+        Rounds rounds = read_rounds(list);
         std::optional<Failure> failure;
         is_busy = true, staged = {}, sent_call = sending, expected_call = receiving;
         thread = PyEval_SaveThread();
         try {
-            carry_out(steps, depth);
+            carry_out(rounds);
         } catch (const Failure& error) {
             failure = error;
         }
@@ -317,10 +343,11 @@ void disconnect_mailboxes(Mailboxes* mailboxes) {
     delete mailboxes;
 }
 
-// `sending`, `receiving`: checksums of the calls that messages belong to, those of this rank and those of others.
-PyObject* run_steps(Mailboxes* mailboxes, PyObject* steps, long depth, long sending, long receiving) {
+// `rounds`: a list of lists of `Transfer`. `sending`, `receiving`: checksums of the calls that messages belong to, those of
+// this rank and those of others.
+PyObject* run_rounds(Mailboxes* mailboxes, PyObject* rounds, long sending, long receiving) {
     try {
-        mailboxes->run(steps, depth, sending, receiving);
+        mailboxes->run(rounds, sending, receiving);
     } catch (const Failure& failure) {
         if (failure.type) PyErr_SetString(failure.type, failure.text.c_str());
         return nullptr;

@@ -40,8 +40,9 @@ from labkit.parallel.messages import gather_json
 from labkit.parallel.ranks.torchrun import host_identity
 from labkit.parallel.transport.base import (
     SHARED,
+    Rounds,
     SharedMemoryUnavailable,
-    Step,
+    Transfer,
     Transport,
     checksum,
 )
@@ -72,6 +73,7 @@ class SharedTransport(Transport):
         super().__init__(group.rank(), group.size(), torch.device("cpu"))
         backend: Any = group._get_backend(self.device)
         timeout_s = timeout_s or backend.options._timeout.total_seconds()
+        self._n_ended = 0  # collectives that are over on this rank, as the library counts them
         self._rest: Callable[[], None] | None = None  # of a message that was started
         with ExitStack() as stack:
             notes = _on_all_ranks(group, partial(self._make_mailbox, stack))
@@ -131,32 +133,33 @@ class SharedTransport(Transport):
         # Not when the interpreter ends: a thread may still wait for a message.
         weakref.finalize(self, library.disconnect_mailboxes, self._link).atexit = False
 
-    def run(self, steps: list[Step], depth: int = 1) -> None:
+    def run(self, rounds: Rounds, call: int = 0) -> None:
         if self._rest is not None:
             self._finish()
-        call = self.call_checksum + (self.n_ended << 32)  # checksums have 32 bits
-        self._library.run_steps(self._link, steps, depth, call, call)
+        # A message of an earlier or later call of the same kind is another one, too.
+        numbered = call + (self._n_ended << 32)  # checksums have 32 bits
+        self._library.run_rounds(self._link, rounds, numbered, numbered)
 
     def end_call(self) -> None:
-        self.n_ended += 1
+        self._n_ended += 1
         self._library.end_call(self._link)
 
-    def start(self, step: Step) -> Callable[[], None]:
-        """Copy the message into slots; what does not fit follows while pieces of the other message
-        arrive."""
+    def start(self, transfer: Transfer) -> Callable[[], None]:
+        """Copy the message into slots; what does not fit follows while the other one arrives."""
         self._finish()
-        run = partial(self._library.run_steps, self._link)
-        outgoing = step.outgoing
-        incoming = step.incoming
+        run = partial(self._library.run_rounds, self._link)
+        # Both ranks of a message compute its checksum, which has no number: only two ranks know
+        # of it.
         calls = [
-            0 if part is None else checksum("exchange", len(part), part.dtype)
-            for part in (outgoing, incoming)
+            0 if vector is None else checksum("exchange", len(vector), vector.dtype)
+            for vector in (transfer.outgoing, transfer.incoming)
         ]
+        outgoing = transfer.outgoing
         if outgoing is not None:
             n_ahead = self._bytes_ahead // outgoing.itemsize
-            run([Step(outgoing[:n_ahead], step.target, None, 0)], 1, *calls)
-            outgoing = outgoing[n_ahead:]
-        self._rest = rest = partial(run, [step._replace(outgoing=outgoing)], 1, *calls)
+            run([[Transfer(outgoing[:n_ahead], transfer.target, None, 0)]], *calls)
+            transfer = transfer._replace(outgoing=outgoing[n_ahead:])
+        self._rest = rest = partial(run, [[transfer]], *calls)
         return lambda: self._finish() if self._rest is rest else None
 
     def _finish(self) -> None:
@@ -165,9 +168,6 @@ class SharedTransport(Transport):
         if (rest := self._rest) is not None:
             self._rest = None
             rest()
-
-    def piece_bytes(self, depth: int) -> int:
-        return sys.maxsize  # the library cuts parts
 
 
 def _open_mailbox(note: Mapping[str, Any], n_bytes: int) -> mmap.mmap:
@@ -233,8 +233,8 @@ def _declare(library: ctypes.PyDLL) -> Any:
     for function in (library.end_call, library.disconnect_mailboxes):
         function.argtypes = [ctypes.c_void_p]
         function.restype = None
-    library.run_steps.argtypes = [ctypes.c_void_p, ctypes.py_object, *[ctypes.c_long] * 3]
-    library.run_steps.restype = ctypes.py_object
+    library.run_rounds.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_long, ctypes.c_long]
+    library.run_rounds.restype = ctypes.py_object
     return library
 
 

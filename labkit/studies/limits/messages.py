@@ -13,7 +13,7 @@ from labkit.bench.checksums import first_wrong
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
 from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, find_transport, transport_in_use
-from labkit.parallel.transport.base import POINT_TO_POINT, Step, Transport
+from labkit.parallel.transport.base import POINT_TO_POINT, Rounds, Transfer, Transport
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 GLOO = "gloo"
@@ -58,33 +58,22 @@ def _message_calls(tensor: Tensor, transport: str) -> dict[str, Call]:
     connection = find_transport(None, tensor.device, transport)
     messages = _messages(connection, tensor)
     calls: dict[str, Call] = {
-        what: partial(connection.run, steps, depth) for what, (steps, depth) in messages.items()
+        what: partial(connection.run, rounds) for what, rounds in messages.items()
     }
     calls[DOUBLING] = partial(recursive_doubling_all_reduce, tensor, op="sum", transport=transport)
     return calls
 
 
-def _messages(transport: Transport, tensor: Tensor) -> dict[str, tuple[list[Step], int]]:
-    """Return steps and their depth: one message, several in sequence, one to every rank."""
+def _messages(transport: Transport, tensor: Tensor) -> dict[str, Rounds]:
+    """Return the rounds of one message, of several in sequence, and of one to every rank."""
     ranks = transport.world_size
     rank = transport.rank
-    length = transport.piece_bytes(ranks) // tensor.itemsize
-    sent = tensor.split(length)
-    received = torch.zeros_like(tensor).split(length)
-
-    def steps(*distances: int) -> list[Step]:
-        return [
-            Step(outgoing, (rank + distance) % ranks, incoming, (rank - distance) % ranks, add=True)
-            for outgoing, incoming in zip(sent, received, strict=True)
-            for distance in distances
-        ]
-
-    depth = min(2, len(sent))
-    return {
-        MESSAGE: (steps(1), depth),
-        ROW: (steps(1) * IN_A_ROW, depth),
-        BURST: (steps(*range(1, ranks)), ranks),
-    }
+    received = torch.zeros_like(tensor)
+    to_each = [
+        Transfer(tensor, (rank + s) % ranks, received, (rank - s) % ranks, add=True)
+        for s in range(1, ranks)
+    ]
+    return {MESSAGE: [to_each[:1]], ROW: [to_each[:1]] * IN_A_ROW, BURST: [to_each]}
 
 
 def _check(reduce: Callable[[Tensor], Any], tensor: Tensor) -> dict[str, str]:
