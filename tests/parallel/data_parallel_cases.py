@@ -537,32 +537,14 @@ MAIN = ("overlapped", "bucketed", "bucketed, shared memory")
 
 
 def cases_of(wrapper: str, world_size: int) -> dict[str, Case]:
-    """All cases of a wrapper, or on two ranks, of one that is simpler or differs in an option, a
-    quarter of them."""
+    """All cases of a wrapper, or a quarter of them.
+
+    A quarter on two ranks, if it is simpler than others or differs in an option.
+    """
+    if wrapper in MAIN or world_size > 2:
+        return CASES
     others = [name for name in WRAPPERS if name not in MAIN]
-    names = (
-        [*CASES] if wrapper in MAIN or world_size > 2 else [*CASES][others.index(wrapper) % 4 :: 4]
-    )
-    return {name: CASES[name] for name in names}
-
-
-def run_on_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
-    """On a rank: its cases; by name the trained state and a digest of the parameters after each
-    step."""
-    rank = dist.get_rank()
-    found = {}
-    for name, case in cases_of(wrapper, dist.get_world_size()).items():
-        model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
-        digests: list[str] = []
-        train(
-            case,
-            model,
-            [rank],
-            None,
-            lambda model=model, digests=digests: digests.append(digest_of(model)),
-        )
-        found[name] = {"state": state_of(model) if rank == 0 else None, "digests": digests}
-    return found
+    return {name: CASES[name] for name in [*CASES][others.index(wrapper) % 4 :: 4]}
 
 
 @cache

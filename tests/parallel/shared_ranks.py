@@ -34,26 +34,29 @@ TIMEOUT_S = 240.0  # of one check
 def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callable[..., None]]:
     """Make a check a test on each of these numbers of ranks; `make test-all` has the `slow` ones.
 
-    Stands above the marks of the check, and below none.
+    Without numbers the check has a parameter `world_size`. Stands above the marks of the check.
     """
     sizes = [pytest.param(p) for p in quick]
     sizes += [pytest.param(p, marks=pytest.mark.slow) for p in slow]
 
     def decorate(check: Check) -> Callable[..., None]:
+        parameters = inspect.signature(check, follow_wrapped=False).parameters
+
         def test(world_size: int, **arguments: Any) -> None:
+            if "world_size" in parameters:
+                arguments["world_size"] = world_size
             wrong = run_check(check, arguments, world_size)
             assert [f"rank {rank}: {text}" for rank in sorted(wrong) for text in wrong[rank]] == []
 
-        first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
-        others = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in inspect.signature(check, follow_wrapped=False).parameters.values()
-        ]
-        test.__signature__ = inspect.Signature([first, *others])  # type: ignore[attr-defined]
+        # pytest reads the names of a test's parameters off its signature.
+        names = dict.fromkeys(["world_size", *parameters])
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
         test.__name__ = check.__name__
         test.__doc__ = check.__doc__
         test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world_size", sizes)(test)
+        return pytest.mark.parametrize("world_size", sizes)(test) if sizes else test
 
     return decorate
 

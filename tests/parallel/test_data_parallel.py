@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import weakref
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from labkit.parallel.data_parallel import BucketedDDP, NaiveDDP
 from labkit.parallel.data_parallel.buckets import assign_buckets
 from labkit.parallel.launch import run_ranks
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
-from tests.cases import thinned
 from tests.parallel.data_parallel_cases import (
     CASES,
     WRAPPERS,
@@ -36,13 +35,17 @@ from tests.parallel.data_parallel_cases import (
     TiedInsideAndOutside,
     TwoHeads,
     Undefined,
+    built,
     cases_of,
+    digest_of,
     distance,
     frozen,
     plain,
     reference,
-    run_on_ranks,
+    state_of,
+    train,
 )
+from tests.parallel.shared_ranks import on_ranks
 
 IN_SITUATIONS = ("naive", "flat", "overlapped", "bucketed", "bucketed, shared memory")
 
@@ -55,26 +58,27 @@ def _by_point(worker, points, world_size):
     return dict(zip(points, zip(*by_rank, strict=True), strict=True))
 
 
-@cache
-def _trained(world_size):
-    return _by_point(run_on_ranks, WRAPPERS, world_size)
+TRAININGS = [
+    pytest.param(world_size, wrapper, name, marks=[] if world_size == 2 else pytest.mark.slow)
+    for world_size in (2, 4)
+    for wrapper in WRAPPERS
+    for name in cases_of(wrapper, world_size)
+]
 
 
-@pytest.mark.parametrize("world_size", thinned([2, 4], lambda world_size: world_size == 2))
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_training_equals_one_process_on_the_full_batch(wrapper, world_size):
-    trained = _trained(world_size)[wrapper]
-    wrong = []
-    for name, case in cases_of(wrapper, world_size).items():
-        ranks = [result[name] for result in trained]
-        if any(rank["digests"] != ranks[0]["digests"] for rank in ranks):
-            wrong.append(f"{name}: parameters differ between ranks")
-        if (
-            not (error := distance(ranks[0]["state"], reference(case, world_size)))
-            <= case.tolerance
-        ):
-            wrong.append(f"{name}: {error}")
-    assert wrong == []
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "wrapper", "name"), TRAININGS)
+def test_training_equals_one_process_on_the_full_batch(world_size, wrapper, name):
+    case = CASES[name]
+    rank = dist.get_rank()
+    model = WRAPPERS[wrapper](built(case, seed=rank), **case.options)
+    digests = []
+    train(case, model, [rank], None, lambda: digests.append(digest_of(model)))
+    every = [None] * world_size
+    dist.all_gather_object(every, digests)
+    assert every == [digests] * world_size, "parameters differ between ranks"
+    if rank == 0:
+        assert distance(state_of(model), reference(case, world_size)) <= case.tolerance
 
 
 def test_the_cases_can_fail():
@@ -675,59 +679,51 @@ def _compressed(model, hook):
     return close and not all(torch.equal(g, p.grad) for g, p in pairs)
 
 
-def _situations_of(wrapper, *, is_whole):
-    """By name: a situation, and what it is refused with, or None. Of three wrappers a third, unless
-    it `is_whole`."""
+THINNED = ("flat", "overlapped", "bucketed")
+
+
+def _situations_of(wrapper):
+    """By name: what a situation is refused with, or None, the situation, and whether it is slow.
+
+    Of three wrappers two thirds are.
+    """
     every = {name: (None, situation) for name, situation in RIGHT.items()} | REFUSED
+    quick = [*every]
     if wrapper not in IN_SITUATIONS:
         every = {"freed": every["freed"]}
-    elif wrapper in THINNED and not is_whole:
-        every = {name: every[name] for name in [*every][THINNED.index(wrapper) :: len(THINNED)]}
+    elif wrapper in THINNED:
+        quick = quick[THINNED.index(wrapper) :: len(THINNED)]
     elif "shared" in wrapper:
         del every["complex"]  # labkit's all-reduce adds real numbers
-    return every | {
-        name: (message, call) for name, (message, of, call) in OF_ONE.items() if of == wrapper
-    }
+    for name, (message, situation) in every.items():
+        yield name, message, situation, name not in quick
+    for name, (message, only, situation) in OF_ONE.items():
+        if only == wrapper:
+            yield name, message, situation, False
 
 
-def _in_situations(point):
-    """On a rank: each situation of a wrapper, by name: True, or the error in one line."""
-    results = {}
-    wrapper, is_whole = point
-    for name, (_, situation) in _situations_of(wrapper, is_whole=is_whole).items():
-        dist.barrier()
-        try:
-            results[name] = situation(WRAPPERS[wrapper])
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    return results
-
-
-THINNED = ("flat", "overlapped", "bucketed")
 SITUATIONS = [
-    (wrapper, False) for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")
+    pytest.param(
+        wrapper,
+        message,
+        situation,
+        id=f"{wrapper}-{name}",
+        marks=pytest.mark.slow if is_slow else [],
+    )
+    for wrapper in (*IN_SITUATIONS, "one bucket", "naive, shared memory")
+    for name, message, situation, is_slow in _situations_of(wrapper)
 ]
-SITUATIONS += [(wrapper, True) for wrapper in THINNED]
 
 
-@cache
-def _results(is_whole):
-    return _by_point(_in_situations, [point for point in SITUATIONS if point[1] == is_whole], 2)
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "is_whole"), thinned(SITUATIONS, lambda wrapper, is_whole: not is_whole)
-)
-def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, is_whole):
-    ranks = _results(is_whole)[wrapper, is_whole]
-    wrong = []
-    for name, (message, _) in _situations_of(wrapper, is_whole=is_whole).items():
-        for result in (rank[name] for rank in ranks):
-            is_refused = any(
-                part in str(result) for part in (message or "").split("|")
-            ) and "\n" not in str(result)
-            wrong += [] if (is_refused if message else result is True) else [f"{name}: {result}"]
-    assert wrong == []
+@on_ranks(2)
+@pytest.mark.parametrize(("wrapper", "message", "situation"), SITUATIONS)
+def test_a_situation_is_averaged_right_or_refused_on_all_ranks(wrapper, message, situation):
+    if message is None:
+        assert situation(WRAPPERS[wrapper]) is True
+        return
+    with pytest.raises(Exception, match=message) as refusal:
+        situation(WRAPPERS[wrapper])
+    assert "\n" not in str(refusal.value)
 
 
 def _collectives(wrapper):
