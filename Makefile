@@ -14,9 +14,10 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP_CONSTRAINTS := $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 IS_ROOT := $(filter 0,$(shell id -u))
-INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile $(PIP_CONSTRAINTS)
+# Not quiet: torch alone takes a minute, and whoever waits sees what for.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_CONSTRAINTS)
 # What pip would do on one core; some packages have files that are not for this Python.
-COMPILE = @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE = @echo "compiling Python files (a minute)"; $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # OpenMP's threads wait in a loop, which takes the cores from the other process: the memory lab at smoke, in two
 # processes on two cores, takes 24 s in this way, and 14 s where they sleep. One thread is what each has of the cores;
@@ -50,7 +51,7 @@ test-all: $(VENV)/installed-test ## the same with the tests marked slow
 	@$(call BESIDE_LINT,$(TESTS))
 
 stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds for 2 to 8 ranks; half an hour
-	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest tests/parallel/test_shared_memory.py -m slow -k written
+	LABKIT_STRESS_ROUNDS=100000 $(BIN)/python -m pytest --timeout 0 tests/parallel/test_shared_memory.py -m slow -k written
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts in network namespaces: a line per case (some 20 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest -v --numprocesses 2 tests/faults tests/hosts tests/parallel/test_leftovers.py

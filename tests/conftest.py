@@ -1,6 +1,7 @@
-"""What all tests share: which are skipped, by name, and which come first.
+"""What all tests share: which are skipped, by name, and in which order their files run.
 
-Skipped are tests that need more than is there, or more time than `make test` has.
+Skipped are tests that need more than is there, or more time than `make test` has. Files that took
+longest the last time come first, so that the processes of `make test` end together.
 """
 
 import atexit
@@ -8,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,37 +21,7 @@ from tests.browser import opened_browser
 from tests.fork_server import OF_TESTS, borrow, lend, preload
 
 TESTS = Path(__file__).parent
-# Of the files that the processes of `make test` share, those that take longest, so that both end
-# together.
-FIRST = (
-    *(
-        "test_notebooks.py",
-        "rehearsal/test_tries.py",
-        "parallel/test_sharding_parity.py",
-        "test_cli.py",
-    ),
-    *("parallel/test_leftovers.py", "parallel/test_data_parallel.py", "test_adding_a_lab.py"),
-    *("nn/test_flash_attention.py", "parallel/test_collectives.py"),
-    *("check/test_class.py", "studies/test_cifar100_training.py", "parallel/test_torchrun.py"),
-    *(
-        "studies/test_one_rank_fails.py",
-        "studies/test_own_alternatives.py",
-        "parallel/test_launch.py",
-    ),
-    *(
-        "nn/test_tiled_attention.py",
-        "costs/test_memory.py",
-        "nn/test_transformer.py",
-        "parallel/test_tensor.py",
-    ),
-    *(
-        "parallel/test_pipeline.py",
-        "parallel/test_fsdp.py",
-        "test_layout.py",
-        "scaling/test_published.py",
-    ),
-    *("rehearsal/test_machines.py", "lab/test_measure.py", "parallel/test_context.py"),
-)
+DURATIONS = "labkit/file_durations"  # key in pytest's cache: seconds by file, of the last runs
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Runs and calibrations of whoever tests say nothing about labkit, and those of tests nothing
@@ -74,7 +46,7 @@ def pytest_configure(config):
         lend(SERVER)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     skipped = {}
     if not torch.cuda.is_available():
         skipped["gpu"] = "needs a CUDA device"
@@ -84,13 +56,36 @@ def pytest_collection_modifyitems(items):
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    places = {TESTS / name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    # Every process of `make test` reads the same file, and so has the same order. Without it, as in
+    # a fresh clone, files with many tests come first.
+    seconds = config.cache.get(DURATIONS, {})
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-seconds.get(_file_name(item.path), 0.0), -counts[item.path]))
 
 
 def pytest_collection_finish():
     gc.freeze()  # modules and tests stay: no collection need look at them
     gc.enable()
+
+
+_durations = Counter()
+
+
+def pytest_runtest_logreport(report):
+    _durations[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Keep how long each file took, in the process that all results come to."""
+    config = session.config
+    is_part = config.option.keyword or any("::" in argument for argument in config.args)
+    if "PYTEST_XDIST_WORKER" not in os.environ and not is_part:
+        before = config.cache.get(DURATIONS, {})
+        config.cache.set(DURATIONS, before | {name: round(s, 1) for name, s in _durations.items()})
+
+
+def _file_name(path):
+    return path.relative_to(TESTS.parent).as_posix()
 
 
 @pytest.hookimpl(trylast=True)
