@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from labkit.machine.cgroups import available_cores
 from labkit.parallel.launch import PointEnd, RankError, Row, launch, run_ranks
 from labkit.parallel.ranks import group, results
+from labkit.parallel.ranks.debugger import TERMINAL
 from labkit.parallel.ranks.results import current_alternative
 from tests.parallel.waiting import is_gone
 
@@ -222,6 +224,41 @@ def test_two_threads_may_launch_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == {10: [10, 11], 20: [20, 21]}
+
+
+def test_a_breakpoint_in_a_rank_is_pdb_on_the_callers_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop_on_rank_1() -> int:
+        answer = 6 * 7
+        if dist.get_rank() == 1:
+            breakpoint()
+        dist.barrier()
+        return answer
+
+    ours, theirs = os.openpty()
+    os.write(ours, b"p answer\nanswer = 1\ncontinue\n")
+    monkeypatch.setenv(TERMINAL, os.ttyname(theirs))
+    assert run_ranks(stop_on_rank_1, world_size=2) == [42, 1]
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert "(labkit-rank-1) 42" in said.replace("\r\n", "\n")
+    assert "dist.barrier()" in said  # the line
+
+
+def test_a_breakpoint_without_a_terminal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TERMINAL, raising=False)
+    monkeypatch.setattr(psutil.Process, "terminal", lambda _: None)
+    with pytest.raises(RankError, match=f"{TERMINAL} set to one"):
+        run_ranks(breakpoint, world_size=1)
+
+
+def test_a_rank_has_a_name() -> None:
+    assert run_ranks(lambda: psutil.Process().name(), world_size=2) == [
+        "labkit-rank-0",
+        "labkit-rank-1",
+    ]
 
 
 # Failures

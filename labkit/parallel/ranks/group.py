@@ -26,6 +26,7 @@ from typing import Any
 
 from labkit.machine.cgroups import oom_kills
 from labkit.parallel.ranks import fork_server, results, torchrun
+from labkit.parallel.ranks.debugger import terminal_variables
 from labkit.parallel.ranks.rank import Rank
 from labkit.parallel.ranks.results import PointEnd, RankFailure, Row
 from labkit.parallel.ranks.server_process import end_session
@@ -107,7 +108,8 @@ class RankGroup:
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of the ranks; note in the facts whether they can share memory."""
-        environment = os.environ | {torchrun.GROUP_NUMBER: str(torchrun.begin_step())}
+        environment = os.environ | terminal_variables()
+        environment[torchrun.GROUP_NUMBER] = str(torchrun.begin_step())
         if torchrun.ranks_here(self._plan.world_size) == self._plan.world_size:
             environment |= LOOPBACK
         if self._plan.backend == "gloo" and self._plan.world_size > 1:

@@ -188,6 +188,7 @@ def _fork_rank(
     # The server has imported it, and a module imports nothing here that the caller has not.
     import torch.multiprocessing
 
+    name = f"labkit-rank-{rank}"
     leader = os.getpid()
     ours, theirs = multiprocessing.Pipe()
 
@@ -195,7 +196,9 @@ def _fork_rank(
         # In the rank. A signal to its process group spares the others.
         os.setpgid(0, 0)
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            prctl = ctypes.CDLL(None).prctl
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            prctl(15, name.encode())  # PR_SET_NAME, by which `pgrep` finds it
         # The leader may have ended before the line above.
         if os.getppid() != leader:
             os._exit(1)
@@ -210,9 +213,7 @@ def _fork_rank(
             os.dup2(log, descriptor)
         run_rank(theirs, rank, directory)
 
-    process = torch.multiprocessing.get_context("fork").Process(
-        target=run, name=f"labkit-rank-{rank}"
-    )
+    process = torch.multiprocessing.get_context("fork").Process(target=run, name=name)
     with ours, theirs:
         process.start()  # forks
         _report(inherited[0], {"rank": rank, "leader": leader}, ours.fileno())

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from labkit.machine.cgroups import available_cores
 from labkit.machine.gpus import count_gpus
 from labkit.parallel.ranks import torchrun
+from labkit.parallel.ranks.debugger import break_here
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 from labkit.parallel.ranks.server_process import STACKS_SIGNAL
 
@@ -162,21 +163,27 @@ def _release_device_memory() -> None:
 
 
 def _set_up_process(rank: int, directory: Path) -> None:
-    """Direct output, stacks, the current alternative and temporary files to the group's
-    directory."""
-    for stream in (sys.stdout, sys.stderr):  # their descriptors are the log's
+    """Direct output, stacks, the current alternative and temporary files to the group's directory.
+
+    Everything here concerns this rank's process alone.
+    """
+    # Their descriptors are the log's. A line is there when it ends, even if the rank is killed.
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    sys.breakpointhook = break_here
     current_alternative.share(directory / f"rank-{rank}.alternative")
-    # a rank that is killed costs a point, the caller would cost the rest
+    # A rank that the kernel kills for memory costs a point; its caller would cost all others.
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # Linux has it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE)))
-    tempfile.tempdir = None  # the fork server's
-    # stays: it takes 15 s
+    # Python has looked for a folder in the fork server, whose variables were others.
+    tempfile.tempdir = None
+    # What torch compiles outlives the rank, unlike its other temporary files: it takes 15 s.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_labkit_{os.getuid()}"
     os.environ[COMPILED_CODE] = os.environ.get(COMPILED_CODE) or str(compiled)
-    os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
+    tempfile.tempdir = str(directory / "tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir
     Path(tempfile.tempdir).mkdir(exist_ok=True)
