@@ -17,22 +17,19 @@ Under torchrun each process of the job starts one rank, and rank 0's process yie
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
-from types import CodeType
 from typing import Any
 
-import cloudpickle
 import torch
 
 from labkit.machine.cgroups import available_cores, available_memory_bytes
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.group import RankGroup
 from labkit.parallel.ranks.results import PointEnd, RankError, RankFailure, Row, Worker
+from labkit.parallel.ranks.serialization import serialize
 from labkit.parallel.ranks.worker import GroupPlan, call_once
 
 __all__ = [
@@ -87,7 +84,7 @@ def launch(
     _check(plan, worker)
     points = list(points)
     group = RankGroup(
-        plan, _serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr)
+        plan, serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr)
     )
     items = _run_points(group, len(points))
     return _run_in_job(items) if torchrun.is_job_rank() else items
@@ -194,28 +191,3 @@ def too_many_ranks_reason(ranks: int) -> str | None:
     )
     most, reason = min(by_cores, by_memory)
     return None if ranks <= most else f"at most {max(0, most)} ranks, {reason}"
-
-
-def _serialize(content: Any) -> bytes:
-    """Pickle what a rank needs: names of what can be imported, the rest by value. ValueError if
-    that cannot be."""
-    file = io.BytesIO()
-    try:
-        _Pickler(file).dump(content)
-    except Exception as error:
-        raise ValueError(
-            f"worker, points: expected what cloudpickle can send to a rank: {error}"
-        ) from error
-    return file.getvalue()
-
-
-def _reduce_code(code: CodeType) -> tuple[type[CodeType], tuple[Any, ...]]:
-    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Keeps the name of the file that a function is from, which cloudpickle leaves out since 3.1.3:
-    for tracebacks."""
-
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)

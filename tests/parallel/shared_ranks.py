@@ -19,10 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from labkit.parallel.launch import PointEnd, RankError, Row, launch
+from labkit.parallel.ranks.serialization import serialize
 
 Check = Callable[..., Sequence[str] | None]
 """Runs on every rank; returns what is wrong, in words, or raises."""
@@ -37,7 +37,7 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
     Without numbers the check has a parameter `world_size`. Stands above the marks of the check.
     """
     sizes = [pytest.param(p) for p in quick]
-    sizes += [pytest.param(p, marks=pytest.mark.slow) for p in slow]
+    sizes += [pytest.param(p, marks=pytest.mark.slow) for p in slow if p not in quick]
 
     def decorate(check: Check) -> Callable[..., None]:
         parameters = inspect.signature(check, follow_wrapped=False).parameters
@@ -64,7 +64,7 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
 def run_check(check: Check, arguments: dict[str, Any], world_size: int) -> dict[int, list[str]]:
     """Run a check on that many ranks; return what is wrong, by rank. RankError if it raises."""
     ranks = _shared_ranks(world_size)
-    ranks.next_task(cloudpickle.dumps((check, arguments)))
+    ranks.next_task(serialize((check, arguments)))
     wrong: dict[int, list[str]] = {}
     for item in ranks.items:
         if isinstance(item, Row):
