@@ -121,8 +121,6 @@ LONG = {
     "parallel/sharding/unit.py": 343,
     "parallel/tensor.py": 379,
     "parallel/transport/shared_memory.py": 331,
-    "studies/data_parallel/lab.py": 331,
-    "studies/memory/lab.py": 342,
     "studies/model_parallel/worker.py": 352,
 }
 

@@ -166,6 +166,9 @@ LOSS = Metric(
     "validation_loss", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_select_last_epochs
 )
 TIME = Metric("epoch_s", "wrapper", CONFIGURATION, where=EPOCHS, prepare=_compute_median_epochs)
+SYNC_TIME = Metric(
+    "epoch_s", "batch_norm", BY_WRAPPER, where=EPOCHS, prepare=_compute_median_epochs
+)
 PEAK = Metric("peak_bytes", "wrapper", CONFIGURATION, where={"phase": MEMORY}, exact=True)
 NAMES = {
     LABKIT: "labkit's parts",
@@ -270,8 +273,14 @@ LAB = Lab(
             text="Does batch norm over all ranks end with a lower loss than local batch norm?",
             metric=LOSS,
             baseline=LOCAL,
+        ),
+        Compare(
+            id="sync_batchnorm_time",
+            text="Does an epoch take longer with batch norm over all ranks?",
+            metric=SYNC_TIME,
+            baseline=LOCAL,
             topic="batch_norm",
-            advice="If a rank has few images, synchronize batch norm{where}.",
+            keep="Synchronize batch norm only if a rank's images are too few for statistics.",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.studies.context_parallel import worker
 from labkit.studies.context_parallel.worker import ContextParallelPoint
+from labkit.studies.shared.cores import ALL_CORES
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
@@ -36,6 +37,7 @@ CONFIGURATION = ("world_size", "device", "dtype", "heads", "head_dim", "sequence
 TIME = Metric("seconds", "way", CONFIGURATION)
 PEAK = Metric("peak_bytes", "way", CONFIGURATION, exact=True)
 NAMES = {
+    ALL_CORES: "attention on one rank with all cores",
     worker.WHOLE: "attention on one rank",
     worker.RING: "the zigzag ring",
     worker.RING_CONTIGUOUS: "the contiguous ring",
@@ -44,8 +46,7 @@ NAMES = {
 
 
 def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextParallelPoint]:
-    """Plan from short to long. With more ranks than cores, one rank is no baseline: it would have
-    more cores."""
+    """Plan from short to long; without one rank's own cores if there are more ranks than cores."""
     device = machine.device(config.device)
     for world_size, dtype, sequence in product(
         config.world_sizes, config.dtypes, sorted(config.lengths)
@@ -55,11 +56,9 @@ def points(config: ContextParallelConfig, machine: Machine) -> Iterator[ContextP
                 f"context_parallel: expected multiples of {2 * world_size} as lengths, got"
                 f" {sequence}"
             )
-        ways = (
-            worker.WAYS[1:]
-            if device == "cpu" and ranks_here(world_size) > machine.cores
-            else worker.WAYS
-        )
+        ways: tuple[str, ...] = worker.WAYS
+        if device == "cpu" and ranks_here(world_size) > machine.cores:
+            ways = tuple(way for way in ways if way != worker.WHOLE)
         yield ContextParallelPoint.on(
             machine, config, world_size, ways=ways, sequence=sequence, dtype=dtype
         )
@@ -70,17 +69,18 @@ def efficiency(results: Results) -> pd.DataFrame:
     cost of messages."""
     table = TIME.medians(results.frame)
     is_whole = table["way"] == worker.WHOLE
+    layouts = table["way"].map({way: layout for way, (_, layout) in worker.METHODS.items()})
     whole = table.loc[is_whole, [*CONFIGURATION, "seconds"]].rename(
         columns={"seconds": "seconds_whole"}
     )
     table = (
-        join(table[~is_whole], whole, CONFIGURATION, "left")
+        join(table[layouts.isin(["zigzag", "contiguous"])], whole, CONFIGURATION, "left")
         .dropna(subset="seconds_whole")
         .infer_objects()
     )
     table = join(table, sent(results), [*CONFIGURATION, "way"], "left")
     p = table["world_size"].astype(float)
-    is_zigzag = table["way"].astype(str).str.endswith("zigzag")
+    is_zigzag = table["way"] != worker.RING_CONTIGUOUS
     share = ((p + 1) / (2 * p)).mask(is_zigzag, 1.0)
     whole_s = table["seconds_whole"].astype(float)
     return table.assign(
@@ -125,11 +125,12 @@ LAB = Lab(
     questions=[
         Compare(
             id="length",
-            text="From which length up is attention faster over ranks than on one?",
+            text="From what length is attention faster when split across ranks?",
             metric=TIME,
-            baseline=worker.WHOLE,
-            advice="Cut the sequence over ranks{where}.",
-            keep="Cut the sequence only to save memory.",
+            baseline=ALL_CORES,
+            among=(worker.RING, worker.RING_CONTIGUOUS, worker.GATHERED),
+            advice="Split the sequence across ranks{where}.",
+            keep="Split the sequence only to save memory.",
             figure=Lines(source=TIME, x="sequence", panel="world_size"),
         ),
         Check(
@@ -177,6 +178,7 @@ LAB = Lab(
             text="Does a rank need less memory with a part of the sequence?",
             metric=PEAK,
             baseline=worker.WHOLE,
+            among=(worker.RING, worker.RING_CONTIGUOUS, worker.GATHERED),
             figure=Lines(source=PEAK, x="sequence", panel="world_size"),
         ),
     ],

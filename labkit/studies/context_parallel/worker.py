@@ -1,6 +1,7 @@
 """Worker of the lab on context parallelism: checks against float64, then times."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +19,25 @@ from labkit.nn.attention_problem import AttentionProblem, check
 from labkit.parallel.context import gather_attention, join_sequence, ring_attention, split_sequence
 from labkit.parallel.ranks.worker import use_device
 from labkit.studies.shared.alternatives import check_and_time, count_traffic, row_of
+from labkit.studies.shared.cores import ALL_CORES, cores_of_all_ranks
 
 WHOLE = "one rank"
 RING = "ring, zigzag"
 RING_CONTIGUOUS = "ring, contiguous"
 GATHERED = "gathered, zigzag"
-WAYS = (WHOLE, RING, RING_CONTIGUOUS, GATHERED)
-"""Tiled attention to the whole sequence on one rank.
+WAYS = (ALL_CORES, WHOLE, RING, RING_CONTIGUOUS, GATHERED)
+"""Tiled attention to the whole sequence on one rank, with the cores of all ranks or its own.
 
 And by ranks, with the layout of their positions.
 """
+METHODS = {
+    ALL_CORES: ("whole", ""),
+    WHOLE: ("whole", ""),
+    RING: ("ring", "zigzag"),
+    RING_CONTIGUOUS: ("ring", "contiguous"),
+    GATHERED: ("gathered", "zigzag"),
+}
+"""How a way attends, and the layout of its positions."""
 # of q on a rank: inputs, outputs and gradients of every way, and the exact ones in float64
 N_COPIES = 24
 
@@ -59,9 +69,10 @@ class Passes:
     """
 
     def __init__(self, problem: AttentionProblem, way: str) -> None:
-        method, _, layout = way.partition(", ")
+        method, layout = METHODS[way]
         self.layout = layout
-        self.is_idle = way == WHOLE and dist.get_rank() > 0
+        self.has_all_cores = way == ALL_CORES
+        self.is_idle = way in (ALL_CORES, WHOLE) and dist.get_rank() > 0
         tensors = [x.detach() for x in (*problem.inputs, problem.grad_output)]
         if layout:
             tensors = [split_sequence(x, 1, layout=layout) for x in tensors]
@@ -78,8 +89,9 @@ class Passes:
         """Return output and gradients of q, k and v."""
         if self.is_idle:
             return []
-        output = self.attend(*self.inputs)
-        return [output.detach(), *torch.autograd.grad(output, self.inputs, self.gradient)]
+        with cores_of_all_ranks() if self.has_all_cores else nullcontext():
+            output = self.attend(*self.inputs)
+            return [output.detach(), *torch.autograd.grad(output, self.inputs, self.gradient)]
 
     def joined(self) -> list[Tensor]:
         """Return the same of the whole sequence, on every rank. A collective."""

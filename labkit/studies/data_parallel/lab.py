@@ -32,6 +32,7 @@ from labkit.studies.data_parallel.worker import (
     DataParallelPoint,
     measure,
 )
+from labkit.studies.shared.tables import add_up
 
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -47,8 +48,7 @@ class DataParallelConfig(DeviceConfig):
     workloads: Some[Annotated[str, one_of(lambda: (RESNET50, *SIZES))]] = ["nano", "mini"]
     world_sizes: Some[Ranks] = [2]
     throughput_world_sizes: list[Ranks] = []
-    """Further numbers of ranks, up to that of GPUs or cores, with the largest batch and length
-    only."""
+    """Further numbers of ranks, with the largest batch and length only."""
     implementations: list[Annotated[str, one_of(lambda: IMPLEMENTATIONS)]] = list(IMPLEMENTATIONS)
     buckets_mb: list[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]] = [1.0, 100.0]
     """Bucket sizes that are compared on the last workload; all else uses the default."""
@@ -62,12 +62,22 @@ class DataParallelConfig(DeviceConfig):
 
 
 CONFIGURATION = ("workload", "world_size", "backend", "device", "batch", "context_length")
+STEP_PHASES = (FORWARD, BACKWARD, OPTIMIZER)
+
+
+def _add_phases(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per step of a rank. Backward alone would promise more than a step gains."""
+    rows = rows[rows["phase"].isin(STEP_PHASES)]
+    return add_up(rows, [*CONFIGURATION, "implementation", "rank", "repeat"])
+
+
 TIME = Metric(
     "seconds",
     "implementation",
     CONFIGURATION,
-    where={"sweep": "wrappers", "phase": BACKWARD},
+    where={"sweep": "wrappers"},
     without=(LOCAL,),
+    prepare=_add_phases,
 )
 PHASES = Metric("seconds", "implementation", (*CONFIGURATION, "phase"), where={"sweep": "wrappers"})
 BUCKETS = Metric(
@@ -101,12 +111,10 @@ NAMES = {
 
 
 def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParallelPoint]:
-    """Plan all wrappers by ranks, workload and batch; accumulation on the first workload, the rest
-    on the last."""
+    """Plan all wrappers; accumulation on the first workload, the rest on the last."""
     device = machine.device(config.device)
-    names = [
-        name for name in config.implementations if device == "cpu" or name not in OVER_SHARED_MEMORY
-    ]
+    without = () if device == "cpu" else OVER_SHARED_MEMORY
+    names = [name for name in config.implementations if name not in without]
     most = len(machine.gpus) if device == "cuda" else machine.cores
     further = set(config.throughput_world_sizes) - set(config.world_sizes)
     more = [world_size for world_size in sorted(further) if ranks_here(world_size) <= most]
@@ -114,9 +122,8 @@ def points(config: DataParallelConfig, machine: Machine) -> Iterator[DataParalle
     for world_size, workload in product([*config.world_sizes, *more], config.workloads):
         point = partial(DataParallelPoint.on, machine, config, world_size, workload=workload)
         sweeps = list(_sweeps(config, names if world_size > 1 else [], workload))
-        for batch, length in (
-            largest if world_size in more else product(config.batches, config.context_lengths)
-        ):
+        sizes = product(config.batches, config.context_lengths)
+        for batch, length in largest if world_size in more else sizes:
             for sweep, alternatives in sweeps:
                 micro_batches = config.micro_batches if sweep == "accumulation" else 1
                 about = {"batch": batch, "context_length": length, "micro_batches": micro_batches}
@@ -135,8 +142,7 @@ def _sweeps(
     if workload == config.workloads[-1]:
         sizes = ["", *(f"@{size!r}" for size in sorted(config.buckets_mb))]
         yield "buckets", [name + size for name in bucketed for size in sizes if config.buckets_mb]
-        # Neither the profiler nor the allocator sees shared memory: a thread copies it, and it is
-        # mapped.
+        # Neither the profiler nor the allocator sees shared memory.
         visible = [name for name in names if name not in OVER_SHARED_MEMORY]
         yield "timeline", [name for name in PROFILED if name in visible]
         yield "memory", visible
@@ -151,24 +157,18 @@ def communication(results: Results) -> pd.DataFrame:
     with backward hides.
     """
     keys = [*CONFIGURATION, "implementation"]
-    phases = [FORWARD, BACKWARD, OPTIMIZER, WAITING]
     samples = PHASES.samples(results.frame)
-    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds").reindex(
-        columns=phases
-    )
-    wide = wide.assign(step_s=wide[[FORWARD, BACKWARD, OPTIMIZER]].sum(axis=1)).reset_index()
-    local = wide.loc[
-        wide["implementation"] == LOCAL, [*CONFIGURATION, "repeat", "step_s", BACKWARD]
-    ]
-    rounds = wide[wide["implementation"] != LOCAL].merge(
-        local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local")
-    )
+    wide = samples.pivot_table(index=[*keys, "repeat"], columns="phase", values="seconds")
+    wide = wide.reindex(columns=[*STEP_PHASES, WAITING])
+    wide = wide.assign(step_s=wide[list(STEP_PHASES)].sum(axis=1)).reset_index()
+    is_local = wide["implementation"] == LOCAL
+    local = wide.loc[is_local, [*CONFIGURATION, "repeat", "step_s", BACKWARD]]
+    rounds = wide[~is_local].merge(local, on=[*CONFIGURATION, "repeat"], suffixes=("", "_local"))
     rounds["longer_s"] = rounds["step_s"] - rounds["step_s_local"]
     rounds["exposed_s"] = rounds[BACKWARD] - rounds[f"{BACKWARD}_local"]
     columns = ["step_s", "longer_s", "step_s_local", WAITING, "exposed_s"]
-    table = (
-        rounds.groupby(keys)[columns].median().reset_index().rename(columns={WAITING: "waiting_s"})
-    )
+    table = rounds.groupby(keys)[columns].median().reset_index()
+    table = table.rename(columns={WAITING: "waiting_s"})
     table["same"] = table["implementation"].replace(SAME_COLLECTIVES)
     alone = table[[*keys, "waiting_s"]].rename(
         columns={"implementation": "same", "waiting_s": "alone_s"}
@@ -185,10 +185,8 @@ def throughput(results: Results) -> pd.DataFrame:
     """Samples per second of all ranks, and their percentage of what as many ranks would process
     without averaging."""
     rows = PHASES.samples(results.frame)
-    rows = rows[
-        rows["phase"].isin([FORWARD, BACKWARD, OPTIMIZER])
-        & rows["implementation"].isin([LOCAL, *BUCKETED])
-    ]
+    rows = rows[rows["phase"].isin(STEP_PHASES)]
+    rows = rows[rows["implementation"].isin([LOCAL, *BUCKETED])]
     keys = [*CONFIGURATION, "implementation"]
     steps = rows.groupby([*keys, "repeat"])["seconds"].sum().groupby(keys).median()
     table = (
@@ -256,16 +254,13 @@ LAB = Lab(
     questions=[
         Report(
             id="communication",
-            text=(
-                "What does averaging gradients cost a step, and how much of it hides behind the"
-                " backward pass?"
-            ),
+            text="What does averaging gradients cost a step, and how much does backward hide?",
             table=communication,
             pick=bucketed_row,
             configuration=CONFIGURATION,
             says=(
-                "With {workload}, averaging makes a step {longer_percent}% longer; "
-                "backward hides {hidden_percent}% of the communication."
+                "With {workload}, averaging by {implementation} makes a step {longer_percent}%"
+                " longer; backward hides {hidden_percent}% of the communication."
             ),
             figure=Timeline(source=timeline, lane="row", hue="lane"),
         ),
@@ -275,10 +270,7 @@ LAB = Lab(
             table=throughput,
             pick=bucketed_row,
             configuration=CONFIGURATION,
-            says=(
-                "{world_size} ranks process {samples_per_s} samples per second:"
-                " {of_linear_percent}% of linear."
-            ),
+            says="{implementation} on {world_size} ranks reaches {of_linear_percent}% of linear.",
             figure=Lines(
                 x="world_size",
                 y="samples_per_s",
@@ -290,10 +282,7 @@ LAB = Lab(
         ),
         Compare(
             id="fastest",
-            text=(
-                "Is one of labkit's wrappers faster than torch's DDP, from backward until gradients"
-                " are averaged?"
-            ),
+            text="Is a training step faster with one of labkit's wrappers than with torch's DDP?",
             metric=TIME,
             baseline=TORCH,
             topic="synchronization",

@@ -203,7 +203,8 @@ LAB = Lab(
     worker=measure,
     points=points,
     alternatives=("way", "sweep"),
-    names={1: "with one thread"} | {n: f"work with {n} threads" for n in range(2, 257)},
+    names={1: "one thread", 2: "work with two threads"}
+    | {n: f"work with {n} threads" for n in range(3, 257)},
     questions=[
         Report(
             id="matmuls",
@@ -270,7 +271,7 @@ LAB = Lab(
             configuration=("operation",),
             says=(
                 "Between two {operation}s, the least precise here, differences below"
-                " {smallest_percent}% go unseen."
+                " {smallest_percent}% cannot be seen."
             ),
         ),
     ],

@@ -1,5 +1,4 @@
-"""Memory: where a training step's memory goes, what checkpointing saves, and the largest model that
-fits."""
+"""Memory: where that of a training step goes, what checkpointing saves, what still fits."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -73,39 +72,28 @@ def points(config: MemoryConfig, machine: Machine) -> Iterator[MemoryPoint]:
     def point(
         kind: str, size: str, context: int, precision: str = "float32", **more: Any
     ) -> MemoryPoint:
-        batch = {"batch": MODEL_BATCH} if context == MODEL_BATCH else {}
-        about = {
-            "kind": kind,
-            "size": size,
-            "context_length": context,
-            "precision": precision,
-            "device": device,
-        }
-        return MemoryPoint.of(config, **about | batch | {"phases": (), "repeats": 2} | more)
+        about: dict[str, Any] = {"kind": kind, "size": size, "context_length": context}
+        about |= {"precision": precision, "device": device, "phases": (), "repeats": 2}
+        if context == MODEL_BATCH:
+            about["batch"] = MODEL_BATCH
+        return MemoryPoint.of(config, **about | more)
 
     for size in config.sizes:
+        is_own = size not in SIZES
         for precision, context in product(config.precisions, _contexts(config, size)):
-            yield point(
-                COUNTED, size, context, precision, phases=PHASES, has_details=size not in SIZES
-            )
+            yield point(COUNTED, size, context, precision, phases=PHASES, has_details=is_own)
     for size, context in product(config.counted_sizes, contexts):
         is_last = size == config.counted_sizes[-1]
         is_longest = context == contexts[-1]
         if is_last or is_longest:
-            yield point(
-                COUNTED, size, context, phases=(FULL_STEP,), has_details=is_last and is_longest
-            )
-    for size, low, phase in product(
-        config.sizes, config.precisions if device != "cpu" else ["float32"], PHASES
-    ):
-        yield from (
-            point(MEASURED, size, context, low, phases=(phase,))
-            for context in _contexts(config, size)
-        )
-    for size, repeats in {
-        config.counted_checkpoint_size: 0,
-        config.checkpoint_size: config.repeats,
-    }.items():
+            both = is_last and is_longest
+            yield point(COUNTED, size, context, phases=(FULL_STEP,), has_details=both)
+    precisions = config.precisions if device != "cpu" else ["float32"]
+    for size, low, phase in product(config.sizes, precisions, PHASES):
+        for context in _contexts(config, size):
+            yield point(MEASURED, size, context, low, phases=(phase,))
+    checkpointed = {config.counted_checkpoint_size: 0, config.checkpoint_size: config.repeats}
+    for size, repeats in checkpointed.items():
         lengths = [n for n in range(1, SIZES[size].n_layers + 1) if SIZES[size].n_layers % n == 0]
         segments = [NO_CHECKPOINTS, *lengths]
         yield point(
@@ -195,19 +183,9 @@ def timeline(results: Results) -> pd.DataFrame:
 def allocations(results: Results) -> pd.DataFrame:
     """The largest allocations of a full step: operator, line, bytes of one, how many, and their
     bytes at the peak."""
-    columns = [
-        "size",
-        "context_length",
-        "operator",
-        "line",
-        "part_of_step",
-        "n_bytes",
-        "times",
-        "at_peak_bytes",
-    ]
-    table = results.rows(columns, table="allocation").sort_values(
-        "at_peak_bytes", ascending=False, ignore_index=True
-    )
+    columns = ["size", "context_length", "operator", "line", "part_of_step", "n_bytes", "times"]
+    rows = results.rows([*columns, "at_peak_bytes"], table="allocation")
+    table = rows.sort_values("at_peak_bytes", ascending=False, ignore_index=True)
     return table.assign(operator=[name.lstrip("_") for name in table["operator"]])
 
 
@@ -302,6 +280,7 @@ LAB = Lab(
             metric=SEGMENT_PEAK,
             baseline=NO_CHECKPOINTS,
             topic="checkpointing",
+            noun="checkpointing scheme",
             advice="If memory is short, use {name}.",
             figure=Bars(source=SEGMENT_PEAK, x="segment", panel="size"),
         ),
@@ -310,6 +289,7 @@ LAB = Lab(
             text="Is a step with activation checkpointing as fast as one without?",
             metric=SEGMENT_TIME,
             baseline=NO_CHECKPOINTS,
+            noun="checkpointing scheme",
             figure=Lines(x="segment", hue="size", log=""),
         ),
         Report(
@@ -320,10 +300,10 @@ LAB = Lab(
             verdict="counted",
             configuration=("batch", "context_length"),
             topic="largest_model",
-            says="{size}: a full step needs {peak_bytes} of {machine_bytes}.",
+            says="`{size}`: a full step needs {peak_bytes} of {machine_bytes}.",
             advice=(
-                "Train models up to {size} (batch {batch}, {context_length} tokens, float32,"
-                " AdamW)."
+                "The largest labkit model that fits is `{size}` (batch {batch}, {context_length}"
+                " tokens, float32, AdamW, naive attention)."
             ),
         ),
         Check(

@@ -1,5 +1,5 @@
-"""Model parallelism: what cutting a model by tensor or by pipeline costs and saves, and which axis
-is best here."""
+"""Model parallelism: what splitting a model by tensor or by pipeline costs, and which axis is best
+here."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,6 +29,7 @@ from labkit.studies.model_parallel.worker import (
     ModelParallelPoint,
     measure,
 )
+from labkit.studies.shared.cores import ALL_CORES
 from labkit.studies.shared.tables import join, predict_messages_s
 
 
@@ -52,6 +53,7 @@ class ModelParallelConfig(DeviceConfig):
     rounds_s: Seconds | None = 2.0
 
 
+SPLIT = tuple(way for way in WAYS if way not in (ALL_CORES, WHOLE))
 TENSOR_KEYS = ("world_size", "device", "width")
 TENSOR_TIME = Metric("seconds", "way", TENSOR_KEYS, where={"sweep": "tensor"})
 AXIS_KEYS = ("model", "world_size", "device", "batch", "context_length")
@@ -59,8 +61,9 @@ AXIS_TIME = Metric("seconds", "axis", AXIS_KEYS, where={"sweep": "axes"})
 AXIS_PEAK = Metric("peak_bytes", "axis", AXIS_KEYS, where={"sweep": "axes"}, exact=True)
 PIPELINE_KEYS = ("world_size", "device", "width", "schedule", "micro_batches", "rank")
 NAMES = {
+    ALL_CORES: "the whole model on one rank with all cores",
     WHOLE: "the whole model on one rank's cores",
-    TORCH: "tensor parallelism by torch's collectives",
+    TORCH: "tensor parallelism with torch's collectives",
     SHARED: "tensor parallelism through shared memory",
     SHARED + SEQUENCE: "sequence parallelism through shared memory",
     DATA: "data parallelism",
@@ -78,7 +81,9 @@ def points(config: ModelParallelConfig, machine: Machine) -> Iterator[ModelParal
     widths = tuple(sorted(config.widths))
     for world_size in config.world_sizes:
         point = partial(ModelParallelPoint.on, machine, config, world_size)
-        ways = WAYS[1:] if device == "cpu" and ranks_here(world_size) > machine.cores else WAYS
+        ways: tuple[str, ...] = WAYS
+        if device == "cpu" and ranks_here(world_size) > machine.cores:
+            ways = tuple(way for way in WAYS if way != WHOLE)  # it would have more cores
         for width in widths:
             yield point(
                 sweep="tensor", alternatives=ways, widths=(width,), model="", micro_batches=()
@@ -151,8 +156,8 @@ def axes(results: Results) -> pd.DataFrame:
     )
 
 
-WIDTH = "From which width up is a model faster cut over ranks than whole on one?"
-TRANSPORT = "Is tensor parallelism faster through shared memory than by torch's collectives?"
+WIDTH = "At what width does splitting a model across ranks pay off?"
+TRANSPORT = "Is tensor parallelism faster through shared memory than with torch's collectives?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
 BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
@@ -199,8 +204,8 @@ LAB = Lab(
                 (
                     "width",
                     WIDTH,
-                    WHOLE,
-                    None,
+                    ALL_CORES,
+                    SPLIT,
                     Lines(source=TENSOR_TIME, x="width", panel="world_size"),
                 ),
                 ("transport", TRANSPORT, TORCH, (SHARED,), None),

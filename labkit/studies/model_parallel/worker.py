@@ -8,6 +8,7 @@ turns.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from labkit.parallel.tensor import tensor_parallel
 from labkit.parallel.transport import AUTO, SHARED, transport_in_use
 from labkit.studies.shared.alternatives import count_traffic, row_of, timed_rows
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
+from labkit.studies.shared.cores import ALL_CORES, cores_of_all_ranks
 from labkit.studies.shared.sharding_strategies import shard
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ DATA = "data parallel"
 WHOLE = "one rank"
 TORCH = "torch"
 SEQUENCE = ", sequence parallel"
-WAYS = (WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
+WAYS = (ALL_CORES, WHOLE, TORCH, SHARED, TORCH + SEQUENCE, SHARED + SEQUENCE)
 """The whole model on one rank; tensor parallelism by transport, with sequence parallelism and
 without."""
 HEADS = 8
@@ -163,10 +165,15 @@ def gather_parts(model: nn.Module, parts: Iterable[tuple[nn.Module, int]]) -> di
     return dict(model.named_parameters())
 
 
-def train_whole(problem: Problem) -> Trainer:
+def train_whole(problem: Problem, *, has_all_cores: bool = False) -> Trainer:
     """Train the whole model on rank 0; the others do nothing."""
     model = problem.build()
-    passes = (lambda: problem.loss(model).backward()) if dist.get_rank() == 0 else int
+
+    def passes() -> None:
+        if dist.get_rank() == 0:
+            with cores_of_all_ranks() if has_all_cores else nullcontext():
+                problem.loss(model).backward()
+
     return Trainer(
         AdamW(model.parameters(), **SETTINGS), passes, partial(gather_parts, model, [(model, 0)])
     )
@@ -233,6 +240,14 @@ def train_pipeline(problem: Problem, schedule: str, micro_batches: int) -> Train
     return Trainer(optimizer, passes, partial(gather_parts, model, owners), pipeline, idle_s)
 
 
+MAKERS: dict[str, Callable[[Problem], Trainer]] = {
+    ALL_CORES: partial(train_whole, has_all_cores=True),
+    WHOLE: train_whole,
+    TORCH: partial(train_cut, transport=TORCH),
+    SHARED: partial(train_cut, transport=SHARED),
+    TORCH + SEQUENCE: partial(train_cut, transport=TORCH, is_sequence=True),
+    SHARED + SEQUENCE: partial(train_cut, transport=SHARED, is_sequence=True),
+}
 AXES: dict[str, Callable[[Problem], Trainer]] = {
     DATA: train_replicas,
     "sharded": partial(train_replicas, implementation="zero3"),
@@ -293,15 +308,7 @@ def _alternatives(
         if point.sweep == "axes":
             yield name, {"axis": name}, problem, AXES[name]
             continue
-        cut = partial(
-            train_cut, transport=name.removesuffix(SEQUENCE), is_sequence=name.endswith(SEQUENCE)
-        )
-        yield (
-            name,
-            {"way": name, "width": point.widths[0]},
-            problem,
-            train_whole if name == WHOLE else cut,
-        )
+        yield name, {"way": name, "width": point.widths[0]}, problem, MAKERS[name]
 
 
 def _describe(point: ModelParallelPoint, name: str, trainer: Trainer) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
-from labkit.studies.shared.tables import FIT_SHARE
+from labkit.studies.shared.tables import FIT_SHARE, add_up
 
 DDP, ZERO1, ZERO2, ZERO3 = STAGES
 TORCH_DDP, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
@@ -57,13 +57,7 @@ PARTS_OF_STEP = Metric(
 
 def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
     """Return one row per step of a rank: the sum of its parts."""
-    keys = [*CONFIGURATION, "implementation", "rank", "repeat"]
-    return (
-        rows.dropna(subset="seconds")
-        .groupby(keys, dropna=False, sort=False)["seconds"]
-        .sum()
-        .reset_index()
-    )
+    return add_up(rows, [*CONFIGURATION, "implementation", "rank", "repeat"])
 
 
 STEP = Metric(
@@ -183,14 +177,26 @@ def largest_models(results: Results) -> pd.DataFrame:
             shape, *size
         )
         row = {"world_size": ranks, "implementation": NAMES[stage], "model": model}
+        row |= {"batch": size[0], "context_length": size[1]}
         rows.append(row | {"needed_bytes": needed, "memory_bytes": memory})
     table = pd.DataFrame(
-        rows, columns=["world_size", "implementation", "model", "needed_bytes", "memory_bytes"]
+        rows,
+        columns=[
+            "world_size",
+            "implementation",
+            "model",
+            "batch",
+            "context_length",
+            "needed_bytes",
+            "memory_bytes",
+        ],
     )
     fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values(
         "needed_bytes", kind="stable"
     )
-    return fitting.groupby(["world_size", "implementation"]).tail(1).sort_index(ignore_index=True)
+    table = fitting.groupby(["world_size", "implementation"]).tail(1).sort_index(ignore_index=True)
+    unsharded = table[table["implementation"] == NAMES[DDP]].set_index("world_size")["model"]
+    return table.assign(with_ddp=table["world_size"].map(unsharded))
 
 
 LAB = Lab(
@@ -303,10 +309,10 @@ LAB = Lab(
             text="What is the largest model that fits, for each stage?",
             table=largest_models,
             verdict="predicted",
-            configuration=("world_size",),
+            configuration=("world_size", "batch", "context_length"),
             says=(
-                "On {world_size} ranks, {implementation} fits the model {model}, with"
-                " {needed_bytes} per rank."
+                "With batch {batch} and {context_length} tokens on {world_size} ranks,"
+                " {implementation} fits `{model}`; DDP fits `{with_ddp}`."
             ),
         ),
     ],

@@ -32,6 +32,12 @@ def join(
     return table.astype(kinds).merge(other.astype(kinds), on=list(kinds), how=how)
 
 
+def add_up(rows: pd.DataFrame, keys: Iterable[str]) -> pd.DataFrame:
+    """Return one row per value of `keys`: the sum of the seconds of its parts."""
+    groups = rows.dropna(subset="seconds").groupby(list(keys), dropna=False, sort=False)
+    return groups["seconds"].sum().reset_index()
+
+
 def predict_messages_s(table: pd.DataFrame, results: Results) -> pd.Series:
     """Predict the seconds of each row's `calls` that send `sent_bytes`.
 

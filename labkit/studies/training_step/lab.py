@@ -234,7 +234,7 @@ LAB = Lab(
     names={
         worker.EAGER: "the eager one",
         worker.COMPILED: "a compiled step",
-        worker.FIRST: "the first step of its process",
+        worker.FIRST: "the first step of a process",
         worker.LATER: "a later step",
     },
     questions=[
@@ -283,7 +283,7 @@ LAB = Lab(
         Compare(
             id="first_step",
             is_expected=True,
-            text="Is a later step of a process faster than its first one?",
+            text="How much faster is a later step than a process's first one?",
             metric=FIRST_STEP,
             baseline=worker.FIRST,
         ),

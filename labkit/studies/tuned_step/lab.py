@@ -1,4 +1,4 @@
-"""The tuned step: all recommendations of the other labs joined into one configuration, compared
+"""The tuned step: all recommendations of the other labs combined in one configuration, compared
 with the default."""
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class TunedStepConfig(DeviceConfig):
 
 
 TIME = Metric("seconds", "implementation", ("model", "world_size", "batch", "context_length"))
-NAMES = {DEFAULT_NAME: "the default", JOINED: "the joined configuration"}
+NAMES = {DEFAULT_NAME: "the default", JOINED: "the combined configuration"}
 
 
 def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint]:
@@ -90,7 +90,7 @@ LAB = Lab(
     name="tuned_step",
     title="The tuned step",
     summary=(
-        "All recommendations of the other labs joined into one configuration: what it gains over"
+        "All recommendations of the other labs combined in one configuration: what it gains over"
         " the default."
     ),
     config=TunedStepConfig,
@@ -113,15 +113,15 @@ LAB = Lab(
             text="Does everything that the other labs recommend, together, beat the default?",
             metric=TIME,
             baseline=DEFAULT_NAME,
-            advice="Train with the joined configuration{where}; `labkit advise --apply` prints it.",
+            advice="Train with the combined configuration{where}: `labkit advise --apply`.",
             keep="Train with the defaults.",
         ),
         Report(
             id="ingredients",
-            text="What does the joined configuration use?",
+            text="What does the combined configuration use?",
             table=ingredients,
             configuration=("model", "world_size"),
-            says="With {model} it uses {changes}.",
+            says="For `{model}` it combines {changes}.",
         ),
     ],
 )
