@@ -21,7 +21,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -42,9 +42,11 @@ __all__ = [
     "too_many_ranks_reason",
 ]
 
-# forked from a server that has imported torch: 11 MiB, and buffers of the process group
+# Forked from a server that has imported torch, a rank takes 11 MiB, and buffers of the process
+# group.
 RANK_BYTES = 20 * 2**20
-RANKS_PER_CORE = 64  # more are not ready in time: every rank connects to every other
+# More are not ready in time: every rank connects to every other.
+RANKS_PER_CORE = 64
 
 Items = Generator[Row | PointEnd, None, None]
 
@@ -59,8 +61,7 @@ def launch(
     timeout_s: float = 120.0,
     on_output: Callable[[str], None] | None = None,
 ) -> Items:
-    """Run `worker(point)` on `world_size` ranks for every point; yield rows at once and an end per
-    point.
+    """Run `worker(point)` on `world_size` ranks for every point; yield rows and ends as they come.
 
     Arguments are checked at once; nothing starts before the first item is requested. To stop early,
     close the result (`contextlib.closing`). torch has available cores // ranks threads on each
@@ -68,24 +69,27 @@ def launch(
 
     Args:
         worker: called on every rank with each point; yields mappings from names to JSON-able
-        values.
-            Imported, or defined in a notebook cell.
-        points: anything that cloudpickle can carry. world_size: ranks: as many as a torchrun job
-        has, else at most what this machine can start (cores, memory). backend: of the process
-        group: "gloo", "nccl" (a GPU per rank), or None for one rank without a group. scheduling:
-        "batch" or "default"; the facts of a point's end have the policy in force. timeout_s:
-        deadline of one point, from its start; time that the caller spends on a row does not count.
+            values. Imported, or defined in a notebook cell.
+        points: anything that cloudpickle can carry.
+        world_size: number of ranks. As many as a torchrun job has, else at most what this machine
+            can start (cores, memory).
+        backend: of the process group: "gloo", "nccl" (a GPU per rank), or None for one rank without
+            a group.
+        scheduling: "batch" or "default"; the facts of a point's end have the policy in force.
+        timeout_s: deadline of one point, from its start; time that the caller spends on a row does
+            not count.
         on_output: gets the ranks' output, as "[rank r] line"; stderr if None.
 
     Raises:
         ValueError: an argument that cannot work, with the expected values.
     """
     plan = GroupPlan(world_size, backend, scheduling, timeout_s)
-    _check(plan, worker)
+    if not callable(worker):
+        raise ValueError(f"worker: expected a function of one point, got {worker!r:.80}")
+    _check_plan(plan)
     points = list(points)
-    group = RankGroup(
-        plan, serialize((plan, worker, points)), on_output or partial(print, file=sys.stderr)
-    )
+    payload = serialize((plan, worker, points))
+    group = RankGroup(plan, payload, on_output or partial(print, file=sys.stderr))
     items = _run_points(group, len(points))
     return _run_in_job(items) if torchrun.is_job_rank() else items
 
@@ -115,10 +119,10 @@ def run_ranks(
 
 
 def _run_in_job(items: Items) -> Items:
-    """Run the points on the ranks of this job. Rank 0's process yields the items, the others
-    none."""
-    torchrun.job_store()  # ValueError now, not once more at the end
+    """Run the points on the ranks of this job; only rank 0's process yields the items."""
+    torchrun.job_store()  # ValueError now, before anything has to be closed
     if torchrun.job_rank() > 0:
+        # This process takes the same steps as rank 0's, until that one's caller requests no more.
         with contextlib.suppress(torchrun.LaunchStopped):
             list(items)
             torchrun.begin_step()
@@ -126,7 +130,7 @@ def _run_in_job(items: Items) -> Items:
     try:
         yield from items
     finally:
-        torchrun.broadcast_from_first_rank(False)  # ends their `begin_step`
+        torchrun.broadcast_from_first_rank(False)  # stops the others in `begin_step`
 
 
 def _run_points(group: RankGroup, n_points: int) -> Items:
@@ -141,35 +145,23 @@ def _run_points(group: RankGroup, n_points: int) -> Items:
         group.close()
 
 
-def _check(plan: GroupPlan, worker: Any) -> None:
+def _check_plan(plan: GroupPlan) -> None:
     """Raise ValueError for an argument that cannot work, before anything starts."""
     ranks = plan.world_size
-    backend = plan.backend
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        _refuse("world_size", "a whole number of ranks, 1 or more", ranks)
+    if plan.backend not in ("gloo", "nccl", None):
+        _refuse("backend", "'gloo', 'nccl' or None", plan.backend)
+    if plan.backend is None and ranks > 1:
+        _refuse("backend", "'gloo' or 'nccl', None is for a single rank", None)
+    if plan.scheduling not in ("batch", "default"):
+        _refuse("scheduling", "'batch' or 'default'", plan.scheduling)
     timeout_s = plan.timeout_s
-    is_time = isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf
-    is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    for is_met, expectation, value in (
-        (callable(worker), "worker: expected a function of one point", worker),
-        (is_count, "world_size: expected a whole number of ranks, 1 or more", ranks),
-        (backend in ("gloo", "nccl", None), "backend: expected 'gloo', 'nccl' or None", backend),
-        (
-            backend is not None or ranks == 1,
-            "backend: expected 'gloo' or 'nccl', None is for a single rank",
-            backend,
-        ),
-        (
-            plan.scheduling in ("batch", "default"),
-            "scheduling: expected 'batch' or 'default'",
-            plan.scheduling,
-        ),
-        (is_time, "timeout_s: expected a positive number of seconds", timeout_s),
-    ):
-        if not is_met:
-            raise ValueError(f"{expectation}, got {value!r:.80}")
-    if backend == "nccl" and torchrun.ranks_here(ranks) > (gpus := torch.cuda.device_count()):
-        raise ValueError(
-            f"world_size: expected at most {gpus}, since NCCL needs a GPU per rank, got {ranks}"
-        )
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        _refuse("timeout_s", "a positive number of seconds", timeout_s)
+    n_gpus = torch.cuda.device_count()
+    if plan.backend == "nccl" and torchrun.ranks_here(ranks) > n_gpus:
+        _refuse("world_size", f"at most {n_gpus}, since NCCL needs a GPU per rank", ranks)
     reason = too_many_ranks_reason(ranks)
     if reason and torchrun.is_job_rank():
         raise ValueError(f"world_size: {reason}; {torchrun.describe_job()}")
@@ -177,17 +169,24 @@ def _check(plan: GroupPlan, worker: Any) -> None:
         raise ValueError(f"world_size: this machine can start {reason}; got {ranks}")
 
 
+def _refuse(name: str, expected: str, value: Any) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
+
+
 def too_many_ranks_reason(ranks: int) -> str | None:
-    """Return why there cannot be so many ranks ("at most 128 ranks, 64 per core"; the job has
-    others), or None."""
+    """Return why there cannot be so many ranks, as "at most 128 ranks, 64 per core", or None.
+
+    Under torchrun there are as many as the job has.
+    """
     if torchrun.is_job_rank():
         size = torchrun.read_variable("WORLD_SIZE")
         return None if ranks == size else f"needs {ranks} ranks, but this job has {size}"
+    by_cores = RANKS_PER_CORE * available_cores()
+    if ranks > by_cores:
+        return f"at most {by_cores} ranks, {RANKS_PER_CORE} per core"
     memory = available_memory_bytes()
-    by_cores = RANKS_PER_CORE * available_cores(), f"{RANKS_PER_CORE} per core"
-    by_memory = (
-        memory // RANK_BYTES,
-        f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB",
-    )
-    most, reason = min(by_cores, by_memory)
-    return None if ranks <= most else f"at most {max(0, most)} ranks, {reason}"
+    by_memory = max(0, memory // RANK_BYTES)
+    if ranks > by_memory:
+        sizes = f"{RANK_BYTES / 2**20:.0f} MiB each of {memory / 2**30:.1f} GiB"
+        return f"at most {by_memory} ranks, {sizes}"
+    return None

@@ -1,7 +1,7 @@
-"""The torchrun job that this process is a rank of: its store, its hosts, and what its ranks agree
-on.
+"""The torchrun job that this process is a rank of: its store, its hosts, and how its ranks agree.
 
-The store is there before any process group exists. Without a job, a process agrees with itself.
+They agree in the store, which is there before any process group exists. Without a job, a process
+agrees with itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from typing import Any
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# variable: forked ranks have other keys in the store than the processes of the job
+# Variable of forked ranks, which thus have other keys in the store than the processes of the job.
 GROUP_NUMBER = "LABKIT_GROUP"
-# Processes wait for one that downloads a large file or shows a figure. When one dies, torchrun ends
-# the job.
+# A process may have to wait for one that downloads a large file or shows a figure. It need not
+# notice when one dies, since torchrun then ends the job.
 PATIENCE = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=20)
 
-_steps = itertools.count()  # all ranks take the same steps in the same order
+# Names the keys: all ranks take the same steps in the same order.
+_steps = itertools.count()
 # Keys that this rank has set and not yet deleted. The store lives as long as the job, which may
 # measure for days.
 _set_keys: list[str] = []
@@ -38,12 +39,12 @@ class LaunchStopped(Exception):
 
 
 def is_job_rank() -> bool:
-    """Return whether torchrun has started this process; ValueError for the variables of any other
-    job."""
+    """Return whether torchrun has started this process; ValueError for any other kind of job."""
     if not all(name in os.environ for name in VARIABLES):
         return False
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_agents or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+    # torchrun's agent serves the store, so that it is there before rank 0 calls anything.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not has_agent or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         raise ValueError(
             "expected a job of torchrun, which sets LOCAL_RANK and shares its store;"
             f" {describe_job()}"
@@ -52,16 +53,18 @@ def is_job_rank() -> bool:
 
 
 def job_rank() -> int:
-    """Return this process's rank in the job; 0 without a job, so that "rank 0 writes" holds there,
-    too."""
+    """Return this process's rank in the job; 0 without one, so that "rank 0 writes" holds, too."""
     return read_variable("RANK") if is_job_rank() else 0
 
 
 def ranks_here(world_size: int) -> int:
-    """Return how many of `world_size` ranks run on this host: all, unless a job of that size spans
-    several."""
-    is_of_job = is_job_rank() and read_variable("WORLD_SIZE") == world_size
-    return read_variable("LOCAL_WORLD_SIZE") if is_of_job else world_size
+    """Return how many of `world_size` ranks run on this host.
+
+    All of them, unless a job of that size spans several hosts.
+    """
+    if is_job_rank() and read_variable("WORLD_SIZE") == world_size:
+        return read_variable("LOCAL_WORLD_SIZE")
+    return world_size
 
 
 def describe_job() -> str:
@@ -72,8 +75,7 @@ def describe_job() -> str:
 
 @cache
 def job_store() -> Any:
-    """Open the job's store, a `torch.distributed.PrefixStore`, once; it stays open until this
-    process ends.
+    """Open the job's store, a `torch.distributed.PrefixStore`, which stays open.
 
     ValueError if nobody answers, as when the variables are left over from another job.
     """
@@ -149,16 +151,14 @@ def delete_other_groups(current: str) -> None:
 
 
 def ranks_by_host() -> dict[str, list[int]] | None:
-    """Return the job's ranks by name of their host, on every rank of the job; None without a job.
+    """Return the job's ranks by name of their host (`label_hosts`); None without a job.
 
-    A host is named by its host name; hosts of one name get a few hex digits to tell them apart. All
-    ranks call this.
+    All ranks call this.
     """
     if not is_job_rank():
         return None
-    return label_hosts(
-        [tuple(host) for host in gather_from_ranks([platform.node(), host_identity()])]
-    )
+    hosts = gather_from_ranks([platform.node(), host_identity()])
+    return label_hosts([tuple(host) for host in hosts])
 
 
 @cache

@@ -1,7 +1,6 @@
-"""A rank's side of a launch: set up the process, join the group, run points; devices and scheduling
-for workers.
+"""A rank's side of a launch: set up the process, join the group, run points.
 
-A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts),
+And devices and scheduling for workers. A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts),
 ``row``, ``done`` or ``failed``. After ``failed`` it keeps its connections open until it is killed:
 if it left, its peers would report the lost connection, and the caller would have to guess which
 came first.
@@ -35,7 +34,8 @@ from labkit.parallel.ranks.debugger import break_here
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
 from labkit.parallel.ranks.server_process import STACKS_SIGNAL
 
-# a tenth of all memory: the caller may hold that much more than a rank before it is killed instead
+# A tenth of all memory: the caller may hold that much more than a rank before the kernel kills the
+# caller instead.
 OOM_SCORE = 100
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what it has compiled
 # Ranks of one host need no other interface, whatever a cluster has set.
@@ -59,8 +59,7 @@ class GroupPlan:
 def run_rank(
     payload: bytes, caller: connection.Connection[Any, Any], rank: int, directory: Path
 ) -> None:
-    """Join the group, then run each point that the caller requests; returns when the caller has
-    ended."""
+    """Join the group, then run each point that the caller requests, until the caller has ended."""
     _set_up_process(rank, directory)
 
     def send(kind: str, **body: Any) -> None:
@@ -92,7 +91,7 @@ def run_rank(
 def call_once(
     function: Callable[..., Any], arguments: tuple[Any, ...], _point: None
 ) -> list[dict[str, Any]]:
-    """The worker behind `run_ranks`: one call, one row."""
+    """Call a function and return one row: the worker behind `run_ranks`."""
     return [{"result": function(*arguments)}]
 
 
@@ -114,9 +113,9 @@ def use_device(kind: str, rank: int | None = None) -> str:
 
 
 def use_scheduling(scheduling: str) -> str:
-    """Set the policy of this thread and those that it will start, "batch" or "default"; return the
-    one in force.
+    """Set the policy of this thread and those that it will start; return the one in force.
 
+    "batch" or "default".
     SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for, and then spins until the
     next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
     """
@@ -130,20 +129,21 @@ def use_scheduling(scheduling: str) -> str:
 
 def _join_group(plan: GroupPlan, rank: int, store: Any) -> dict[str, Any]:
     """Set scheduling and threads, make the process group, and return the facts."""
-    # first: the threads of the process group inherit it
+    # First of all, since the threads of the process group inherit it.
     scheduling = use_scheduling(plan.scheduling)
     torch.set_num_threads(max(1, available_cores() // torchrun.ranks_here(plan.world_size)))
-    # until a block as large as this one was freed, glibc gives freed memory back, and new pages
-    # cost more than the work
+    # Until a block as large as this one was freed, glibc gives freed memory back to the system, and
+    # new pages cost more than the work on them.
     torch.empty(31 << 20, dtype=torch.uint8)
     if plan.backend is not None:
-        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch read the fork server's environment
+        # torch has read it from the environment of the fork server.
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         dist.init_process_group(
             plan.backend,
             store=store,
             rank=rank,
             world_size=plan.world_size,
-            # the caller's deadline comes first, and shows the stacks of every rank
+            # The caller's deadline comes first, and shows the stacks of every rank.
             timeout=timedelta(seconds=plan.timeout_s + MARGIN_S),
             device_id=torch.device(use_device("cuda", rank)) if plan.backend == "nccl" else None,
         )
@@ -157,7 +157,7 @@ def _release_device_memory() -> None:
     hooks lead back to.
     """
     if torch.cuda.is_initialized():
-        gc.collect()  # a model that its hooks lead back to
+        gc.collect()
         with contextlib.suppress(RuntimeError):  # a device that is lost says so to the next point
             torch.cuda.empty_cache()
 
