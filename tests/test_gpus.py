@@ -81,6 +81,8 @@ def cuda(monkeypatch, tmp_path):
             )
 
         def smi(command, **_):
+            if command[0] != "nvidia-smi":  # git
+                return SimpleNamespace(stdout="")
             if command[1] == "topo":
                 return SimpleNamespace(stdout=TOPOLOGY)
             is_known = "throttle_reasons" not in command[1]

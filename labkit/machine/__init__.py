@@ -1,2 +1,1 @@
-"""This computer (`description`, `gpus`), limits on this process (`cgroups`), labkit's source, and
-others' load."""
+"""This computer: its devices, limits on this process, labkit's source, and others' load."""

@@ -1,9 +1,7 @@
-"""Limits that cgroups (containers, batch systems) set on this process: main memory, processor time,
-and kills.
+"""Limits that cgroups (containers, batch systems) set on this process.
 
-A limit may be that of a cgroup above this process's. `root` is the directory that holds `proc` and
-`sys`. Files have other names in version 2 of the cgroup file system than in version 1. Ranks import
-this module, and not `description`.
+Main memory, processor time, and kills. A limit may be that of a cgroup above this process's. `root`
+is the directory that holds `proc` and `sys`. Ranks import this module, and not `description`.
 """
 
 import os
@@ -24,12 +22,14 @@ class _Cgroup(NamedTuple):
     is_own: bool
 
     def text(self, *files: str) -> str:
-        """The contents of those of the files that are there."""
+        """Return the contents of those of the files that are there."""
         return "".join(_text(self.folder / file) for file in files)
 
     def number(self, *files: str, name: str = "") -> int | None:
-        """The number in the file that is there, or after a name in it; None without it, or for
-        "max"."""
+        """Return the number in the file that is there, or after a name in it.
+
+        None without it, or for "max".
+        """
         match = re.search(rf"^{name} ?(\d+)$", self.text(*files), re.MULTILINE)
         return int(match[1]) if match else None
 
@@ -38,13 +38,12 @@ class _Cgroup(NamedTuple):
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Main memory that is available without swapping, in bytes, within the limits of cgroups
-    (containers)."""
+    """Return bytes of main memory that are available without swapping, within cgroups' limits."""
     available = psutil.virtual_memory().available
     for cgroup in _cgroups("memory", root):
         limit = cgroup.memory_limit()
         used = cgroup.number("memory.current", "memory.usage_in_bytes")
-        # the cache is reclaimed before anything is killed
+        # The kernel reclaims the cache before it kills anything.
         if limit is not None and used is not None:
             caches = (
                 cgroup.number("memory.stat", name=f"{scope}inactive_file") or 0
@@ -55,8 +54,10 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """The smallest memory limit of this process's cgroups, in bytes; None if that is more than
-    there is."""
+    """Return the smallest memory limit of this process's cgroups, in bytes.
+
+    None if that is more than there is.
+    """
     limits = [
         limit for cgroup in _cgroups("memory", root) if (limit := cgroup.memory_limit()) is not None
     ]
@@ -64,9 +65,9 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Number of processes of this one's cgroup that the kernel has killed for lack of memory; None
-    if unknown.
+    """Return how many processes of this one's cgroup the kernel has killed for lack of memory.
 
+    None if unknown.
     The count rises before the process dies. It includes the cgroup's other processes, and kills for
     lack of memory in the whole machine. A cgroup above it counts only if it sets a limit, since it
     holds other users' processes, too.
@@ -79,33 +80,38 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """Cores' worth of time per second that the cgroups allow, 0.5 for half a core; None without a
-    limit."""
+    """Return cores' worth of time per second that the cgroups allow; None without a limit.
+
+    0.5 is half a core.
+    """
     quotas = []
     for cgroup in _cgroups("cpu", root):
-        quota, period = (
-            *cgroup.text("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us").split(),
-            "",
-            "",
-        )[:2]
-        if quota.isdigit() and period.isdigit():  # not "max", or -1
-            quotas.append(int(quota) / int(period))
+        # Files of version 2 of the cgroup file system have other names than those of version 1.
+        numbers = cgroup.text("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us").split()
+        # Without a limit the quota is "max" or -1.
+        if len(numbers) >= 2 and all(number.isdigit() for number in numbers[:2]):
+            quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
 
 
 def available_cores() -> int:
-    """Cores this process may use by its affinity mask and the CPU quota of its cgroups; at least
-    1."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Return the cores that this process may use, at least 1.
+
+    By its affinity mask and the CPU quota of its cgroups.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, int(quota_cores() or cores)))
 
 
 def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
-    """Scheduling periods in which a CPU quota held this process's cgroups back, and all of them;
-    (0, 0): no quota."""
+    """Return scheduling periods in which a CPU quota held this process back, and all of them.
+
+    (0, 0) without a quota.
+    """
     names = ("nr_throttled", "nr_periods")
+    # A process is held back by each cgroup above it: the one that does so most counts.
     stats = [
         [cgroup.number("cpu.stat", name=name) or 0 for name in names]
         for cgroup in _cgroups("cpu", root)
@@ -115,7 +121,7 @@ def throttled_periods(root: Path = ROOT) -> tuple[int, int]:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[_Cgroup]:
-    """The cgroups that may limit this process: its own first, then those above it."""
+    """Yield the cgroups that may limit this process: its own first, then those above it."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)  # version 2 names no controllers
         if not controllers or controller in controllers.split(","):

@@ -1,6 +1,9 @@
-"""This computer's devices, memory, peak rates, software versions and labkit source: provenance of
-every number."""
+"""Describes this computer, for the provenance of every number.
 
+Devices, memory, peak rates, software versions and labkit's source.
+"""
+
+import math
 import platform
 import re
 from contextlib import suppress
@@ -66,50 +69,58 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def identity(self) -> list[str | None]:
-        """Values that differ between machines; virtual ones of one name and processor may differ in
-        instructions."""
+        """Return values that differ between machines.
+
+        Virtual ones of one name and processor may differ in instructions.
+        """
         return [self.host, self.label, self.instructions]
 
     @property
     def label(self) -> str:
-        """A short name for figures and tables, e.g. "2x NVIDIA H200" or "2-core AMD EPYC"."""
+        """Return a short name for figures and tables: "2x NVIDIA H200", "2-core AMD EPYC"."""
         names = [gpu.name for gpu in self.gpus[:1]] or [f"{self.cores}-core {self.cpu}"]
         return f"{len(self.gpus)}x {names[0]}" if len(self.gpus) > 1 else names[0]
 
     def device(self, wanted: str) -> str:
-        """ "cpu" or "cuda"; "auto" is CUDA if there is a GPU."""
-        return wanted if wanted != "auto" else "cuda" if self.gpus else "cpu"
+        """Return "cpu" or "cuda"; "auto" is CUDA if there is a GPU."""
+        if wanted != "auto":
+            return wanted
+        return "cuda" if self.gpus else "cpu"
 
     @property
     def gpu_counts(self) -> list[tuple[int, Gpu]]:
-        """Equal GPUs counted: [(8, the first of them)]."""
+        """Count equal GPUs: [(8, the first of them)]."""
+        # Free memory differs between equal GPUs, and with time.
         groups = groupby(self.gpus, key=lambda gpu: gpu.model_copy(update={"free_bytes": None}))
-        return [(len(equal), equal[0]) for equal in (list(group) for _, group in groups)]
+        lists = [list(group) for _, group in groups]
+        return [(len(equal), equal[0]) for equal in lists]
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Data-sheet peak of a GPU's links in one direction; NaN unless all GPUs are connected by
-        listed NVLinks."""
+        """Return the data-sheet peak of a GPU's links in one direction.
+
+        NaN unless all GPUs are connected by listed NVLinks.
+        """
         links = re.fullmatch(r"NV(\d+)", self.gpu_links or "")
-        rates = {NVLINK_BYTES_PER_S.get(gpu.compute_capability, float("nan")) for gpu in self.gpus}
-        return int(links[1]) * rates.pop() if links and len(rates) == 1 else float("nan")
+        rates = {NVLINK_BYTES_PER_S.get(gpu.compute_capability, math.nan) for gpu in self.gpus}
+        if links is None or len(rates) != 1:
+            return math.nan
+        return int(links[1]) * rates.pop()
 
     @property
     def cores_text(self) -> str:
-        """ "2 cores available", with the CPU quota of a cgroup."""
-        quota = (
-            ""
-            if self.cpu_quota is None
-            else f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
-        )
-        return f"{self.cores} core{'s' * (self.cores > 1)} available{quota}"
+        """Return "2 cores available", with the CPU quota of a cgroup."""
+        text = f"{self.cores} core{'s' * (self.cores > 1)} available"
+        if self.cpu_quota is not None:
+            text += f" (a CPU quota allows {self.cpu_quota:g} cores' worth of time)"
+        return text
 
     def memory_of(self, device: str) -> int:
-        """Bytes of the machine's memory, or of the free memory of its first GPU."""
+        """Return bytes of the machine's memory, or of the free memory of its first GPU."""
         return self.gpus[0].available_bytes if device == "cuda" and self.gpus else self.memory_bytes
 
     def backend(self, device: str, world_size: int) -> str:
-        """ "nccl" if every rank has a GPU to itself, else "gloo"."""
+        """Return "nccl" if every rank has a GPU to itself, else "gloo"."""
         return "nccl" if device == "cuda" and len(self.gpus) >= world_size else "gloo"
 
     def no_device_reason(self, device: str) -> str | None:
@@ -120,13 +131,14 @@ class Machine(BaseModel, frozen=True):
 
     @property
     def slug(self) -> str:
-        """The label as it appears in file names."""
+        """Return the label as it appears in file names."""
         return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")[:40]
 
 
 @cache
 def describe_machine() -> Machine:
     """Describe this machine. Cached: `free_bytes` of its GPUs is that of the first call."""
+    # All GPUs or none: with some of them unusable, the plan of a lab would fail halfway.
     no_gpu_reason = cuda_gpus.no_gpu_reason()
     gpus = [] if no_gpu_reason else _gpus()
     return Machine(
@@ -159,10 +171,10 @@ def _gpus() -> list[Gpu]:
 
 
 def _cpu_model() -> str:
-    with suppress(OSError):
-        if match := re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        ):
+    with suppress(OSError):  # Linux has it
+        text = Path("/proc/cpuinfo").read_text()
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        if match is not None:
             return match[1].strip()
     return platform.processor() or platform.machine()
 

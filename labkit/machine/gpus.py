@@ -33,18 +33,19 @@ UTILIZATION_SPAN_S = 1.0
 
 
 def no_gpu_reason() -> str | None:
-    """Return why labs run on the CPU despite a GPU, in one line; None if there is no GPU, or all
-    can be used."""
+    """Return why labs run on the CPU despite a GPU, in one line.
+
+    None if there is no GPU, or all can be used.
+    """
     has_driver = NVIDIA_DRIVER.exists()
     if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            "an NVIDIA driver is loaded, but this torch is built without CUDA"
-            if has_driver
-            else None
-        )
+        if not has_driver:
+            return None
+        return "an NVIDIA driver is loaded, but this torch is built without CUDA"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every call warns of a driver that is too old
         try:
+            # A GPU that CUDA has may still lack machine code in this build of torch.
             count = count_gpus()
             reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
         except Exception as error:  # of several types, by what fails
@@ -54,18 +55,17 @@ def no_gpu_reason() -> str | None:
                 f" {driver_version() or 'unknown'})"
             )
     if count == 0 and has_driver:
-        hidden = (
-            f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}"
-            if HIDDEN_BY in os.environ
-            else "a container without GPUs?"
-        )
+        hidden = "a container without GPUs?"
+        if HIDDEN_BY in os.environ:
+            hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}"
         return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
     return reason
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Return whether a build for `architectures` (`torch.cuda.get_arch_list()`) has code for a GPU
-    of this capability.
+    """Return whether a build has code for a GPU of this capability.
+
+    `architectures` are those of `torch.cuda.get_arch_list()`.
 
     Machine code ("sm_86") runs on its major version from its minor version up, PTX ("compute_90")
     on every newer GPU (CUDA C++ programming guide, "Application compatibility"). With suffix "a"
@@ -75,10 +75,9 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
     matches = re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures))
     for kind, major, minor, suffix in matches:
         built = int(major), int(minor)
-        is_newer_in_reach = kind + suffix == "compute" or (
-            suffix != "a" and built[0] == capability[0]
-        )
-        if capability == built or (capability > built and is_newer_in_reach):
+        runs_on_newer = kind + suffix == "compute"
+        runs_on_newer |= suffix != "a" and built[0] == capability[0]
+        if capability == built or (capability > built and runs_on_newer):
             return True
     return not matches
 
@@ -149,10 +148,12 @@ def gpu_load() -> GpuLoad | None:
     visible = {str(torch.cuda.get_device_properties(index).uuid) for index in range(count_gpus())}
     names = ("utilization.gpu", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit")
     rows = _query(",".join(["uuid", *names, _reasons_field()]))
+    # GPUs that CUDA_VISIBLE_DEVICES hides may be hot without harm.
     states = [[_number(text) for text in row[1:]] for row in rows if row[0] in visible]
     if not states:
         return None
     utilizations, clocks, highest, temperatures, limits, reasons = zip(*states, strict=True)
+    # A clock counts relative to the highest of the same GPU: they may be of several kinds.
     shares = [
         clock / most
         for clock, most in zip(clocks, highest, strict=True)

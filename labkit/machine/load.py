@@ -1,9 +1,11 @@
-"""Load that disturbs a measurement: other programs, a CPU quota, late ranks, slow memory, hot
-GPUs."""
+"""Measures the load that disturbs a measurement.
+
+Other programs, a CPU quota, late ranks, slow memory, hot GPUs.
+"""
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median_low
@@ -17,8 +19,9 @@ from labkit.machine.description import describe_machine
 from labkit.machine.gpus import MIN_UTILIZATION, GpuLoad, gpu_load, utilization_by_others
 
 SAMPLE_S = 0.1
+# The kernel counts time in ticks of 10 ms: shorter spans say too little.
 MIN_SPAN_S = 0.5
-# guests that this machine hosts are in user and nice
+# Guests that this machine hosts are in user and nice.
 BUSY = ("user", "nice", "system", "irq", "softirq")
 MIN_BUSY_SHARE = 0.15
 """Share of the cores from which other programs count, if it is at least half a core. Idle machines
@@ -67,8 +70,7 @@ class LoadMeter:
     """
 
     def __init__(self, *, owns_all_ranks: bool = True) -> None:
-        """`owns_all_ranks`: False if ranks of other processes run here, too, as in a torchrun
-        job."""
+        """`owns_all_ranks`: False if other processes have ranks here, as in a torchrun job."""
         self._owns_all_ranks = owns_all_ranks
         self._has_gpus = bool(describe_machine().gpus)
         self._gpu_utilization = utilization_by_others() if self._has_gpus else None
@@ -86,9 +88,11 @@ class LoadMeter:
             throttled_share=round(throttled / periods, 3) if periods > 0 else None,
             gpu=self._gpu_load() if self._has_gpus else None,
         )
+        # Ranks of other processes of a job would count as other programs.
         if at_s < at_least_s or not self._owns_all_ranks:
             return load
-        others = max(0.0, busy_s - own_s) / at_s  # ticks round up
+        # Ticks round up, so that the difference may be below zero.
+        others = max(0.0, busy_s - own_s) / at_s
         return load.model_copy(
             update={"busy_cores": round(others, 2), "stolen_cores": round(stolen_s / at_s, 2)}
         )
@@ -103,8 +107,11 @@ def _read_times() -> np.ndarray:
 
     The periods are two numbers, throttled ones and all. Only differences mean something.
     """
+    # Only the cores that this process may use: load on others does not slow it down.
     every = psutil.cpu_times(percpu=True)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+    usable: Collection[int] = range(len(every))
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
     cores = [times for core, times in enumerate(every) if core in usable]
     busy = sum(getattr(times, name, 0.0) for times in cores for name in BUSY)
     stolen = sum(getattr(times, "steal", 0.0) for times in cores)
@@ -121,11 +128,12 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
-    """Phrases why times may be too long, by point; probes are compared within these points."""
+    """Return why times may be too long, by point; probes are compared within these points."""
     pings = [load.ping_s for load in loads.values() if load.ping_s is not None]
     copies = [load.copy_s for load in loads.values() if load.copy_s is not None]
     reasons = {}
     for point, load in loads.items():
+        # Probes have no absolute limit: machines differ, so the best of the run is the measure.
         late = (load.ping_s or 0.0) / min(pings, default=1.0)
         slow = (load.copy_s or 0.0) / median_low(copies or [1.0])
         if reason := busy_reason(load, cores):
@@ -138,7 +146,8 @@ def busy_points(loads: Mapping[str, Load], cores: int) -> dict[str, str]:
 
 
 def busy_reason(load: Load, cores: int) -> str:
-    """A phrase for what slows a measurement down; "" if nothing does."""
+    """Return a phrase for what slows a measurement down; "" if nothing does."""
+    # In the order of how sure the cause is; the first one is named.
     taken = (load.busy_cores or 0.0) + (load.stolen_cores or 0.0)
     held_back = load.throttled_share or 0.0
     if load.gpu and (load.gpu.utilization or 0.0) >= MIN_UTILIZATION:
@@ -147,11 +156,9 @@ def busy_reason(load: Load, cores: int) -> str:
         at = "" if load.gpu.temperature is None else f", at {load.gpu.temperature:.0f} °C"
         return f"{load.gpu.slowed_by} slowed a GPU down{at}"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
-        others = (
-            "other programs"
-            if (load.busy_cores or 0.0) >= taken / 2
-            else "other virtual machines of the host"
-        )
+        others = "other virtual machines of the host"
+        if (load.busy_cores or 0.0) >= taken / 2:
+            others = "other programs"
         return f"{others} took {taken:.1f} of {cores} cores"
     if held_back >= MIN_THROTTLED_SHARE:
         return f"a CPU quota held processes back in {100 * held_back:.0f}% of all periods"

@@ -1,5 +1,7 @@
-"""Which labkit measures: version, commit, and a digest of the files that a measurement executes or
-reads."""
+"""Describes which labkit measures.
+
+Version, commit, and a digest of the files that a measurement executes or reads.
+"""
 
 import hashlib
 import subprocess
@@ -18,8 +20,10 @@ recorded runs."""
 
 
 class Source(BaseModel, frozen=True):
-    """Which labkit measured. Only its own files count: a saved notebook or a build folder changes
-    no measurement."""
+    """Which labkit measured.
+
+    Only its files count: a saved notebook or a build folder changes no measurement.
+    """
 
     commit: str | None = None
     """None for a labkit that was installed from elsewhere than a git checkout."""
@@ -36,10 +40,11 @@ class Source(BaseModel, frozen=True):
 
 
 def describe_source(package: Path = PACKAGE) -> Source:
-    """Version, digest and commit of the package in this folder."""
+    """Return version, digest and commit of the package in this folder."""
     files = {
         path.relative_to(package): path for path in package.rglob("*") if path.suffix in SUFFIXES
     }
+    # What a checkout has elsewhere counts there and here not, so that both have one digest.
     names = sorted(name for name in files if name.parts[0] != SHIPPED)
     digests = [f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}" for name in names]
     digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -58,8 +63,7 @@ def describe_source(package: Path = PACKAGE) -> Source:
 
 def _git(directory: Path, *arguments: str) -> str:
     # Git refuses a checkout of another owner, whose settings could name programs to run; here all
-    # modules run anyway.
-    # and git writes nothing, not even its index
+    # modules run anyway. It must write nothing, not even its index.
     options = ["-c", "safe.directory=*", "--no-optional-locks"]
     command = ["git", "-C", str(directory), *options, *arguments]
     return subprocess.run(

@@ -1,2 +1,4 @@
-"""Processes that measure: forked by a server, all by one caller or, under torchrun, one by each
-process of a job."""
+"""Processes that measure, forked by a server.
+
+One caller has them all or, under torchrun, each process of the job has one.
+"""

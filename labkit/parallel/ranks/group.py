@@ -167,8 +167,10 @@ class RankGroup:
         self._ranks = {}
 
     def _agree(self) -> RankFailure | None:
-        """Close the group after a failure; return the one to show, the same in every process of a
-        job."""
+        """Close the group after a failure; return the one to show.
+
+        It is the same in every process of a job.
+        """
         if self._failure:
             self.close()  # first: ranks of other processes may wait for this one
         ends = torchrun.gather_from_ranks(self._failure and asdict(self._failure))
@@ -211,8 +213,10 @@ class RankGroup:
         self._failure = results.first_failure(failures) if failures else None
 
     def _receive(self, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Wait until ranks start, send something or end; yield (rank, message), in each rank's
-        order."""
+        """Wait until ranks start, send something or end; yield (rank, message).
+
+        A rank's messages come in its order, and its end last.
+        """
         assert self._leader is not None, "the group was started"
         watched: dict[Any, Rank] = {
             rank.pipe: rank for rank in self._ranks.values() if not rank.pipe.closed

@@ -176,9 +176,9 @@ def host_identity() -> str:
 
 
 def label_hosts(ranks: Sequence[tuple[str, ...]]) -> dict[str, list[int]]:
-    """Group ranks by host, in the order of their first rank, from (host name, `host_identity`) by
-    rank.
+    """Group ranks by host, from (host name, `host_identity`) by rank.
 
+    Hosts stand in the order of their first rank.
     Hosts of one name get a few hex digits to tell them apart.
     """
     hosts: dict[str, list[int]] = {}
