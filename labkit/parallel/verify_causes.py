@@ -1,0 +1,253 @@
+"""Why a gradient or parameter of a parallel training is off: known patterns, tried one by one.
+
+Each pattern is a gradient that a known mistake gives, computed in one process in float64. A cause
+is named only if the ranks' gradients equal it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel.losses import next_tokens
+
+UNKNOWN = "no known pattern"
+FORWARD = (
+    "stale, missing or reordered activations of other ranks: a part of the sequence attends to"
+    " another block than it should"
+)
+
+
+class Case:
+    """The first step in one process, and what it would be with parts of the batch only."""
+
+    def __init__(
+        self, start: nn.Module, loss_function: Any, batch: tuple[Tensor, Tensor], ranks: int
+    ) -> None:
+        self.model = copy.deepcopy(start).double()
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        self.loss_function = loss_function
+        inputs, targets = batch
+        self.inputs = inputs.double() if inputs.is_floating_point() else inputs
+        self.targets = targets.double() if targets.is_floating_point() else targets
+        self.ranks = ranks
+        self.split: Callable[[Tensor, int], Tensor] | None = None
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Where each rank's targets are among all, flattened; empty if all ranks have all."""
+        if self.split is None:
+            return []
+        numbers = torch.arange(self.targets.numel()).view(self.targets.shape)
+        return [self.split(numbers, rank).flatten() for rank in range(self.ranks)]
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether ranks have parts of each sequence, not whole sequences."""
+        if self.split is None:
+            return False
+        return self.split(self.targets, 0).shape[1:] != self.targets.shape[1:]
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return the gradient of every parameter, zero where it has none."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        if not loss.requires_grad:
+            return {name: torch.zeros_like(p) for name, p in trained.items()}
+        grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        return {
+            name: torch.zeros_like(p) if grad is None else grad
+            for (name, p), grad in zip(trained.items(), grads, strict=True)
+        }
+
+    def part_gradients(self) -> list[dict[str, Tensor]]:
+        """Return the gradients of the loss of each rank's part, after one forward pass of all."""
+        results = []
+        for places in self.places:
+            outputs = self.model(self.inputs)
+            flat = outputs.flatten(0, self.targets.dim() - 1)
+            if flat.shape[0] != self.targets.numel():
+                return []
+            part, targets = flat[places], self.targets.flatten()[places]
+            if outputs.dim() == 3 and self.targets.dim() == 2:  # a language model's loss
+                part, targets = part.unsqueeze(0), targets.unsqueeze(0)
+            results.append(self.gradients(self.loss_function(part, targets)))
+        return results
+
+    def shifted_after_split(self) -> Iterator[dict[str, Tensor]]:
+        """Yield gradients with targets that each rank made from its part of the tokens."""
+        tokens = self.inputs
+        is_text = tokens.shape == self.targets.shape and tokens.dtype == torch.int64
+        if not is_text or not self.places:
+            return
+        for shift in (next_tokens, lambda part: part.roll(-1, 1)):
+            targets = self.targets.clone()
+            for rank, places in enumerate(self.places):
+                assert self.split is not None
+                targets.view(-1)[places] = shift(self.split(tokens, rank)).flatten()
+            yield self.gradients(self.loss_function(self.model(tokens), targets))
+
+    def aliases(self) -> dict[str, list[str]]:
+        """Return the other names of each tied parameter."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        return {
+            name: [other for other in group if other != name]
+            for group in names.values()
+            for name in group
+            if len(group) > 1
+        }
+
+    def uses_of_tied(self, name: str) -> dict[str, Tensor]:
+        """Return the gradient of each use of a tied parameter alone, by its name there."""
+        names = [name, *self.aliases().get(name, [])]
+        untied = copy.copy(self)
+        untied.model = copy.deepcopy(self.model)
+        for each in names:
+            path, _, attribute = each.rpartition(".")
+            module = untied.model.get_submodule(path)
+            old = getattr(module, attribute)
+            setattr(module, attribute, nn.Parameter(old.detach().clone()))
+        loss = untied.loss_function(untied.model(untied.inputs), untied.targets)
+        grads = untied.gradients(loss)
+        return {each: grads[each] for each in names}
+
+    def gather_from_ranks(
+        self, actual: Tensor | None, expected: Tensor | None, group: dist.ProcessGroup
+    ) -> list[Tensor | None]:
+        """Return a value of all ranks, None for those that have none. A collective."""
+        like = expected if expected is not None else actual
+        shape = torch.Size() if like is None else like.shape
+        is_there = actual is not None and actual.shape == shape
+        # Ranks without the value do not know the shape of those with it only.
+        flag = torch.tensor([float(is_there)], dtype=torch.float64)
+        flags = [torch.empty_like(flag) for _ in range(group.size())]
+        dist.all_gather(flags, flag, group=group)
+        if expected is None:
+            return [torch.zeros(()) if each else None for each in flags]
+        local = actual.cpu() if is_there and actual is not None else torch.zeros(shape).double()
+        values = [torch.empty_like(local, dtype=torch.float64) for _ in flags]
+        dist.all_gather(values, local.contiguous().double(), group=group)
+        return [value if flag else None for value, flag in zip(values, flags, strict=True)]
+
+
+def explain_gradient(
+    case: Case,
+    name: str,
+    values: Sequence[Tensor | None],
+    expected: dict[str, Tensor],
+    tolerance: float,
+) -> str:
+    """Return the cause of ranks' values of a gradient that are off."""
+    right = expected.get(name)
+    if right is None:
+        return "it has a gradient, and none in one process: zeros in its place are decayed"
+    actual = [value for value in values if value is not None]
+    if len(actual) < len(values):
+        missing = [rank for rank, value in enumerate(values) if value is None]
+        return f"ranks {missing} have no gradient"
+    if not all(value.isfinite().all() for value in actual):
+        return "not finite: a part of the batch without targets has no mean"
+    within = 4 * case.ranks * tolerance  # a sum of ranks' rounding
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return bool((a - b).abs().max() <= within)
+
+    p = case.ranks
+    if not all(equal(value, actual[0]) for value in actual):
+        total = torch.stack(actual).sum(0)
+        if equal(total / p, right):
+            return "not averaged: each rank has its local gradient, and their mean is right"
+        if equal(total, right):
+            return "not summed: each rank has its part of the gradient, and their sum is right"
+        if name in case.aliases():
+            return _explain_tied(case, name, actual, equal) or "ranks differ in a tied parameter"
+        return "drift: ranks differ in what they should have alike"
+    value = actual[0]
+    parts = case.part_gradients()
+    means = torch.stack([part[name] for part in parts]).sum(0) if parts else None
+    if equal(value, torch.zeros_like(value)):
+        return "zeros: nothing of the loss arrives"
+    if equal(value, right * p):
+        return f"times {p}: summed over the ranks, and not divided by their number"
+    if equal(value, right / p):
+        return f"divided by {p}: averaged twice, or the mean of a part and of nothing"
+    if means is not None:
+        if equal(value, means / p):
+            return "mean of means: ranks have different numbers of targets; add sums and counts"
+        for rank, part in enumerate(parts):
+            rest = means - part[name]
+            if equal(value, rest / p) or (p > 1 and equal(value, rest / (p - 1))):
+                return f"rank {rank}'s part of the batch is left out"
+    for shifted in case.shifted_after_split():
+        if equal(value, shifted[name]):
+            return "labels are shifted after the split: wrong at the borders of the parts"
+    tied = _explain_tied(case, name, actual, equal)
+    if tied:
+        return tied
+    factor = float((value * right).sum() / right.square().sum())
+    if equal(value, right * factor):
+        return f"{factor:.4g} times as large as in one process"
+    if case.cuts_sequence:
+        return FORWARD
+    places = _wrong_places(value, right, within)
+    return f"{UNKNOWN}; wrong at {places}"
+
+
+def _explain_tied(
+    case: Case, name: str, actual: Sequence[Tensor], equal: Callable[[Tensor, Tensor], bool]
+) -> str:
+    if name not in case.aliases():
+        return ""
+    for use, gradient in case.uses_of_tied(name).items():
+        if any(equal(value, gradient) for value in actual):
+            return f"tied weights summed once: a rank has the gradient of its use as {use} only"
+    return ""
+
+
+def explain_parameter(
+    case: Case,
+    name: str,
+    values: Sequence[Tensor | None],
+    expected: Tensor | None,
+    tolerance: float,
+    step: int,
+) -> str:
+    """Return the cause of ranks' values of a parameter that are off."""
+    if expected is None or any(value is None for value in values):
+        return "it is not in one of the two models"
+    actual = [value for value in values if value is not None]
+    differ = any((value - actual[0]).abs().max() > tolerance for value in actual)
+    parameter = case.model.get_parameter(name)
+    if not parameter.requires_grad:
+        return "a frozen parameter moved: zeros in the place of no gradient are decayed"
+    if step == 0:
+        for dim in range(expected.dim()):
+            blocks = expected.tensor_split(case.ranks, dim)
+            got = actual[0].tensor_split(case.ranks, dim)
+            for i, block in enumerate(got):
+                for j, other in enumerate(blocks):
+                    if i != j and torch.equal(block, other) and not torch.equal(block, blocks[i]):
+                        return f"a wrong slice: part {i} has the values of part {j}"
+        return "ranks start with different values" if differ else "it starts with other values"
+    if differ:
+        return "drift: ranks differ in what they should have alike"
+    return "gradients are right and the update is not: clipping, decay, or another optimizer"
+
+
+def _wrong_places(value: Tensor, right: Tensor, within: float) -> str:
+    wrong = (value - right).abs() > within
+    if wrong.all():
+        return "all elements"
+    is_wrong_row = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
+    rows = is_wrong_row.nonzero().flatten().tolist()
+    return f"{len(rows)} of {len(wrong)} rows, from {rows[0]} to {rows[-1]}"

@@ -1,0 +1,209 @@
+"""The trainings that `verify` compares: in one process, and on all ranks; and what rounding explains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from labkit.parallel.messages import gather_json
+
+Batch = tuple[Tensor, Tensor]
+Values = dict[str, Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
+Key = tuple[int, int, str]
+"""Step, kind and name of a value."""
+
+STEPS = 3
+SAFETY = 16.0
+"""Largest error of another order of additions, in units of the error in one process. Both are
+random sums; over all elements of a model the largest of one is rarely four times that of the other.
+"""
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of the training in one process."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """A parallel training on this rank.
+
+    `step` gets this rank's part of a batch, (inputs, targets), runs forward and backward, and
+    returns the loss; the mean over ranks must be that of one process.
+    """
+
+    model: nn.Module
+    step: Callable[[Tensor, Tensor], Tensor]
+    split: Callable[[Tensor, int], Tensor] | None = None
+    """Part of inputs or targets that a rank gets; None: each rank gets the whole."""
+    gather: Callable[[Values], Mapping[str, Tensor]] | None = None
+    """Whole parameters or gradients from this rank's, by the names of the model in one process.
+
+    None: the model's `gather_state_dict`, full DTensors, or the tensors as they are.
+    """
+    clip: Callable[[float], Tensor | float] | None = None
+    """Clips all gradients to a norm and returns the norm before; None: labkit's or torch's."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = make_optimizer
+    """Makes an optimizer that updates as `make_optimizer`'s."""
+
+
+@dataclass
+class Record:
+    """A training: by step, and parameters also before it."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Values] = field(default_factory=list)
+    parameters: list[Values] = field(default_factory=list)
+
+    def values(self) -> dict[Key, Tensor]:
+        """Return all values by (step, kind, name), in the order in which they are compared."""
+        result = {(0, 0, name): value for name, value in self.parameters[0].items()}
+        for step in range(1, len(self.losses) + 1):
+            result |= {(step, 1, name): g for name, g in self.gradients[step - 1].items()}
+            result[step, 2, ""] = torch.tensor(self.losses[step - 1], dtype=torch.float64)
+            result[step, 3, ""] = torch.tensor(self.norms[step - 1], dtype=torch.float64)
+            result |= {(step, 4, name): p for name, p in self.parameters[step].items()}
+        return result
+
+
+def train_whole(
+    start: nn.Module,
+    loss_function: Loss,
+    batches: Sequence[Batch],
+    dtype: torch.dtype,
+    max_norm: float = float("inf"),
+) -> Record:
+    """Train a copy of the model in one process."""
+    model = copy.deepcopy(start).to(dtype)
+    optimizer = make_optimizer(model.parameters())
+    record = Record()
+
+    def note_parameters() -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        record.parameters.append({name: p.detach().double().clone() for name, p in named})
+
+    note_parameters()
+    with _without_dropout(model):
+        for step in range(STEPS):
+            inputs, targets = [_cast(x, dtype) for x in batches[step % len(batches)]]
+            optimizer.zero_grad()
+            loss = loss_function(model(inputs), targets)
+            if loss.requires_grad:
+                loss.backward()
+            record.losses.append(float(loss.detach()))
+            record.gradients.append(
+                {
+                    name: p.grad.detach().to_dense().double().clone()
+                    for name, p in model.named_parameters(remove_duplicate=False)
+                    if p.grad is not None
+                }
+            )
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            record.norms.append(float(norm))
+            optimizer.step()
+            note_parameters()
+    return record
+
+
+def train_parallel(
+    parallel: Parallel, batches: Sequence[Batch], group: dist.ProcessGroup, max_norm: float
+) -> Record:
+    """Train on all ranks. Losses are means over ranks; norms are this rank's."""
+    model = parallel.model
+    optimizer = parallel.optimizer(model.parameters())
+    record = Record()
+
+    def named() -> dict[str, nn.Parameter]:
+        return dict(model.named_parameters(remove_duplicate=False))
+
+    record.parameters.append(_gather(parallel, named()))
+    with _without_dropout(model):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = float(parallel.step(*_local_batch(parallel, batches, step, group)).detach())
+            losses = gather_json(loss, group)
+            record.losses.append(sum(losses) / len(losses))
+            grads = {name: p.grad for name, p in named().items() if p.grad is not None}
+            record.gradients.append(_gather(parallel, grads))
+            if parallel.clip is not None:
+                norm = parallel.clip(max_norm)
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
+            record.norms.append(float(norm))
+            optimizer.step()
+            record.parameters.append(_gather(parallel, named()))
+    return record
+
+
+def _local_batch(
+    parallel: Parallel, batches: Sequence[Batch], step: int, group: dist.ProcessGroup
+) -> Batch:
+    inputs, targets = batches[step % len(batches)]
+    if parallel.split is None:
+        return inputs, targets
+    return parallel.split(inputs, group.rank()), parallel.split(targets, group.rank())
+
+
+@torch.no_grad()
+def _gather(parallel: Parallel, values: Mapping[str, Any]) -> Values:
+    """Return whole tensors by the names of the model in one process."""
+    local = {}
+    for name, value in values.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        local[name] = whole.detach().to_dense()
+    inner: Any = parallel.model
+    if parallel.gather is not None:
+        return {name: value.double().clone() for name, value in parallel.gather(local).items()}
+    while not hasattr(inner, "gather_state_dict") and hasattr(inner, "module"):
+        inner = inner.module
+        local = {name.removeprefix("module."): value for name, value in local.items()}
+    if hasattr(inner, "gather_state_dict"):
+        local = inner.gather_state_dict(local)
+    return {name: value.double().clone() for name, value in local.items()}
+
+
+def derive_tolerances(exact: Record, rough: Record, dtype: torch.dtype) -> dict[Key, float]:
+    """Return the largest error that rounding explains, of each value.
+
+    Errors of float32, in units of its rounding, carry over to other dtypes. A value that was lucky
+    has the median of all values of its kind, relative to its size.
+    """
+    one, other = exact.values(), rough.values()
+    unit = torch.finfo(torch.float32).eps
+    sizes = {key: float(value.abs().max()) if value.numel() else 0.0 for key, value in one.items()}
+    errors = {
+        key: float((other[key] - value).abs().max()) / unit if value.numel() else 0.0
+        for key, value in one.items()
+    }
+    relative = sorted(errors[key] / sizes[key] for key in one if sizes[key] > 0)
+    typical = max(1.0, relative[len(relative) // 2])
+    scale = SAFETY * torch.finfo(dtype).eps
+    return {key: scale * max(errors[key], typical * sizes[key]) for key in one}
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    modules = [module for module in model.modules() if isinstance(module, _DropoutNd)]
+    shares = [module.p for module in modules]
+    for module in modules:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, share in zip(modules, shares, strict=True):
+            module.p = share
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
