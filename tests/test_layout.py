@@ -119,7 +119,6 @@ LONG = {
     "parallel/data_parallel/base.py": 371,
     "parallel/sharding/scheduler.py": 327,
     "parallel/sharding/unit.py": 343,
-    "parallel/tensor.py": 379,
     "parallel/transport/shared_memory.py": 331,
     "studies/model_parallel/worker.py": 352,
 }

@@ -30,9 +30,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import all_gather
@@ -41,6 +44,9 @@ from labkit.parallel.prepare import disable_compile, strides_like
 from labkit.parallel.transport import AUTO, Group, find_transport, member_group
 
 Describe = Callable[[], Mapping[str, object]]
+
+PATIENCE_S = 1.5
+"""Seconds after which a rank that waits for others says so."""
 
 _CPU = torch.device("cpu")
 _BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -88,6 +94,27 @@ def agree_per_pass(
         # All ranks see the same rows, so all are here: now time does not matter, but the text does.
         _compare(subject, description, problem, group)
     return [row[2:] for row in by_rank]
+
+
+@disable_compile
+def wait_for_ranks(call: str, group: Group = None) -> None:
+    """Wait until every rank of the group makes this call, and warn if one does not. A collective.
+
+    Before a rare collective such as gathering a model, which programs make on rank 0 alone: the
+    other ranks are then elsewhere, or done, and cannot be told. Others may only be late, so the
+    wait goes on.
+    """
+    arrival = dist.barrier(member_group(group), async_op=True)
+    start = time.monotonic()
+    while not arrival.is_completed():
+        if time.monotonic() - start > PATIENCE_S:
+            warnings.warn(
+                f"{call} waits for other ranks: every rank of the group must call it, not one",
+                stacklevel=3,
+            )
+            break
+        time.sleep(0.0005)
+    arrival.wait()
 
 
 def describe_parameter(tensor: Tensor) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -40,8 +41,8 @@ class Layout:
     """The dimension in which it is cut; None: some ranks have all of it."""
     copies: int = 1
     """Ranks that have the same values and, after the backward pass, the same gradient."""
-    shape: torch.Size | None = None
-    """Of the whole parameter."""
+    shape: Sequence[int] = ()
+    """Of the whole parameter, if it is cut."""
 
     def __deepcopy__(self, memo: object) -> Layout:
         return self  # a process group cannot be copied
@@ -59,6 +60,12 @@ def add_layout(parameter: Tensor, layout: Layout) -> None:
 def get_layouts(parameter: Tensor) -> tuple[Layout, ...]:
     """Return the layouts of a parameter, at most one per group."""
     return getattr(parameter, "layouts", ())
+
+
+def find_layout(parameter: Tensor, group: dist.ProcessGroup) -> Layout:
+    """Return the layout of a parameter for this group; without one, it is on this rank alone."""
+    layouts = (each for each in get_layouts(parameter) if each.group is group)
+    return next(layouts, Layout(group))
 
 
 @torch.no_grad()
@@ -130,15 +137,21 @@ def fork_seed(group: Group = None) -> Iterator[None]:
     The seed inside is drawn from torch's generator, so `torch.manual_seed` decides both, and a
     layer that `torch.utils.checkpoint` computes again draws the same numbers.
     """
-    rank = member_group(group).rank()
-    common_seed = int(torch.randint(2**31, (), device="cpu"))
+    seed = int(torch.randint(2**31, (), device="cpu")) + member_group(group).rank()
+    # As `torch.random.fork_rng` and `torch.manual_seed` do, which take 0.1 ms: a model enters two
+    # blocks per layer.
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
     has_gpu = torch.cuda.is_initialized()
-    with torch.random.fork_rng([torch.cuda.current_device()] if has_gpu else []):
-        # `torch.manual_seed` takes 0.1 ms, and there are two blocks per layer
-        torch.default_generator.manual_seed(common_seed + rank)
-        if has_gpu:
-            torch.cuda.manual_seed(common_seed + rank)
+    if has_gpu:
+        gpu_state = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+    try:
         yield
+    finally:
+        torch.set_rng_state(state)
+        if has_gpu:
+            torch.cuda.set_rng_state(gpu_state)
 
 
 class CutGradient(Tensor):
@@ -165,19 +178,14 @@ class CutGradient(Tensor):
         return result
 
 
-def mark_cut_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    """Let every gradient that `backward` gives a cut parameter be a `CutGradient`."""
-
-    def mark(p: Tensor) -> None:
-        if type(p.grad) is Tensor and p.grad.layout is torch.strided:
-            grad = p.grad.as_subclass(CutGradient)
-            grad.group = group
-            p.grad = grad
-
-    was_trained = parameter.requires_grad
-    parameter.requires_grad_()  # hooks are refused for a frozen one, which may be trained later
-    parameter.register_post_accumulate_grad_hook(mark)
-    parameter.requires_grad_(was_trained)
+def mark_cut_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let the gradients of cut parameters be `CutGradient`s; those of FSDP are DTensors, and stay."""
+    for parameter in parameters:
+        for layout in get_layouts(parameter):
+            grad: Any = parameter.grad
+            if layout.dim is not None and type(grad) is Tensor:
+                parameter.grad = grad.as_subclass(CutGradient)
+                vars(parameter.grad)["group"] = layout.group
 
 
 def _norm_of_parts(
@@ -198,11 +206,7 @@ def _norm_of_parts(
 
 def _count_copies(parameter: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
     """Return how many ranks of the groups have this gradient."""
-    copies = 1
-    for layout in get_layouts(parameter):
-        if layout.group in groups:
-            copies *= layout.copies
-    return copies
+    return prod(find_layout(parameter, group).copies for group in groups)
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from labkit.parallel.gradients import (
     any_rank_overflowed,
     clip_grad_norm_,
     fork_seed,
-    mark_cut_gradient,
+    mark_cut_gradients,
 )
 from tests.parallel.model_parallel_cases import EXACT
 from tests.parallel.shared_ranks import on_ranks
@@ -39,9 +39,9 @@ def make_parameters() -> tuple[list[nn.Parameter], list[Tensor]]:
     add_layout(parameters["gain"], Layout(world, copies=p))
     if rank < 2:
         add_layout(parameters["tied"], Layout(world, copies=2))
-    mark_cut_gradient(parameters["cut"], world)
     for name, parameter in parameters.items():
         (parameter * parts[name]).sum().backward()
+    mark_cut_gradients(parameters.values())
     return [*parameters.values()], [matrix, gain, tied, *layers]
 
 

@@ -1,26 +1,33 @@
 """Tensor parallelism computes what one process does, sends what its formula says, and needs every
 message."""
 
+import copy
 import dataclasses
+import io
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.costs import communication
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, language_model_loss
-from labkit.parallel import tensor
+from labkit.parallel import tensor_collectives, tensor_layers
 from labkit.parallel.data_parallel import BucketedDDP
+from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.overlap import BackgroundAllReduce
 from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
+from tests.parallel import own_model
 from tests.parallel.model_parallel_cases import (
     EXACT,
     TOLERANCES,
@@ -35,7 +42,7 @@ from tests.parallel.shared_ranks import on_ranks
 
 SHAPE = TransformerShape(d_model=24, d_ff=30, n_layers=2, n_heads=4, vocabulary=14)
 TOKENS = (torch.arange(24) * 5 % 14).view(2, 12)
-TARGETS = TOKENS.roll(3).masked_fill(torch.arange(24).view(2, 12) == 7, tensor.IGNORED)
+TARGETS = TOKENS.roll(3).masked_fill(torch.arange(24).view(2, 12) == 7, tensor_layers.IGNORED)
 
 
 def build(
@@ -124,7 +131,7 @@ def leave_out_each(sequence_parallel: bool) -> list[str]:
 
     expected = step()
     replaced = {"sum": lambda ranks, x: x, "gather": gather, "scatter_tokens": scatter}
-    places = {(tensor._Ranks, name): function for name, function in replaced.items()}
+    places = {(tensor_collectives.Ranks, name): function for name, function in replaced.items()}
     return find_needless(lambda: furthest(step(), expected), places)
 
 
@@ -158,9 +165,12 @@ def test_models() -> list[str]:
         TransformerShape(24, d_ff, n_layers=1, n_heads=3, vocabulary=14) for d_ff in (2, 30)
     )
     attempts: Attempts = [
-        ("heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
-        ("d_ff of 3", lambda: tensor_parallel(build(shape=narrow))),
-        ("not cut, got Linear", lambda: tensor_parallel(nn.Linear(2, 2))),  # type: ignore[arg-type]
+        ("n_heads that 3 ranks divide, got 4", lambda: tensor_parallel(build())),
+        (
+            "gate.weight to have a part for each of 3 ranks, got 2",
+            lambda: tensor_parallel(build(shape=narrow)),
+        ),
+        ("patterns that match", lambda: tensor_parallel(nn.Linear(2, 2))),
         (
             "a transport among auto",
             lambda: tensor_parallel(build(shape=fitting), transport="carrier pigeon"),
@@ -187,7 +197,7 @@ def test_calls() -> list[str]:
         ("a sequence that 4 ranks divide", lambda: model(TOKENS[:, :-1])),
         ("int64 targets", lambda: model(TOKENS, TARGETS[:, 1:])),
         ("tokens from 0 to 13", lambda: model(TOKENS + 3)),
-        ("tokens from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
+        ("targets from 0 to 13", lambda: model(TOKENS, TARGETS + 3)),
         ("int64 tokens", lambda: model(TOKENS.float())),
         ("that is not cut", lambda: tensor_parallel(model.module)),
     ]
@@ -196,7 +206,7 @@ def test_calls() -> list[str]:
 
 LOST: dict[str, dict[tuple[Any, str], Callable[..., Any]]] = {
     "no message": {},
-    "a sum over tensor-parallel ranks": {(tensor._Ranks, "sum"): lambda ranks, x: x},
+    "a sum over tensor-parallel ranks": {(tensor_collectives.Ranks, "sum"): lambda ranks, x: x},
     "an average": {
         (BackgroundAllReduce, "start"): lambda *_: lambda: None,
         (gather, "reduce_scatter_round"): lambda *_: [],
@@ -229,3 +239,200 @@ def test_axes() -> list[str]:
         if len(result) != 21 or (error <= EXACT) == bool(replaced):
             wrong.append(f"{wrap.__name__}, {lost} lost: {error}")
     return wrong
+
+
+# Models of users
+
+
+def own_batch() -> tuple[Tensor, Tensor]:
+    tokens = (torch.arange(16) * 3 % own_model.VOCABULARY).view(2, 8)
+    return tokens, tokens.roll(5).masked_fill(torch.arange(8) < 3, tensor_layers.IGNORED)
+
+
+def compare_training(plan: dict[str, str], *, sequence_parallel: bool, **options: Any) -> float:
+    """Return the largest difference from one process in three steps: gradients, norms, weights."""
+    tokens, targets = own_batch()
+    one = own_model.build(**options)
+    model = tensor_parallel(
+        own_model.build(seed=dist.get_rank(), **options),
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+    )
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (one, model)]
+    errors = []
+    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_, nn.utils.clip_grad_norm_):
+        language_model_loss(one(tokens), targets).backward()
+        model(tokens, targets).backward()
+        grads = model.gather_state_dict(gradients(model))
+        errors.append(furthest(grads, gradients(one)))
+        norm = nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        errors.append(float(abs(clip(model.parameters(), 0.1) - norm)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return max(*errors, furthest(model.gather_state_dict(), one.state_dict()))
+
+
+@on_ranks(2)
+def test_own_models() -> list[str]:
+    """Grouped heads, biases, norms of heads, temperatures, LoRA, tied weights, any norm."""
+    cases: list[tuple[dict[str, str], dict[str, bool]]] = [
+        (own_model.PLAN, {}),
+        (own_model.PLAN, {"is_tied": True}),
+        (own_model.LORA_PLAN, {"has_lora": True}),
+    ]
+    wrong = []
+    for (plan, options), is_cut in product(cases, (False, True)):
+        error = compare_training(plan, sequence_parallel=is_cut, **options)
+        if not error <= EXACT:
+            wrong.append(f"{options}, sequence parallel {is_cut}: {error}")
+    return wrong
+
+
+@on_ranks(2)
+def test_refused_plans() -> list[str]:
+    """What cannot be right is refused by name, on all ranks, before any change."""
+    plan = own_model.PLAN
+
+    def cut(rules: dict[str, str] | None = None, **options: Any) -> Callable[[], object]:
+        model = own_model.build(**options)
+        return lambda: tensor_parallel(model, plan=plan | (rules or {}), sequence_parallel=True)
+
+    unnamed = {name: rule for name, rule in plan.items() if name != "*.q_norm"}
+    misplaced = tensor_parallel(own_model.build(), plan=plan | {"*.q_norm": "tokens"})
+    attempts: Attempts = [
+        ("q_norm.weight", lambda: tensor_parallel(own_model.build(), plan=unnamed)),
+        ("q.base.weight", cut(has_lora=True)),
+        ("patterns that match", cut({"*.quereis": "rows"})),
+        ("a rule among", cut({"*.[qkv]": "diagonals"})),
+        ("norm1", cut({"*.norm1": "whole"})),
+        ("a Linear or Embedding", cut({"*.norm1": "rows"})),
+        ("same model", cut(None if dist.get_rank() else {"*.norm1": "heads"})),
+        ("q_norm", lambda: misplaced(*own_batch())),
+    ]
+    return find_refusals_that_fail(attempts)
+
+
+@on_ranks(2)
+def test_own_gradients() -> list[str]:
+    """No targets give zeros, frozen parameters None; second derivatives are right or refused."""
+    tokens, targets = own_batch()
+    wrong = []
+    one = own_model.build()
+    model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+    for each in (one, model.module):
+        each.embedding.requires_grad_(False)
+        each.blocks[0].attention.scale.requires_grad_(False)
+    model(tokens, torch.full_like(targets, tensor_layers.IGNORED)).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if any(grad is not None and grad.count_nonzero() for grad in grads.values()):
+        wrong.append("gradients without targets")
+    whole = model.gather_state_dict(grads)
+    frozen = [name for name, parameter in one.named_parameters() if not parameter.requires_grad]
+    if [name for name, grad in whole.items() if grad is None] != frozen:
+        wrong.append("zeros for frozen parameters")
+
+    one = own_model.build()
+    model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+    for each, inside in ((one, one), (model, model.module)):
+        loss = language_model_loss(each(tokens), targets)
+        chosen = [inside.norm.weight, inside.blocks[0].attention.q_norm.weight]
+        first = torch.autograd.grad(loss, chosen, create_graph=True)
+        (loss + sum(grad.square().sum() for grad in first)).backward()
+    error = furthest(model.gather_state_dict(gradients(model)), gradients(one))
+    if not error <= EXACT:
+        wrong.append(f"second derivatives: {error}")
+    loss = model(tokens, targets)
+    again: Attempts = [("create_graph=False", lambda: loss.backward(create_graph=True))]
+    return wrong + find_refusals_that_fail(again)
+
+
+@on_ranks(2)
+def test_dropout() -> list[str]:
+    """With one seed, ranks drop different positions of heads, and the same of what all have."""
+    wrong = []
+    for is_cut in (False, True):
+        model = tensor_parallel(
+            own_model.build(dropout=0.5), plan=own_model.PLAN, sequence_parallel=is_cut
+        )
+        dropped: dict[str, Tensor] = {}
+        attention = model.module.blocks[1].attention
+        for name in ("head_dropout", "dropout"):
+            getattr(attention, name).register_forward_hook(
+                lambda _, inputs, output, into=dropped, name=name: into.update({name: output == 0})
+            )
+        torch.manual_seed(7)
+        model(*own_batch())
+        for name, differs in (("head_dropout", True), ("dropout", is_cut)):
+            first = dropped[name].float()
+            dist.broadcast(first, 0)
+            is_same = torch.tensor(torch.equal(first, dropped[name].float()) * 1.0)
+            dist.all_reduce(is_same)
+            if (is_same == 2) == differs:
+                wrong.append(f"sequence parallel {is_cut}: {name}")
+        states = [torch.empty(5056, dtype=torch.uint8) for _ in range(2)]
+        dist.all_gather(states, torch.get_rng_state())
+        wrong += [] if torch.equal(*states) else ["random numbers differ afterwards"]
+    return wrong
+
+
+@on_ranks(2)
+def test_states(tmp_path: Path) -> list[str]:
+    """Parts are saved and loaded, copied and drawn as one model; a part is never taken for it."""
+    model = tensor_parallel(own_model.build(), plan=own_model.PLAN, sequence_parallel=True)
+    whole = model.gather_state_dict()
+    expected = own_model.build().state_dict()
+    wrong = [] if furthest(whole, expected) == 0 else ["gathered"]
+
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    other = tensor_parallel(own_model.build(seed=1), plan=own_model.PLAN)
+    state = {"model": other.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state["model"])
+    wrong += [] if furthest(other.gather_state_dict(), expected) == 0 else ["checkpoint"]
+    other.load_state_dict(own_model.build(seed=2).state_dict())
+    loaded = furthest(other.gather_state_dict(), own_model.build(seed=2).state_dict())
+    wrong += [] if loaded == 0 else ["whole state"]
+
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each(*own_batch()).backward()
+    wrong += [] if furthest(gradients(copied), gradients(model)) == 0 else ["copy"]
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, copied)]
+    wrong += [] if norms[0] == norms[1] else ["norm of a copy"]
+
+    one = own_model.build()
+    for each in (one, model.module):
+        torch.manual_seed(5)
+        for layer in each.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+    wrong += [] if furthest(model.gather_state_dict(), one.state_dict()) == 0 else ["reset"]
+
+    parts = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
+    attempts: Attempts = [
+        ("all of", lambda: model.load_state_dict(parts)),
+        ("gather_state_dict()", lambda: torch.save(model, io.BytesIO())),
+    ]
+    return wrong + find_refusals_that_fail(attempts)
+
+
+@on_ranks(2)
+def test_a_rank_that_gathers_alone_says_so() -> list[str]:
+    model = tensor_parallel(own_model.build(), plan=own_model.PLAN)
+    signal = torch.zeros(1)
+    if dist.get_rank() == 1:
+        dist.recv(signal, 0)
+        model.gather_state_dict()
+        return []
+    texts = []
+
+    def show(text: Warning | str, *_: Any) -> None:
+        texts.append(str(text))
+        dist.send(signal, 1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
+        model.gather_state_dict()
+    return [] if len(texts) == 1 and "gather_state_dict()" in texts[0] else texts
