@@ -230,7 +230,7 @@ def report(
     """Execute notebooks and write HTML pages and an index."""
     from labkit.lab.pages.execute import Kernel
     from labkit.lab.pages.index import write_index
-    from labkit.lab.pages.report import check_report, report_lab
+    from labkit.lab.pages.report import plan_report, report_lab
     from labkit.lab.runs.store import Run, find_run
     from labkit.lab.units import format_seconds
 
@@ -248,10 +248,10 @@ def report(
     }
     require_loopback()
     output = output or project.project_root() / "reports"
-    check_report(studies, parameters, output)
-    for study in studies:
-        if project.committed_notebook(study.name)[1]:
-            edited = project.path_from_here(project.notebook_path(study.name))
+    pages = plan_report(studies, parameters, output)
+    for page in pages:
+        if page.is_edited:
+            edited = project.path_from_here(project.notebook_path(page.study.name))
             err.print(f"{edited}: edited; the report runs the committed notebook")
     if run is None:
         require_device(parameters.get("device"))
@@ -260,26 +260,26 @@ def report(
     results = []
     say = err if as_json else out
     with closing(Kernel(studies)) as kernel:
-        for study in studies:
-            with progress(study.name) as show:
-                result = report_lab(study, parameters, output, kernel, show)
+        for page in pages:
+            with progress(page.study.name) as show:
+                result = report_lab(page, output, kernel, show)
             results.append(result)
             outcome, style = (
                 (f"failed: {result.error}", "bold red") if result.error else ("ok", None)
             )
-            page = project.path_from_here(result.page)
+            path = project.path_from_here(result.page)
             say.print(
-                f"{study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {page}",
+                f"{result.study.name}: {outcome}, in {format_seconds(result.elapsed_s)}; {path}",
                 style=style,
             )
             index = write_index(map(load_lab, LABS), output, to_come=studies[len(results) :])
             if len(results) in (1, len(studies)):
                 say.print(f"index: {project.path_from_here(index)}")
     if as_json:
-        pages = [
+        written = [
             {"lab": one.study.name, "page": str(one.page), "error": one.error} for one in results
         ]
-        print_json("report", pages=pages)
+        print_json("report", pages=written)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 

@@ -128,7 +128,8 @@ class Notebook:
         """Runs the parameters cell with these, and the one that opens the lab."""
         self.write_parameters(parameters)
         self.run("profile =")
-        self.run("open_lab")
+        self.run("import open_lab")
+        self.run("lab = open_lab")
 
     def write(self, source, new):
         """Puts other code into a cell."""

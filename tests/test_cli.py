@@ -120,7 +120,7 @@ def test_a_report_that_is_interrupted_names_its_run_and_goes_on_with_it(command,
     monkeypatch.setattr(
         report,
         "report_lab",
-        lambda *given: drawn.append(given[1]) or LabResult(given[0], home, 0, None),
+        lambda page, *_: drawn.append(page.parameters) or LabResult(page.study, home, 0, None),
     )
     assert command("measure", "all_reduce", "--resume", run.name)[0] == 0
     assert command("report", "--run", run.name)[0] == 0  # whose lab the run knows

@@ -159,7 +159,7 @@ def test_a_sweep_that_was_interrupted_goes_on_from_there(server, notebook):
     until(lambda: re.search(r"[1-9] of \d+ points", notebook.text_below("lab.measure(")), "a point")
     notebook.interrupt()
     notebook.wait_until_idle()
-    assert "lab.resume() goes on" in notebook.text_below("lab.measure(")
+    assert "frame = lab.resume() goes on" in notebook.text_below("lab.measure(")
     said = notebook.run_new("frame = lab.resume()", below="lab.measure(")
     assert re.search(r"(\d+) points planned, \d+ measured", said)
     assert server.ranks() == []

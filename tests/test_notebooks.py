@@ -19,12 +19,12 @@ import pytest
 from papermill.inspection import _infer_parameters as infer_parameters
 from papermill.iorw import load_notebook_node
 
-from labkit.lab.pages.execute import ENGINE, Kernel, notebook_parameters
+from labkit.lab.pages.execute import ENGINE, Kernel
 from labkit.lab.pages.html import mark_code
 from labkit.lab.pages.index import write_index
 from labkit.lab.pages.record import PageRecord
-from labkit.lab.pages.report import report_lab
-from labkit.lab.parameters import COMMON_PARAMETERS
+from labkit.lab.pages.report import plan_report, report_lab
+from labkit.lab.parameters import COMMON_PARAMETERS, notebook_parameters
 from labkit.lab.project import notebook_path, notebooks_directory, recorded_directory, shipped
 from labkit.lab.runs.store import Run
 from labkit.lab.wording import headline, statement
@@ -84,7 +84,8 @@ def _report_in_one_kernel(pages, patch):
         parameters = (
             {"profile": "smoke", **fewer} if study.name in MEASURED else {"run": recorded.stem}
         )
-        assert report_lab(study, parameters, pages, kernel).error is None
+        (page,) = plan_report([study], parameters, pages)
+        assert report_lab(page, pages, kernel).error is None
     tour = pages / "notebooks" / TOUR.name
     options = {
         "kernel": kernel,
@@ -304,17 +305,12 @@ def test_what_is_interrupted_in_the_last_cell_is_what_lab_resume_goes_on_with():
         for cell in nbformat.read(TOUR, as_version=4).cells
         if "One size more" in cell.source
     ]
-    lab = Mock(measure=Mock(side_effect=KeyboardInterrupt))
-    namespace = {
-        "open_lab": lambda *_: lab,
-        "load_lab": load_lab,
-        "pd": pd,
-        "frame": pd.DataFrame(),
-        "more": None,
-    }
+    more = Mock(measure=Mock(side_effect=KeyboardInterrupt))
+    lab = Mock(but=Mock(return_value=more))
+    namespace = {"lab": lab, "pd": pd, "frame": pd.DataFrame()}
     with pytest.raises(KeyboardInterrupt):
         exec(source, namespace)
-    assert namespace["more"] is lab
+    assert namespace["more"] is more
 
 
 def test_the_table_has_every_lab_with_a_link_to_its_notebook(tour):

@@ -14,13 +14,18 @@ from IPython.display import display
 from rich.console import Console
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.config import LabConfig, ParameterError
+from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.figures import Figure, Plot
 from labkit.lab.pages import cards
 from labkit.lab.pages.record import run_card
-from labkit.lab.parameters import Parameters, check_parameters, locate_run, read_parameters
+from labkit.lab.parameters import (
+    Parameters,
+    check_papermill_cell,
+    check_parameters,
+    locate_run,
+)
 from labkit.lab.project import check_writable, figures_directory, notebook_path
 from labkit.lab.runs.measure import calibrate, measure, needs_calibration, resume
 from labkit.lab.runs.progress import MeasuringInterrupted, NotebookLine, terminal_line
@@ -37,15 +42,30 @@ from labkit.lab.wording import describe_note
 from labkit.machine.description import Machine, describe_machine
 
 
-def open_lab(study: Lab, namespace: Mapping[str, Any]) -> "OpenLab":
-    """Open a lab with the notebook's parameters; `namespace` is the notebook's, or a script's,
-    `globals()`.
+def open_lab(
+    study: Lab,
+    /,
+    *,
+    profile: str = "quick",
+    run: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    **parameters: Any,
+) -> "OpenLab":
+    """Open a lab with parameters, in a notebook or a script.
 
-    A parameter may be set again in any later cell. ParameterError, before anything is measured, for
-    a wrong value, a wrong type, and an unknown name in the parameters cell or in the one that
-    papermill adds below it.
+    Args:
+        study: the lab, such as `labkit.studies.all_reduce.lab.LAB`.
+        profile: "smoke", "quick" or "paper".
+        run: path or name of a run to plot instead of measuring.
+        config: any fields of the lab's config by name.
+        **parameters: fields of the lab's config; None leaves what the profile says.
+
+    Raises:
+        ParameterError: for a wrong name or value here, or on papermill's command line.
     """
-    return OpenLab(study, check_parameters(study, read_parameters(study, namespace)))
+    passed = {"profile": profile, "run": run, "config": config, **parameters}
+    check_papermill_cell(study, getattr(get_ipython(), "user_ns", {}).get("In", []), passed)
+    return OpenLab(study, check_parameters(study, passed))
 
 
 class OpenLab:
@@ -59,6 +79,16 @@ class OpenLab:
         self._interrupted: Path | None = None
         self._answers: dict[str, Answer] = {}
         self._guess: dict[str, float] = {}
+
+    def but(self, **changed: Any) -> "OpenLab":
+        """Open the same lab with some parameters changed. ParameterError for wrong ones.
+
+        It measures a run of its own, so that both can be compared.
+        """
+        parameters = self.parameters
+        profiles = {parameters.profile: parameters.config}
+        config = resolve_config(self.study.name, profiles, parameters.profile, changed)
+        return OpenLab(self.study, Parameters(parameters.profile, None, config))
 
     @property
     def config(self) -> LabConfig:
@@ -220,7 +250,7 @@ class OpenLab:
         except KeyboardInterrupt:
             hint = ""
             if self._interrupted is not None:
-                hint = "; what was measured is kept: lab.resume() goes on"
+                hint = "; what was measured is kept: frame = lab.resume() goes on"
                 if self._plugins == NO_PLUGINS:  # a terminal has no plugins
                     hint += (
                         f", or in a terminal `labkit measure {self.study.name} --resume"

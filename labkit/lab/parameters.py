@@ -1,14 +1,17 @@
-"""Parameters of a notebook: `profile`, `run`, `config` and fields of the lab's config; checked
-before any work."""
+"""Parameters of a notebook: `profile`, `run`, `config`, and fields of the lab's config.
+
+They reach the lab in three ways, and each is checked before any work: `open_lab(LAB, repeats=7)`
+in a notebook or script; `labkit report --set`, which papermill writes below the parameters cell;
+and papermill's own command line.
+"""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from symtable import symtable
 from typing import Any
 
+import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
 from labkit.lab.config import LabConfig, ParameterError, check_names
@@ -17,14 +20,13 @@ from labkit.lab.project import recorded_directory, runs_directory
 from labkit.lab.runs.store import find_run
 
 COMMON_PARAMETERS = ("profile", "run", "config")
-PAPERMILL_MARK = "# Parameters\n"  # first line of the cell that papermill adds
-OPENS = "open_lab("
+PAPERMILL_COMMENT = "# Parameters\n"
+"""First line of the cell that papermill adds below the parameters cell."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Checked parameters: the profile, the run to draw instead of measuring (or None), the
-    config."""
+    """Checked parameters: the profile, the run to plot instead of measuring, the config."""
 
     profile: str
     run: str | None
@@ -32,14 +34,13 @@ class Parameters:
 
 
 def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
-    """Check the parameters of a notebook. ParameterError for a wrong name or value."""
-    names = (*COMMON_PARAMETERS, *study.config.model_fields)
-    more = values.get("config") or {}
-    if not isinstance(more, dict) or any(name in more for name in COMMON_PARAMETERS):
-        raise ParameterError(
-            f"{study.name}: parameter 'config' should hold others by name, got {more!r:.80}"
-        )
-    check_names(study.name, (*values, *more), names)
+    """Check parameters and resolve the config. ParameterError for a wrong name or value."""
+    config = values.get("config") or {}
+    others = {name: value for name, value in values.items() if name not in COMMON_PARAMETERS}
+    check_names(study.name, others, (*COMMON_PARAMETERS, *study.config.model_fields))
+    # None in the parameters cell means: as the profile says
+    set_outside = {name: value for name, value in others.items() if value is not None}
+    overrides = _merge(study, config, set_outside)
     run = values.get("run")
     if run is not None and not isinstance(run, str):
         raise ParameterError(
@@ -47,81 +48,101 @@ def check_parameters(study: Lab, values: Mapping[str, Any]) -> Parameters:
         )
     if run is not None:
         locate_run(study, run)
-    overrides = {
-        name: value
-        for name, value in values.items()
-        if name not in COMMON_PARAMETERS and value is not None
-    }
-    if twice := overrides.keys() & more.keys():
-        raise ParameterError(
-            f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it"
-        )
     profile = values.get("profile", "quick")
-    return Parameters(profile, run, study.configure(profile, overrides | more))
+    return Parameters(profile, run, study.configure(profile, overrides))
 
 
 def locate_run(study: Lab, text: str) -> Path:
-    """Find a run of a lab by its path, or by its name among the recorded ones and this
-    machine's."""
-    return find_run(
-        [parent / study.name for parent in (recorded_directory(), runs_directory())], text
-    )
+    """Find a run by its path, or by its name among the recorded runs and this machine's."""
+    folders = [parent / study.name for parent in (recorded_directory(), runs_directory())]
+    return find_run(folders, text)
 
 
-def read_parameters(study: Lab, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the parameters that a notebook's cells have set, mistyped names included; `namespace`
-    is its `globals()`.
+def report_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what papermill must set so that a report's parameters win over the notebook's.
 
-    Every name counts in the last cell that sets `profile`, and in the cell that papermill adds
-    below it; in later cells, and in a script, only names of parameters count. ParameterError if
-    nothing sets `profile`, or if the parameters cell came after papermill's and has set its values
-    back.
+    A parameter that the parameters cell does not set goes into its `config`. ParameterError for a
+    wrong name or value in either.
     """
-    valid = (*COMMON_PARAMETERS, *study.config.model_fields)
-    cells = [
-        (source.lstrip().startswith(PAPERMILL_MARK), _assigned_names(source))
-        for source in namespace.get("In", [])
-    ]
-    injected = [place for place, (is_papermills, _) in enumerate(cells) if is_papermills]
-    setting = [place for place, (_, assigned) in enumerate(cells) if "profile" in assigned]
-    readers = [place for place in setting if place not in injected] or setting
-    if not setting and "profile" not in namespace:
-        raise ParameterError("run the parameters cell first: no cell so far sets `profile`")
-    if readers and injected and injected[0] < readers[0]:
-        raise ParameterError(
-            f"{study.name}: this cell sets back what papermill has passed: tag it `parameters`, and"
-            " start again"
-        )
-    names = dict.fromkeys(cells[readers[-1]][1] if readers else valid)
-    for is_papermills, assigned in cells[readers[-1] + 1 :] if readers else ():
-        names |= dict.fromkeys(name for name in assigned if is_papermills or name in valid)
-    return {name: namespace[name] for name in names if name in namespace}
+    in_cell = notebook_parameters(notebook, study.name)
+    values = {name: value for name, value in parameters.items() if name in in_cell}
+    others = {name: value for name, value in parameters.items() if name not in in_cell}
+    if others:
+        config = _merge(study, values.get("config") or {}, others)
+        values["config"] = (in_cell.get("config") or {}) | config
+    check_parameters(study, in_cell | values)
+    return values
 
 
-def _assigned_names(source: str) -> list[str]:
-    """Return names that a cell sets at its top level, above the line that opens a lab; none that
-    begin with `_`."""
-    lines = takewhile(lambda line: OPENS not in line, source.splitlines())
-    try:
-        symbols = symtable("\n".join(lines), "cell", "exec").get_symbols()
-    except SyntaxError:  # it did not run either
-        return []
-    assigned = [
-        one
-        for one in symbols
-        if one.is_assigned() and not one.is_imported() and not one.is_namespace()
-    ]
-    return [one.get_name() for one in assigned if not one.get_name().startswith("_")]
+def notebook_parameters(text: str, name: str) -> dict[str, Any]:
+    """Read the defaults in the cell tagged `parameters`.
+
+    ParameterError without such a cell, or if a value in it is no literal.
+    """
+    for cell in nbformat.reads(text, as_version=4).cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            try:
+                if values := literal_assignments(cell.source):
+                    return values
+            except (ValueError, SyntaxError) as error:
+                raise ParameterError(
+                    f"{name}: the parameters cell cannot be read: {error}"
+                ) from None
+    raise ParameterError(f"{name}: no cell is tagged `parameters` and sets some")
 
 
 def literal_assignments(source: str) -> dict[str, Any]:
-    """Read the `name = literal` statements of a parameters cell. ValueError for a value that is no
-    literal."""
-    values: dict[str, Any] = {}
+    """Read the `name = literal` statements of a cell. ValueError for a value that is no literal."""
+    return {name: ast.literal_eval(value) for name, value in _assignments(source)}
+
+
+def check_papermill_cell(study: Lab, cells: Sequence[str], passed: Mapping[str, Any]) -> None:
+    """Refuse what papermill's own command line has set in vain; papermill itself only warns.
+
+    Its cell is all that a kernel ever sees of that command line, so this looks for it among the
+    `cells` that were executed, the oldest first. `passed` is what the notebook gave to `open_lab`.
+    """
+    numbers = [index for index, cell in enumerate(cells) if cell.startswith(PAPERMILL_COMMENT)]
+    if not numbers:
+        return
+    names = [name for name, _ in _assignments(cells[numbers[-1]])]
+    for name in names:
+        if name in study.config.model_fields and name not in passed:
+            raise ParameterError(
+                f"{study.name}: this notebook does not set {name!r} in its parameters cell: pass it"
+                f" to papermill as -y 'config: {{{name}: ...}}'"
+            )
+    check_names(study.name, names, passed)
+    # Without a cell tagged `parameters`, papermill puts its cell above all others, and the
+    # notebook's defaults overwrite it. `In[0]` is empty.
+    later = [name for name, value in passed.items() if value is not None and name not in names]
+    if numbers[-1] == 1 and later:
+        raise ParameterError(
+            f"{study.name}: the cell that sets `{later[0]}` may overwrite what papermill has"
+            " passed: tag it `parameters`, and start again"
+        )
+
+
+def _merge(study: Lab, config: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Add parameters to those in `config`. ParameterError for a name in both."""
+    if not isinstance(config, dict) or any(name in config for name in COMMON_PARAMETERS):
+        raise ParameterError(
+            f"{study.name}: parameter 'config' should hold others by name, got {config!r:.80}"
+        )
+    if twice := config.keys() & others.keys():
+        raise ParameterError(
+            f"{study.name}: parameter {min(twice)!r} is set twice, in 'config' and outside it"
+        )
+    return {**config, **others}
+
+
+def _assignments(source: str) -> list[tuple[str, ast.expr]]:
+    """Return names and values of the plain assignments at the top level of a cell."""
+    found = []
     for statement in ast.parse(TransformerManager().transform_cell(source)).body:
         match statement:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
-                ast.Name(name), value=ast.expr() as value
-            ):
-                values[name] = ast.literal_eval(value)
-    return values
+            case ast.Assign([ast.Name(name)], value):
+                found.append((name, value))
+            case ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
+                found.append((name, value))
+    return found

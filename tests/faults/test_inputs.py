@@ -10,10 +10,9 @@ import pytest
 
 from labkit.lab.config import ParameterError, resolve_config
 from labkit.lab.pages import cards
-from labkit.lab.pages.execute import notebook_parameters
 from labkit.lab.pages.record import provenance_rows
 from labkit.lab.pages.report import export_page
-from labkit.lab.parameters import check_parameters
+from labkit.lab.parameters import check_parameters, notebook_parameters
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine

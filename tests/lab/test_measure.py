@@ -363,7 +363,7 @@ def test_an_alternative_that_would_end_its_points_is_refused_first(verdict, monk
 
 
 def test_a_lab_in_a_console_is_text(monkeypatch, home, capsys):
-    lab = open_lab(FAKE, {"profile": "smoke", "actions": ["fine", "skip"], "mine": 1})
+    lab = open_lab(FAKE, profile="smoke", actions=["fine", "skip"])
     lab.table(lab.measure()[["size", "rank"]], "Rows.")
     lab.answer("how_many")
     said = capsys.readouterr().out

@@ -1,5 +1,6 @@
-"""Parameters cells as readers write them: every name they set is checked, and nothing that is set
-is ignored."""
+"""Parameters of a notebook, a report and papermill: each is checked, none is lost."""
+
+from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -8,8 +9,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit.lab.config import ParameterError
 from labkit.lab.notebook import open_lab
-from labkit.lab.pages.execute import join_parameters
-from labkit.lab.parameters import literal_assignments, read_parameters
+from labkit.lab.parameters import literal_assignments, report_parameters
 from labkit.lab.project import recorded_directory
 from labkit.lab.runs.store import Run
 from labkit.lab.user_checks import verdicts
@@ -19,117 +19,105 @@ STUDY = load_lab("all_reduce")
 
 
 @pytest.fixture
-def shell():
-    """Cells run as a kernel runs them, with their history; returns its namespace after each."""
+def shell(monkeypatch):
+    """Run cells as a kernel runs them, with their history; return its namespace after each."""
     shell = InteractiveShell()
+    monkeypatch.setattr("labkit.lab.notebook.get_ipython", lambda: shell)
     shell.user_ns |= {"open_lab": open_lab, "study": STUDY}
 
     def run(*cells):
         for cell in cells:
-            shell.run_cell(cell, store_history=True, silent=False)
+            shell.run_cell(cell, store_history=True, silent=False).raise_error()
         return shell.user_ns
 
     yield run
     shell.history_manager.end_session()
 
 
-BESIDE = {
-    "print": 'print("measuring")',
-    "docstring": '"""What to measure."""',
-    "magic": "%pwd",
-    "condition": "if True:\n    warmup = 1",
-    "function": "def helper():\n    inside = 1",
-    "loop in a value": "sizes_bytes = [8 * n for n in (1, 2)]",
-}
+CELL = 'profile = "quick"\nrepeats = None\nconfig = {}'
+OPEN = "lab = open_lab(study, profile=profile, repeats=repeats, config=config)"
 
 
-@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_a_parameters_cell_may_hold_other_lines(beside, shell, capsys):
-    namespace = shell(f'{beside}\nprofile = "smoke"\nrepeats = 7')
-    assert open_lab(STUDY, namespace).config.repeats == 7
-    shell(f'{beside}\nprofile = "smoke"\nrepeats = 8')
-    assert open_lab(STUDY, namespace).config.repeats == 8
-    shell(f'{beside}\nprofile = "smoke"\nrepaets = 9')
-    with pytest.raises(
-        ParameterError, match=r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)"
-    ):
-        open_lab(STUDY, namespace)
-    shell('profile = "smoke"')  # mended: what was mistyped before is no parameter any more
-    assert open_lab(STUDY, namespace).config.repeats == STUDY.profiles["smoke"].repeats
+def test_parameters_replace_what_the_profile_says_and_none_leaves_it():
+    lab = open_lab(STUDY, profile="smoke", repeats=7, dtype=None, config={"seed": 3})
+    assert (lab.parameters.profile, lab.config.repeats, lab.config.seed) == ("smoke", 7, 3)
+    assert lab.config.dtype == STUDY.profiles["smoke"].dtype
+    assert open_lab(STUDY, config=None).config == STUDY.profiles["quick"]
 
 
-def test_a_cell_magic_around_the_parameters_hides_none(shell, capsys):
-    assert open_lab(STUDY, shell('%%time\nprofile = "smoke"\nrepeats = 7')).config.repeats == 7
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"repaets": 7}, r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)"),
+        ({"config": {"repaets": 7}}, r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)"),
+        ({"repeats": 7, "config": {"repeats": 8}}, "'repeats' is set twice"),
+        ({"config": {"profile": "quick"}}, "'config' should hold others by name"),
+        ({"config": 3}, "'config' should hold others by name"),
+        ({"dtype": "fp64"}, "parameter 'dtype'"),
+        ({"run": 20261123}, "'run' should be the path of a run"),
+        ({"study": 1}, "unknown parameter 'study'"),
+        ({"profile": None}, "unknown profile"),
+    ],
+)
+def test_a_wrong_parameter_is_refused(parameters, expected):
+    with pytest.raises(ParameterError, match=expected):
+        open_lab(STUDY, **{"profile": "smoke"} | parameters)
 
 
-def test_what_follows_the_opening_of_a_lab_in_one_cell_is_no_parameter(shell):
-    cell = 'profile = "smoke"\nlab = open_lab(study, globals())\nfigure = lab.config.repeats'
-    assert shell(cell, cell)["figure"] == STUDY.profiles["smoke"].repeats
-
-
-def test_a_parameter_that_a_later_cell_sets_counts_and_other_variables_do_not(shell):
-    namespace = shell(
-        'profile = "smoke"\nrepeats = 7',
-        'mine = 1\ndtype = "float64"\nlab = open_lab(study, globals())',
+def test_a_config_is_validated_once(monkeypatch):
+    validated = []
+    monkeypatch.setattr(
+        STUDY.config, "model_validate", lambda values: validated.append(values) or Mock()
     )
-    assert namespace["lab"].config.dtype == "float64"
-    shell('dtype = "fp64"')
-    with pytest.raises(ParameterError, match="parameter 'dtype'"):
-        open_lab(STUDY, namespace)
+    open_lab(STUDY, profile="smoke", repeats=7)
+    assert len(validated) == 1
 
 
-def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_the_one_of_papermill(shell):
-    for repeats in (7, 8):
-        namespace = shell(f'# Parameters\nprofile = "smoke"\nrepeats = {repeats}')
-        assert open_lab(STUDY, namespace).config.repeats == repeats
+def test_a_lab_with_some_parameters_changed_keeps_the_others():
+    lab = open_lab(STUDY, profile="smoke", repeats=7)
+    other = lab.but(dtype="float64")
+    assert (other.config.repeats, other.config.dtype) == (7, "float64")
+    assert lab.config.dtype == STUDY.profiles["smoke"].dtype
+    with pytest.raises(ParameterError, match="did you mean 'repeats'"):
+        lab.but(repaets=8)
 
 
-def test_the_cell_that_papermill_adds_stands_in_for_the_defaults(shell):
-    namespace = shell(
-        'profile = "quick"\nrepeats = None', '# Parameters\nprofile = "smoke"\nrepeats = 7\n'
-    )
-    lab = open_lab(STUDY, namespace)
+def test_a_parameter_counts_whatever_stands_in_its_cell_and_wherever_it_is_set(shell, capsys):
+    namespace = shell(f'%%time\n{CELL}\nprofile = "smoke"', "repeats = 7", f"%%capture out\n{OPEN}")
+    assert namespace["lab"].config.repeats == 7
+    assert shell("repeats = 8", OPEN)["lab"].config.repeats == 8
+
+
+def test_papermill_s_values_win_over_the_defaults(shell):
+    lab = shell(CELL, '# Parameters\nprofile = "smoke"\nrepeats = 7\n', OPEN)["lab"]
     assert (lab.parameters.profile, lab.config.repeats) == ("smoke", 7)
-    with pytest.raises(
-        ParameterError, match=r"unknown parameter 'wrold_sizes' \(did you mean 'world_sizes'\?\)"
-    ):
-        open_lab(STUDY, shell('profile = "quick"', "# Parameters\nwrold_sizes = [2]\n"))
 
 
-def test_config_holds_any_other_parameter_by_name(shell):
-    namespace = shell('profile: str = "smoke"\nconfig: dict = {"repeats": 7, "dtype": "float64"}')
-    config = open_lab(STUDY, namespace).config
-    assert (config.repeats, config.dtype) == (7, "float64")
-    for cell, expected in {
-        'config = {"repaets": 7}': r"unknown parameter 'repaets' \(did you mean 'repeats'\?\)",
-        'repeats = 7\nconfig = {"repeats": 8}': "'repeats' is set twice",
-        'config = {"profile": "quick"}': "'config' should hold others by name",
-        "config = 3": "'config' should hold others by name",
-    }.items():
-        shell(f'profile = "smoke"\n{cell}')
-        with pytest.raises(ParameterError, match=expected):
-            open_lab(STUDY, namespace)
-    shell(
-        'profile = "smoke"\nrepeats = None\nconfig = {"repeats": 8}',
-        '# Parameters\nconfig = {"repeats": 9}',
-    )
-    assert open_lab(STUDY, namespace).config.repeats == 9
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [
+        ('profil = "smoke"', r"unknown parameter 'profil' \(did you mean 'profile'\?\)"),
+        ("warmup = float('nan')", "pass it to papermill as -y 'config: {warmup: ...}'"),
+    ],
+)
+def test_what_papermill_sets_in_vain_is_refused(passed, expected, shell):
+    with pytest.raises(ParameterError, match=expected):
+        shell(CELL, f"# Parameters\n{passed}\n", OPEN)
+    # mended in a later run of the cell: the first one is still in the history
+    assert shell(CELL, "# Parameters\nrepeats = 7\n", OPEN)["lab"].config.repeats == 7
 
 
-def test_values_that_papermill_has_put_above_the_parameters_cell_are_not_lost(shell):
-    """As it does in a notebook whose parameters cell lost its tag."""
-    for injected in ('profile = "smoke"', "repeats = 7"):
-        cells = f"# Parameters\n{injected}\n", "import math", 'profile = "quick"\nrepeats = None'
-        namespace = shell("%reset -f", *cells)
-        with pytest.raises(ParameterError, match="tag it `parameters`"):
-            open_lab(STUDY, namespace)
+@pytest.mark.parametrize("injected", ['profile = "smoke"', "repeats = 7"])
+def test_papermill_s_values_above_the_parameters_cell_are_not_lost(injected, shell):
+    """As papermill puts them in a notebook whose parameters cell lost its tag."""
+    with pytest.raises(ParameterError, match="tag it `parameters`"):
+        shell(f"# Parameters\n{injected}\n", "import math", CELL, OPEN)
 
 
-def test_a_script_has_no_cells():
-    values = {"profile": "smoke", "repeats": 7}
-    assert read_parameters(STUDY, values | {"mine": 1}) == values
-    with pytest.raises(ParameterError, match="parameters cell first"):
-        read_parameters(STUDY, {"repeats": 7})
+def test_a_cell_that_a_reader_calls_parameters_is_not_taken_for_papermill_s(shell):
+    for repeats in (7, 8):
+        namespace = shell(f"# Parameters\n{CELL}\nrepeats = {repeats}", OPEN)
+        assert namespace["lab"].config.repeats == repeats
 
 
 def test_literals_are_read_beside_lines_that_set_nothing():
@@ -147,9 +135,12 @@ def test_a_report_s_values_win_over_the_config_of_a_notebook():
         'profile = "smoke"\nconfig = {"repeats": 7, "warmup": 0}', metadata={"tags": ["parameters"]}
     )
     text = nbformat.writes(new_notebook(cells=[cell]))
-    assert join_parameters(STUDY, text, {"repeats": 8}) == {"config": {"repeats": 8, "warmup": 0}}
+    assert report_parameters(STUDY, text, {"repeats": 8}) == {"config": {"repeats": 8, "warmup": 0}}
     with pytest.raises(ParameterError, match="set twice"):
-        join_parameters(STUDY, text, {"repeats": 8, "config": {"repeats": 9}})
+        report_parameters(STUDY, text, {"repeats": 8, "config": {"repeats": 9}})
+    for wrong in ({"repaets": 8}, {"config": {"repaets": 8}}):
+        with pytest.raises(ParameterError, match="did you mean 'repeats'"):
+            report_parameters(STUDY, text, wrong)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ class LabOnRun(notebook.OpenLab):
         check_plugins(self.study, Plugins(alternatives or {}, options.get("models") or {}))
         return self.run.frame()
 
+    def but(self, **changed: Any):
+        return LabOnRun(self.study, super().but(**changed).parameters, self.run)
+
     def _figure(self, plot: Plot, name: str, alt: str, caption: str = "") -> Piece:
         plot.csv()
         plt.close(plot.figure)
@@ -68,18 +71,13 @@ def carry_out(lab: Lab, run: Run, *, has_tries: bool = False) -> None:
     What a Try leaves is not there for the cells below it.
     """
 
-    def open_lab(lab: Lab, namespace: Mapping[str, Any]) -> LabOnRun:
-        return LabOnRun(lab, notebook.open_lab(lab, namespace).parameters, run)
-
-    namespace: dict[str, Any] = {"display": lambda *_: None, "In": []}
+    namespace: dict[str, Any] = {"display": lambda *_: None}
     for number, (kind, source) in enumerate(cells_of(lab.name)):
         place = f"{lab.name}, cell {number}"
         if kind != "code":
             for text in tries_in(source) if has_tries else ():
-                own = namespace | {"In": [*namespace["In"], text], "open_lab": open_lab}
-                exec(compile(text, f"{place}, a Try", "exec"), own)
+                exec(compile(text, f"{place}, a Try", "exec"), namespace | {})
             continue
-        namespace["In"].append(source)
         exec(compile(source, place, "exec"), namespace)
         if isinstance(opened := namespace.get("lab"), notebook.OpenLab) and not isinstance(
             opened, LabOnRun

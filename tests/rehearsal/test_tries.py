@@ -71,14 +71,12 @@ def test_a_readers_own_as_the_notebook_has_it_is_right_and_measured(
     lab, source, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("LABKIT_HOME", str(tmp_path))
-    above = [text for kind, text in cells_of(lab) if kind == "code"][:2]
-    namespace = {
-        "In": [*above, f"profile = 'smoke'; config = {SMALL[lab]}"],
-        "__name__": "__main__",
-    }
+    above = [text for kind, text in cells_of(lab) if kind == "code"][:3]
+    namespace = {"__name__": "__main__"}
     exec(above[0], namespace)
     namespace |= {"profile": "smoke", "config": SMALL[lab]}
-    exec(above[1], namespace)
+    for cell in above[1:]:
+        exec(cell, namespace)
     exec(source, namespace)
     frame = namespace["frame"]
     study = load_lab(lab)

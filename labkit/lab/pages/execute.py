@@ -1,8 +1,7 @@
-"""Executes notebooks strictly: parameters checked first, failures kept, progress passed on.
+"""Executes notebooks in one kernel: failures are kept, progress is passed on.
 
 papermill inserts the parameters and executes the cells, by an engine that shares one kernel among
-notebooks. Its own command only warns of an unknown parameter; here all are checked against the lab
-before a kernel starts.
+notebooks.
 """
 
 import os
@@ -23,9 +22,7 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.log import logger
 from traitlets import default
 
-from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
-from labkit.lab.parameters import check_parameters, literal_assignments
 from labkit.lab.project import write_file
 from labkit.lab.runs.progress import PROGRESS_MIME, MeasuringInterrupted, Progress
 
@@ -172,31 +169,28 @@ def _handing_on_interrupts(kernel: int) -> Iterator[None]:
 
 
 def execute_notebook(
-    study: Lab,
     notebook: str,
     target: Path,
     parameters: Mapping[str, Any],
     kernel: Kernel,
-    *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Run a lab's notebook, given as text, with `parameters`, and save it, outputs included, as
-    `target`.
+    """Run a notebook, given as text, and save it, outputs included, as `target`.
+
+    `parameters` are names that its parameters cell sets (`report_parameters`).
 
     Raises:
-        ParameterError: before a kernel starts, if a parameter is not the notebook's or not valid.
         NotebookFailed: a cell failed or the kernel died; `target` holds the notebook up to there.
         KeyboardInterrupt: on Ctrl-C, once the rows of the interrupted cell are kept and its ranks
-        have ended.
+            have ended.
     """
-    values = join_parameters(study, notebook, parameters)
     write_file(target, notebook)
     papermill_engines.register(ENGINE, _Engine)
     try:
         papermill.execute_notebook(
             target,
             None,
-            parameters=values,
+            parameters=parameters,
             engine_name=ENGINE,
             kernel_name="python3",
             progress_bar=False,
@@ -211,33 +205,3 @@ def execute_notebook(
     except RuntimeError as error:  # nbclient: the kernel died
         kernel.close()
         raise NotebookFailed(str(error) or type(error).__name__) from error
-
-
-def join_parameters(study: Lab, notebook: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a report's parameters into values for the notebook's cell of parameters: they win over
-    what it sets.
-
-    ParameterError for a wrong name or value.
-    """
-    in_cell = notebook_parameters(notebook, study.name)
-    check_parameters(study, parameters)
-    values = {name: value for name, value in parameters.items() if name in in_cell}
-    if others := {name: value for name, value in parameters.items() if name not in in_cell}:
-        values["config"] = ((in_cell | values).get("config") or {}) | others
-    check_parameters(study, in_cell | values)
-    return values
-
-
-def notebook_parameters(text: str, name: str) -> dict[str, Any]:
-    """Read the defaults in the cell tagged `parameters`. ParameterError without such a cell, or
-    without literals."""
-    for cell in nbformat.reads(text, as_version=4).cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            try:
-                if values := literal_assignments(cell.source):
-                    return values
-            except (ValueError, SyntaxError) as error:
-                raise ParameterError(
-                    f"{name}: the parameters cell cannot be read: {error}"
-                ) from None
-    raise ParameterError(f"{name}: no cell is tagged `parameters` and sets some")

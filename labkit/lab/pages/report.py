@@ -22,7 +22,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.pages.cards import PIECE_MIME, SUMMARY_FACTS, machine_rows, machine_summary
-from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook, join_parameters
+from labkit.lab.pages.execute import Kernel, NotebookFailed, execute_notebook
 from labkit.lab.pages.html import (
     TEMPLATES,
     code_style,
@@ -33,6 +33,7 @@ from labkit.lab.pages.html import (
 )
 from labkit.lab.pages.provenance import RULE, provenance_rows
 from labkit.lab.pages.record import PageRecord, answered_run, notebook_run
+from labkit.lab.parameters import report_parameters
 from labkit.lab.project import (
     check_writable,
     committed_notebook,
@@ -57,36 +58,57 @@ class LabResult:
     """Cause of a failure in one line, or None; the page shows how far the lab came."""
 
 
-def check_report(studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path) -> None:
-    """Refuse wrong parameters and folders that take no files before the first lab runs.
-    ParameterError names them."""
+@dataclass(frozen=True)
+class PlannedPage:
+    """One lab of a report: its notebook, and what papermill sets in it."""
+
+    study: Lab
+    notebook: str
+    """Text of the notebook as committed."""
+    is_edited: bool
+    """Whether the file differs from `notebook`."""
+    parameters: Mapping[str, Any]
+
+
+def plan_report(
+    studies: Iterable[Lab], parameters: Mapping[str, Any], output: Path
+) -> list[PlannedPage]:
+    """Plan the pages of a report.
+
+    ParameterError, before the first lab runs, for a wrong parameter in any of them, and for a
+    folder that cannot be written.
+    """
+    pages = []
     folders = [output / "notebooks"]
     for study in studies:
-        join_parameters(study, committed_notebook(study.name)[0], parameters)
-        has_run = parameters.get("run") is not None
-        folders += [
-            figures_directory() / study.name,
-            *([] if has_run else [runs_directory() / study.name]),
-        ]
+        text, is_edited = committed_notebook(study.name)
+        pages.append(
+            PlannedPage(study, text, is_edited, report_parameters(study, text, parameters))
+        )
+        folders.append(figures_directory() / study.name)
+        if parameters.get("run") is None:
+            folders.append(runs_directory() / study.name)
     check_writable(*folders)
+    return pages
 
 
 def report_lab(
-    study: Lab,
-    parameters: Mapping[str, Any],
+    planned: PlannedPage,
     output: Path,
     kernel: Kernel,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> LabResult:
-    """Execute one lab's notebook, and write its page and record; a failure is in the result and on
-    the page."""
+    """Execute one lab's notebook, and write its page and record.
+
+    A failure is in the result and on the page.
+    """
     start = time.monotonic()
+    study = planned.study
     notebook = output / "notebooks" / f"{study.name}.ipynb"
     page = output / f"{study.name}.html"
     error = None
     try:
-        text, _ = committed_notebook(study.name)
-        execute_notebook(study, text, notebook, parameters, kernel, on_progress=on_progress)
+        execute_notebook(planned.notebook, notebook, planned.parameters, kernel, on_progress)
     except NotebookFailed as failure:
         error = str(failure)
     export_page(notebook, page, study, error=error)
