@@ -6,7 +6,6 @@ A column that is not listed is called by its name, and the end of its name gives
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -97,6 +96,8 @@ class Column:
     axis: str
     form: Form
     label: str = "{title} {value}"
+    one: str = ""
+    """Label of the value 1, if it differs."""
     doubles: bool = False
     is_internal: bool = False
 
@@ -123,16 +124,16 @@ _ENDINGS: tuple[tuple[str, str, Form], ...] = (
 _COLUMNS = {
     "n_bytes": Column("size", "size of the tensor", format_bytes, "{value}", doubles=True),
     "bytes": Column("bytes", "memory", format_bytes, "{value}"),
-    "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", doubles=True),
-    "world_size": Column("ranks", "ranks", _whole, "{value} ranks", doubles=True),
+    "gpus": Column("GPUs", "GPUs", format_number, "{value} GPUs", "1 GPU", doubles=True),
+    "world_size": Column("ranks", "ranks", _whole, "{value} ranks", "1 rank", doubles=True),
     "seconds": Column("time", "time", format_seconds),
     "sequence": Column(
-        "sequence", "sequence length (tokens)", _whole, "{value} tokens", doubles=True
+        "sequence", "sequence length (tokens)", _whole, "{value} tokens", "1 token", doubles=True
     ),
     "context_length": Column(
-        "context", "context length (tokens)", _whole, "{value} tokens", doubles=True
+        "context", "context length (tokens)", _whole, "{value} tokens", "1 token", doubles=True
     ),
-    "features": Column("features", "features", _whole, "{value} features"),
+    "features": Column("features", "features", _whole, "{value} features", "1 feature"),
     "busbw_gb_per_s": Column("bus bandwidth (GB/s)", "bus bandwidth (GB/s)", format_number),
     "algbw_gb_per_s": Column(
         "algorithm bandwidth (GB/s)", "algorithm bandwidth (GB/s)", format_number
@@ -186,13 +187,11 @@ def column(name: str) -> Column:
                 "{value}" if ending == "_bytes" else "{title} {value}",
             )
     words = name.replace("micro_", "micro-").replace("_", " ")
-    is_plural = words.endswith("s") and not words.endswith("ss")
-    return Column(
-        words,
-        _AXES.get(name, words),
-        format_number,
-        "{value} {title}" if is_plural else "{title} {value}",
-    )
+    axis = _AXES.get(name, words)
+    if not words.endswith("s") or words.endswith("ss"):
+        return Column(words, axis, format_number)
+    singular = words[:-2] if words.endswith("ches") else words[:-1]
+    return Column(words, axis, format_number, "{value} {title}", f"1 {singular}")
 
 
 def label(name: str, value: Any) -> str:
@@ -204,12 +203,9 @@ def label(name: str, value: Any) -> str:
         return about.title if value else f"not {about.title}"
     if not isinstance(value, Real):
         return f"{about.title} {value}"
-    text = about.label.format(title=about.title, value=about.form(float(value)))
-    return (
-        re.sub(r"(?<=ch)es$|s$", "", text)
-        if value == 1 and about.label.startswith("{value} ")
-        else text
-    )
+    if value == 1 and about.one:
+        return about.one
+    return about.label.format(title=about.title, value=about.form(float(value)))
 
 
 def format_value(name: str, value: Any) -> str:
