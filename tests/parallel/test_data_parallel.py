@@ -646,18 +646,15 @@ def _in_group_of_rank_0(wrap):
 
 
 def _are_views(model):
-    memory = model._buckets[0].memory.untyped_storage().data_ptr()
-    results = [
-        [bucket.memory.nbytes for bucket in model._buckets]
-        == [4 * sum(p.numel() for p in model.parameters())]
-    ]
+    """All gradients lie in one block of memory, the same in each step."""
+    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    blocks = set()
     for _ in range(2):
         step(model)
-        results.append(
-            all(p.grad.untyped_storage().data_ptr() == memory for p in model.parameters())
-        )
+        storages = [p.grad.untyped_storage() for p in model.parameters()]
+        blocks |= {(storage.data_ptr(), storage.nbytes()) for storage in storages}
         model.zero_grad()
-    return all(results)
+    return len(blocks) == 1 and blocks.pop()[1] == n_bytes
 
 
 def _compressed(model, hook):

@@ -89,12 +89,12 @@ def run_of(run: Run, rows: Callable[[Record, Record], Record | None]) -> Run:
     """The same run with other rows: `rows` gets a point and a record, and gives one in its place,
     or None."""
     planned = run.header.planned
-    changed = [(row.point, rows(planned[row.point], row.model_dump())) for row in run._rows]
+    changed = [(row.point, rows(planned[row.point], row.model_dump())) for row in run.rows]
     kept = [Row.model_validate(record) for _, record in changed if record is not None]
     without = {point for point, record in changed if record is None} - {row.point for row in kept}
     lost = {"status": "failed", "reason": "rank 0: RuntimeError: rehearsed"}
     ends = {
         point: end.model_copy(update=lost if point in without else {})
-        for point, end in run._ends.items()
+        for point, end in run.ends.items()
     }
     return Run(run.path, run.header, kept, ends)

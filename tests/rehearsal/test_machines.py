@@ -98,8 +98,8 @@ def test_a_recorded_run_took_about_its_planned_time(lab):
     study = load_lab(lab)
     run = recorded(lab)
     points = study.plan(study.config.model_validate(run.header.config), run.header.machine)
-    points = [point for point in points if point.id in run._ends]
-    assert sum(run._ends[point.id].elapsed_s for point in points) <= 2 * planned_s(points)
+    points = [point for point in points if point.id in run.ends]
+    assert sum(run.ends[point.id].elapsed_s for point in points) <= 2 * planned_s(points)
 
 
 @pytest.mark.parametrize("profile", ["quick", "paper"])
@@ -156,11 +156,11 @@ def test_the_page_of_a_run_from_gpus(lab, count, profile):
     sources = {
         id: kinds[kind] for id, point in planned.items() if (kind := kind_of_point(point)) in kinds
     }
-    pairs = product(sources.items(), run._rows)
+    pairs = product(sources.items(), run.rows)
     rows = [
         row.model_copy(update={"point": id}) for (id, source), row in pairs if row.point == source
     ]
-    ends = {id: run._ends[source] for id, source in sources.items()}
+    ends = {id: run.ends[source] for id, source in sources.items()}
     header = run.header.model_copy(
         update={"machine": machine, "planned": planned, "profile": profile}
     )

@@ -43,8 +43,8 @@ def test_every_try_works_as_written_below_the_cells_above_it(lab):
         run = Run(
             run.path,
             run.header.model_copy(update={"calibration": calibrated.made_up()}),
-            run._rows,
-            run._ends,
+            run.rows,
+            run.ends,
         )
     carry_out(load_lab(lab), run, has_tries=True)
 

@@ -23,7 +23,7 @@ PHASES = ("forward", "backward", "optimizer")
 def slowest(run, *names, **where):
     """Samples of the slowest rank, by values of these names of the point or the row."""
     by_rank = defaultdict(lambda: defaultdict(list))
-    for row in run._rows:
+    for row in run.rows:
         about = run.header.planned[row.point] | row.values
         if (
             all(about.get(name) == value for name, value in where.items())

@@ -45,8 +45,10 @@ class Run:
 
     path: Path
     header: RunHeader
-    _rows: Sequence[Row]
-    _ends: Mapping[str, End]
+    rows: Sequence[Row]
+    """Rows of points that have ended."""
+    ends: Mapping[str, End]
+    """By point."""
     resumptions: Sequence[Resumption] = ()
 
     @classmethod
@@ -103,7 +105,7 @@ class Run:
     @property
     def pending(self) -> list[str]:
         """Ids of planned points that have not ended."""
-        return [point for point in self.header.planned if point not in self._ends]
+        return [point for point in self.header.planned if point not in self.ends]
 
     def frame(self) -> pd.DataFrame:
         """Return a copy of the measured rows: one per (point, rank, repeat), with the point's
@@ -117,8 +119,8 @@ class Run:
     @cached_property
     def _frame(self) -> pd.DataFrame:
         long = []
-        for row in self._rows:
-            if self._ends[row.point].status != "ok":
+        for row in self.rows:
+            if self.ends[row.point].status != "ok":
                 continue
             values = {
                 "point": row.point,
@@ -170,7 +172,7 @@ class Run:
         pending = {"status": "pending", "reason": None, "elapsed_s": float("nan")}
         ends = {
             point: {name: getattr(end, name) for name in pending}
-            for point, end in self._ends.items()
+            for point, end in self.ends.items()
         }
         rows = [
             {"point": id, **self._scalar_fields(id), **ends.get(id, pending)}
@@ -181,7 +183,7 @@ class Run:
     @property
     def loads(self) -> dict[str, Load]:
         """Load of the machine during each point that recorded it."""
-        return {point: end.load for point, end in self._ends.items() if end.load is not None}
+        return {point: end.load for point, end in self.ends.items() if end.load is not None}
 
     @cached_property
     def busy(self) -> dict[str, str]:
@@ -199,14 +201,14 @@ class Run:
     def failures(self) -> Iterator[tuple[str, str, str]]:
         """Yield point, reason and details (traceback, last output) of each point that ended neither
         ok nor skipped."""
-        for point, end in self._ends.items():
+        for point, end in self.ends.items():
             if end.status not in ("ok", "skipped"):
                 yield point, f"{end.status}: {end.reason}", end.details
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return reports of the ranks about themselves (threads, scheduling, start method), by
         point id."""
-        return {point: end.facts for point, end in self._ends.items()}
+        return {point: end.facts for point, end in self.ends.items()}
 
     def _scalar_fields(self, point: str) -> dict[str, Any]:
         fields = self.header.planned[point]
