@@ -10,7 +10,7 @@ import torch
 
 from labkit.costs.transformer import SIZES
 from labkit.lab.metric import Results
-from labkit.parallel import context_attention, pipeline_pass, tensor
+from labkit.parallel import context_attention, pipeline_pass, tensor_collectives
 from labkit.parallel.data_parallel.base import BackgroundAllReduce
 from labkit.parallel.exchange import exchange
 from labkit.parallel.launch import run_ranks
@@ -36,7 +36,7 @@ DATA = partial(DATA, alternatives=("flat",))
 SWEEPS = ("wrappers", "accumulation", "timeline", "memory")
 MEASURED = {"seconds", "duration_s", "peak_bytes", "parameters_bytes"}
 BREAKS = {
-    "tensor": (tensor._Ranks, "sum", lambda ranks, x: x),
+    "tensor": (tensor_collectives.Ranks, "sum", lambda ranks, x: x),
     "pipeline": (
         pipeline_pass,
         "exchange",
