@@ -120,7 +120,6 @@ LONG = {
     "parallel/sharding/scheduler.py": 327,
     "parallel/sharding/unit.py": 343,
     "parallel/transport/shared_memory.py": 331,
-    "studies/model_parallel/worker.py": 352,
 }
 
 

@@ -18,12 +18,13 @@ from labkit.parallel.sharding import ShardedOptimizer
 from labkit.studies.context_parallel import worker as context_worker
 from labkit.studies.data_parallel import worker as data_worker
 from labkit.studies.model_parallel import worker as model_worker
+from labkit.studies.model_parallel.point import ModelParallelPoint
 from labkit.studies.sharding import worker as sharding_worker
 from labkit.studies.sharding.lab import largest_models
 
 COMMON = {"world_size": 2, "backend": "gloo", "warmup": 0, "repeats": 1}
 SMALL = {"layers": 4, "batch": 2, "context_length": 8}
-MODEL = partial(model_worker.ModelParallelPoint, **COMMON, **SMALL)
+MODEL = partial(ModelParallelPoint, **COMMON, **SMALL)
 DATA = partial(
     data_worker.DataParallelPoint,
     **COMMON,

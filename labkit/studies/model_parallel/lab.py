@@ -19,16 +19,16 @@ from labkit.machine.description import Machine
 from labkit.parallel.pipeline_schedule import SCHEDULES, make_schedule, simulate
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import SHARED
-from labkit.studies.model_parallel.worker import (
-    AXES,
+from labkit.studies.model_parallel.point import (
     DATA,
     SEQUENCE,
     TORCH,
     WAYS,
     WHOLE,
     ModelParallelPoint,
-    measure,
 )
+from labkit.studies.model_parallel.trainings import AXES
+from labkit.studies.model_parallel.worker import measure
 from labkit.studies.shared.cores import ALL_CORES
 from labkit.studies.shared.tables import join, predict_messages_s
 
