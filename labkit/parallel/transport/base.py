@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -65,18 +66,17 @@ class Transfer(NamedTuple):
     divisor: int = 1
     into: Tensor | None = None
 
-    def count_chunks(self, chunk_bytes: int) -> int:
-        """Return the number of chunks of the longer message, 1 or more."""
-        n_bytes = max(0 if x is None else x.nbytes for x in (self.outgoing, self.incoming))
-        return max(1, -(-n_bytes // chunk_bytes))
-
-    def chunk(self, k: int, chunk_bytes: int) -> Transfer:
-        """Return the transfer of chunk k of each message. Chunks beyond the end are empty."""
-        outgoing, incoming, into = (
-            None if x is None else x[k * (n := chunk_bytes // x.itemsize) : (k + 1) * n]
-            for x in (self.outgoing, self.incoming, self.into)
-        )
-        return self._replace(outgoing=outgoing, incoming=incoming, into=into)
+    def chunks(self, chunk_bytes: int) -> list[Transfer]:
+        """Return a transfer per chunk of the longer message."""
+        is_short = self.outgoing is None or self.outgoing.nbytes <= chunk_bytes
+        if is_short and (self.incoming is None or self.incoming.nbytes <= chunk_bytes):
+            return [self]
+        vectors = (self.outgoing, self.incoming, self.into)
+        chunks = [() if x is None else x.split(chunk_bytes // x.itemsize) for x in vectors]
+        return [
+            Transfer(outgoing, self.target, incoming, self.source, self.add, self.divisor, into)
+            for outgoing, incoming, into in zip_longest(*chunks)
+        ]
 
 
 Rounds = list[list[Transfer]]
@@ -93,26 +93,25 @@ class Chunk(NamedTuple):
     after: int
 
 
-def cut_rounds(rounds: Rounds, chunk_bytes: int) -> Iterator[Chunk]:
-    """Yield all chunks in the order in which transports take them: chunk k of round i in wave i + k.
+def cut_rounds(rounds: Rounds, chunk_bytes: int) -> list[Chunk]:
+    """Return all chunks in the order in which transports take them: chunk k of round i in wave i + k.
 
     So while chunk k of a round is sent on, chunk k + 1 of the round before arrives.
     """
-    counts = [[each.count_chunks(chunk_bytes) for each in transfers] for transfers in rounds]
-    most = max([max(each) for each in counts if each], default=1)
-    number = 0
+    cut = [[transfer.chunks(chunk_bytes) for transfer in transfers] for transfers in rounds]
+    most = max([len(chunks) for transfers in cut for chunks in transfers], default=1)
+    result: list[Chunk] = []
     ends = [0] * len(rounds)  # by round: how many chunks are complete once its last one so far is
     for wave in range(len(rounds) + most - 1):
         ends_before = ends.copy()
         for i in range(max(0, wave - most + 1), min(wave + 1, len(rounds))):
             k = wave - i
             after = ends_before[i - 1] if i else 0
-            for transfer, count in zip(rounds[i], counts[i], strict=True):
-                if k < count:
-                    chunk = transfer if count == 1 else transfer.chunk(k, chunk_bytes)
-                    yield Chunk(chunk, wave, after)
-                    number += 1
-            ends[i] = number
+            for chunks in cut[i]:
+                if k < len(chunks):
+                    result.append(Chunk(chunks[k], wave, after))
+            ends[i] = len(result)
+    return result
 
 
 @lru_cache(1024)

@@ -76,7 +76,7 @@ class StreamTransport(_GroupTransport):
         self._receive = backend.recv
 
     def run(self, rounds: Rounds, call: int = 0) -> None:
-        chunks = list(cut_rounds(rounds, self.chunk_bytes))
+        chunks = cut_rounds(rounds, self.chunk_bytes)
         window = min(self.in_flight, len(chunks))
         landings = self._landings(window, [chunk.transfer for chunk in chunks])
         started: deque[_Started] = deque()
