@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from labkit.lab.figures import Areas, Bars, Lines, Timeline
-from labkit.lab.figures.style import log_ticks
+from labkit.lab.figures.names import GROUPS
+from labkit.lab.figures.style import PALETTE, log_ticks
 
 FRAME = pd.DataFrame(
     {
@@ -61,18 +62,19 @@ def test_the_files_of_a_figure_have_exactly_what_is_drawn(tmp_path):
     assert {(row.n_bytes, row.seconds) for row in saved.itertuples()} == points
 
 
-def test_several_points_at_one_x_are_dots_and_in_the_legend_what_ends_highest_is_first():
+def test_several_points_at_one_x_are_dots_and_the_legend_is_in_natural_order():
     for frame, style in ((FRAME, "-"), (pd.concat([FRAME, FRAME.assign(seconds=1.0)]), "None")):
         assert {line.get_linestyle() for line in draw(frame).figure.axes[0].get_lines()} == {style}
     assert texts(draw().figure.legends[0].get_texts()) == ["torch", "ring"]
 
 
 def test_a_panel_has_few_lines_and_many_panels_take_several_rows():
-    many = pd.concat(
-        [FRAME.iloc[:2].assign(algorithm=f"algorithm {number}") for number in range(8)]
-    )
-    axes = draw(many, panel="world_size").figure.axes
-    assert [sum(len(line.get_xdata()) > 1 for line in axis.get_lines()) for axis in axes] == [4, 4]
+    for lines, expected in ((8, [8]), (12, [6, 6])):
+        many = pd.concat([FRAME.iloc[:2].assign(algorithm=f"no. {one}") for one in range(lines)])
+        axes = draw(many, panel="world_size").figure.axes
+        assert [
+            sum(len(line.get_xdata()) > 1 for line in axis.get_lines()) for axis in axes
+        ] == expected
     panels = pd.concat([FRAME.assign(panel=f"panel {index}") for index in range(5)])
     for count, shape in ((1, (1, 1)), (3, (1, 3)), (4, (2, 2)), (5, (2, 3))):
         axes = draw(panels[panels["panel"] < f"panel {count}"], panel="panel").figure.axes
@@ -240,3 +242,43 @@ def test_names_on_the_x_axis_stand_in_the_order_of_their_rows(kind, hue):
         )
         assert [(round(x), y) for x, y in points] == [(0, 2e-4), (1, 1e-4)]
         assert (points[0][0] == 0) == (hue == "algorithm")
+
+
+def look(plot, name):
+    """Color and marker of a name in the legend."""
+    (legend,) = plot.figure.legends
+    place = texts(legend.get_texts()).index(name)
+    handle = legend.legend_handles[place]
+    return handle.get_color(), handle.get_marker()
+
+
+def test_a_name_has_one_color_and_marker_on_all_pages_and_a_readers_own_recolors_none():
+    mine = pd.concat([FRAME.iloc[:2].assign(algorithm=name) for name in ("a_ring", "mine")])
+    with_mine = draw(pd.concat([mine, FRAME]))
+    assert texts(with_mine.figure.legends[0].get_texts()) == ["torch", "ring", "a ring", "mine"]
+    for name in ("torch", "ring"):
+        assert look(with_mine, name) == look(draw(), name)
+    assert look(draw(FRAME.assign(algorithm=["torch", "torch", "shared", "shared"])), "torch") == (
+        look(draw(), "torch")
+    )
+    assert len({look(with_mine, name) for name in ("torch", "ring", "a ring", "mine")}) == 4
+
+
+def test_a_name_of_two_groups_has_the_same_place_in_both():
+    places = {name: set() for group in GROUPS for name in group}
+    for group in GROUPS:
+        assert len(group) <= len(PALETTE)
+        for place, name in enumerate(group):
+            places[name].add(place)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_bars_stand_in_natural_order():
+    axis = Bars(x="phase", y="seconds", hue="model").plot(STEPS.iloc[::-1]).figure.axes[0]
+    assert texts(axis.get_xticklabels()) == ["forward", "backward"]
+    assert texts(axis.figure.legends[0].get_texts()) == ["nano", "mini"]
+
+
+def test_lines_over_a_single_number_are_dots_over_names():
+    axis = draw(FRAME[FRAME["n_bytes"] == 1024]).figure.axes[0]
+    assert texts(axis.get_xticklabels()) == ["torch", "ring"]

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure as Canvas
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.figure import Figure, Mark, Plot, mark_text
+from labkit.lab.figures.names import in_order
 from labkit.lab.units import column, format_value
 
 GROUP_WIDTH = 0.76  # of the distance between two categories
@@ -47,7 +48,7 @@ class Bars(Figure):
         for axis, (title, rows), places in zip(axes, panels, n_places, strict=True):
             marks += self._draw_panel(axis, rows, colors)
             style.finish_axes(axis, title, x=column(self.x).axis, y=style.value_title(self.value))
-            names = [style.name_text(name) for name in dict.fromkeys(rows[self.x])]
+            names = [style.name_text(name) for name in in_order(rows[self.x])]
             style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
         style.format_axis(axes[0].yaxis, self.value)
         entries = style.patches(colors)
@@ -57,7 +58,7 @@ class Bars(Figure):
         return Plot(figure, data, marks)
 
     def _draw_panel(self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str]) -> list[Mark]:
-        places = list(dict.fromkeys(rows[self.x]))
+        places = in_order(rows[self.x])
         # no room for bars of other panels
         hues = [name for name in colors if (rows[self.color] == name).any()]
         n_bars = 1 if self.stacked or self.color == self.x else len(hues)
@@ -101,8 +102,8 @@ class Areas(Figure):
     def draw_rows(self, data: pd.DataFrame) -> Plot:
         panels = style.split_panels(data, self.panel)
         figure, axes = style.panel_grid(len(panels))
-        colors = style.colors([*self.order, *data[self.color]])
-        layers = [name for name in colors if (data[self.color] == name).any()]
+        colors = style.colors(data[self.color])
+        layers = [name for name in self.order if name in colors] or list(colors)
         for axis, (title, rows) in zip(axes, panels, strict=True):
             table = rows.pivot_table(
                 index=self.x, columns=self.color, values=self.value, aggfunc="sum", fill_value=0.0

@@ -2,7 +2,7 @@
 lines."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -14,9 +14,10 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
 from labkit.lab.figures.figure import Figure, Mark, Plot
+from labkit.lab.figures.names import in_order
 from labkit.lab.units import column
 
-MAX_LINES = 6  # in a panel; more cannot be told apart
+MAX_LINES = len(style.PALETTE)  # in a panel; more cannot be told apart
 MANY_POINTS = 100  # of a line; more are drawn small
 SPREAD = 0.5  # of the distance between two names on the x axis: room for the dots of one
 FEW_PLACES = 4  # on the x axis: each gets a tick
@@ -26,9 +27,10 @@ AT = "at"  # column of places on the x axis
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Figure):
-    """One line per `hue`, one panel per `panel`; a panel with more than six lines becomes several.
+    """One line per `hue`, one panel per `panel`; with more lines than colors, several.
 
-    An `x` of names gets dots instead of lines, and so do several points at one `x`.
+    An `x` of names gets dots instead of lines, and so do several points at one `x`. If all points
+    have the same number as `x`, names of `hue` stand there.
     """
 
     log: str = "xy"
@@ -41,8 +43,10 @@ class Lines(Figure):
             )
 
     def draw_rows(self, data: pd.DataFrame) -> Plot:
-        names = None if _has_numbers(data[self.x]) else list(dict.fromkeys(data[self.x]))
-        hues = sorted(set(data[self.color]))
+        if self.color not in (self.x, style.ALL) and _has_one_number(data[self.x]):
+            return replace(self, x=self.color).draw_rows(data)
+        names = None if _has_numbers(data[self.x]) else in_order(data[self.x])
+        hues = in_order(data[self.color])
         at = data[self.x]
         if names:  # dots of several colors stand side by side
             step = 0.0 if self.color == self.x else SPREAD / len(hues)
@@ -50,8 +54,9 @@ class Lines(Figure):
                 data[self.color].map(hues.index) - (len(hues) - 1) / 2
             )
         rows = data.assign(**{AT: at})
-        data = rows.sort_values([AT, self.color], kind="stable")
-        colors, markers = style.colors(hues), style.colors(hues, style.MARKERS)
+        data = rows.sort_values(AT, kind="stable")
+        colors = style.colors(hues)
+        markers = style.markers(hues)
         panels = list(self._panels(rows))
         figure, axes = style.panel_grid(len(panels))
         marks: list[Mark] = []
@@ -75,15 +80,11 @@ class Lines(Figure):
     def _panels(self, data: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]]:
         """Yield title and rows of each panel, in several parts if they are too many lines."""
         for title, rows in style.split_panels(data, self.panel):
-            names = sorted(set(rows[self.color]))
+            names = in_order(rows[self.color])
             size = -(-len(names) // -(-len(names) // MAX_LINES))
             for start in range(0, len(names), size):
-                yield (
-                    title,
-                    rows[rows[self.color].isin(names[start : start + size])].sort_values(
-                        [AT, self.color]
-                    ),
-                )
+                part = rows[rows[self.color].isin(names[start : start + size])]
+                yield title, part.sort_values(AT, kind="stable")
 
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
@@ -120,21 +121,20 @@ class Lines(Figure):
     def _handles(
         self, data: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
     ) -> dict[str, Line2D]:
-        """Return legend entries in the order of the lines' ends, from the top down."""
-        ends = (
-            data.groupby(self.color, sort=False)[self.value]
-            .last()
-            .sort_values(ascending=False, kind="stable")
-        )
-        line: dict[str, Any] = {
+        """Return legend entries."""
+        look: dict[str, Any] = {
             "linestyle": "-" if self._has_lines(data) else "none",
             "markersize": 5,
         }
         return {
-            str(name): Line2D([], [], color=colors[name], marker=markers[name], **line)
-            for name in ends.index
+            str(name): Line2D([], [], color=colors[name], marker=markers[name], **look)
+            for name in colors
         }
 
 
 def _has_numbers(values: pd.Series) -> bool:
     return is_numeric_dtype(values) and not is_bool_dtype(values)
+
+
+def _has_one_number(values: pd.Series) -> bool:
+    return _has_numbers(values) and values.nunique() == 1

@@ -3,7 +3,6 @@ color-blind readers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from textwrap import wrap
 from typing import Any
 
@@ -20,8 +19,8 @@ from matplotlib.ticker import (
     NullFormatter,
 )
 from matplotlib.ticker import NullLocator as NoTicks
-from pandas.api.types import is_numeric_dtype
 
+from labkit.lab.figures.names import in_order, looks
 from labkit.lab.units import better, column, label
 
 PALETTE = (
@@ -63,9 +62,14 @@ MAX_TICKS = 10  # of a logarithmic axis: fewer do not show its scale, more have 
 MIN_SPAN = 0.04  # of an axis, relative to its values: three digits tell its ticks apart
 
 
-def colors(values: Iterable[Any], looks: Sequence[str] = PALETTE) -> dict[Any, str]:
-    """Assign a color, or another look, to each distinct value, in order."""
-    return dict(zip(dict.fromkeys(values), cycle(looks), strict=False))
+def colors(values: Iterable[Any]) -> dict[Any, str]:
+    """Return the color of each distinct value, in natural order (`figures.names`)."""
+    return looks(values, PALETTE)
+
+
+def markers(values: Iterable[Any]) -> dict[Any, str]:
+    """Return the marker of each distinct value, in natural order (`figures.names`)."""
+    return looks(values, MARKERS)
 
 
 def patches(colors: Mapping[Any, str]) -> dict[str, Patch]:
@@ -150,14 +154,10 @@ def place_names(axis: Axes, names: Sequence[str], inches: float) -> None:
 
 
 def split_panels(data: pd.DataFrame, panel: str | None) -> list[tuple[str | None, pd.DataFrame]]:
-    """Title and rows of each panel: numbers ascending, names in the order of the rows; (None, data)
-    for one panel."""
+    """Return title and rows of each panel, in natural order; (None, data) for one panel."""
     if panel is None:
         return [(None, data)]
-    return [
-        (label(panel, value), rows)
-        for value, rows in data.groupby(panel, sort=is_numeric_dtype(data[panel]))
-    ]
+    return [(label(panel, value), data[data[panel] == value]) for value in in_order(data[panel])]
 
 
 def add_legend(figure: Figure, hue: str, handles: Mapping[str, Any]) -> None:
