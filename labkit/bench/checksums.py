@@ -35,13 +35,37 @@ def first_wrong(reduce: Callable[[Tensor], object], tensor: Tensor) -> str | Non
     ranks = dist.get_world_size()
     fill_part(tensor, dist.get_rank(), ranks)
     reduce(tensor)
-    if (failure := first_failing_rank(first_deviation(tensor, ranks))) is None:
+    element, expected, got = first_deviation(tensor, ranks)
+    other, times = _miscounted_part(tensor, ranks) if element >= 0 else (-1, 0)
+    failure = first_failing_rank((element, expected, got, other, times))
+    if failure is None:
         return None
-    rank, (element, expected, got) = failure
+    rank, report = failure
+    why = ""
+    if report[3] >= 0:
+        kind = "is missing" if report[4] < 0 else "is there twice"
+        why = f": rank {report[3]:.0f}'s input {kind}"
     return (
-        f"rank {rank}, element {element:.0f}: expected {expected:g}, got {got:g} (sum of"
-        " whole numbers)"
+        f"rank {rank}, element {report[0]:.0f}: expected {report[1]:g}, got"
+        f" {report[2]:g}{why} (sum of whole numbers)"
     )
+
+
+def _miscounted_part(tensor: Tensor, ranks: int) -> tuple[int, int]:
+    """Return the rank whose part explains every wrong element, and -1 if it is missing, 1 if it is
+    there twice; (-1, 0) if no single rank's does."""
+    got = tensor.view(-1).double().cpu()
+    repeats = len(got) // PERIOD + 1
+    parts = [
+        _part(rank, ranks, tensor.dtype, 0).repeat(repeats)[: len(got)] for rank in range(ranks)
+    ]
+    excess = got - torch.stack(parts).sum(0)
+    wrong = excess != 0
+    for rank, part in enumerate(parts):
+        for times in (-1, 1):
+            if torch.equal(excess[wrong], times * part[wrong]):
+                return rank, times
+    return -1, 0
 
 
 def first_deviation(

@@ -1,4 +1,4 @@
-"""Zips without personal data: the bundle of a bug report, and a student's hand-in."""
+"""Zips without personal data: the bundle of a bug report, and what `hand_in` writes."""
 
 import getpass
 import io
@@ -6,29 +6,39 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from labkit.check.checking import CheckResult
 from labkit.lab.commands.doctor import machine_rows
-from labkit.lab.config import ParameterError
-from labkit.lab.project import project_root, runs_directory, write_file
+from labkit.lab.project import PACKAGE, project_root, runs_directory, write_file
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS
 
-CARD = "hand-in.json"
 MAX_BYTES = 50 * 2**20
-"""Of a file in a hand-in, and of a run in a bundle."""
-NAME = re.compile(r"\w[\w .'-]{0,63}")
+"""Of a run in a bundle."""
+CARD = "hand-in.json"
+"""The only file that keeps names."""
 FOLDERS = re.compile(r"(?:(?<=\\[nrt])|(?<![\w/<>.~+-]))(?<!:/)/(?:[\w.@+-]+/)+(?=[\w.@+-])")
 """Folders of an absolute path, in text, JSON or HTML. The file's name stays, and so do pictures in
 base64."""
 HOST = re.compile(r'"host": ?"([^"]+)"')
 COMMON_NAMES = ("root", "user", "ubuntu", "admin")
-"""User names that identify nobody, and are words of other texts."""
+"""User names that identify nobody."""
+
+
+@cache
+def _labkit_words() -> frozenset[str]:
+    """Words of labkit's source. Runs are made of them: a host called `cuda` or a user called `max`
+    must not change what a run says."""
+    words = set[str]()
+    for path in PACKAGE.rglob("*.py"):
+        words.update(re.findall(r"[A-Za-z0-9]+", path.read_text(encoding="utf-8").lower()))
+    return frozenset(words)
 
 
 def scrub(text: str) -> str:
@@ -49,14 +59,23 @@ def scrub(text: str) -> str:
         # a container's user may have no name, or no folder
         with suppress(KeyError, OSError, RuntimeError):
             words |= dict.fromkeys((user_name(), json.dumps(user_name())[1:-1]), "user")
+    text = HOST.sub('"host": "host"', text)
     for name, word in words.items():
-        # keys of JSON stay, but for hosts with their ranks
         if len(name) > 1 and name not in COMMON_NAMES:
-            text = re.sub(rf'(?<![^\W_]){re.escape(name)}(?![^\W_])(?!":\s?[^\s\[])', word, text)
+            text = _replace_name(text, name, word)
     return text
 
 
-def _write_zip(path: Path, files: Mapping[str, str]) -> None:
+def _replace_name(text: str, name: str, word: str) -> str:
+    """Replace a name where it stands alone; one that is a word of runs, only beside an `@`."""
+    pattern = rf"(?<![^\W_]){re.escape(name)}(?![^\W_])"
+    if name.lower() in _labkit_words():
+        return re.sub(rf"{pattern}(?=@)|(?<=@){pattern}", word, text)
+    # keys of JSON stay, but for hosts with their ranks
+    return re.sub(rf'{pattern}(?!":\s?[^\s\[])', word, text)
+
+
+def write_zip(path: Path, files: Mapping[str, str]) -> None:
     """Write the zip, whole or not at all; nothing but the card keeps names and folders."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -101,41 +120,4 @@ def write_bundle(path: Path, result: CheckResult, document: Mapping[str, Any]) -
                 ]
             except RunFileError as error:
                 failures.append(f"{lab}: {error}\n")
-    _write_zip(path, files | {"failures.txt": "\n\n".join(failures)})
-
-
-def write_hand_in(
-    name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()
-) -> Path:
-    """Write `hand-in-<name>.zip` with the newest run and page of each measured lab; return its
-    path.
-
-    Raises ParameterError for an unusable name, a missing notebook, and if no lab was measured.
-    """
-    if not NAME.fullmatch(name):
-        raise ParameterError(
-            f"expected a name of letters, digits, blanks and .-'_, at most 64, got {name!r:.80}"
-        )
-    for notebook in notebooks:
-        if not notebook.is_file():
-            raise ParameterError(f"{notebook}: no such notebook")
-    runs = {lab: run for lab in labs if (run := _newest_run(lab)) is not None}
-    if not runs:
-        raise ParameterError(
-            f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}"
-        )
-    files = {
-        CARD: json.dumps(
-            {"name": name, "labs": list(runs), "labkit": str(describe_machine().source)}
-        )
-    }
-    files |= {
-        f"notebooks/{notebook.name}": notebook.read_text(encoding="utf-8") for notebook in notebooks
-    }
-    for lab, run in runs.items():
-        files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
-        if (page := project_root() / "reports" / f"{lab}.html").is_file():
-            files[f"{lab}/{lab}.html"] = page.read_text(encoding="utf-8")
-    path = folder / f"hand-in-{name.replace(' ', '-')}.zip"
-    _write_zip(path, files)
-    return path
+    write_zip(path, files | {"failures.txt": "\n\n".join(failures)})

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from dataclasses import asdict
 from itertools import groupby
@@ -30,17 +29,7 @@ if TYPE_CHECKING:
     from labkit.check.comparison import Change
     from labkit.machine.description import Machine
 
-CODE_BLOCK = re.compile(r"```python\n.*?```\n*", re.DOTALL)
-SOLUTION = re.compile(r"<details><summary>(.*?)</summary>.*?</details>", re.DOTALL)
-YOUR_ANSWER = "*Your answer, with the numbers it rests on:*"
 NUMBERS = ("low", "high", "seconds", "shared", "smallest_change")
-MINE = """def mine(*arguments):
-    raise NotImplementedError("write your own here")
-
-
-# right, wrong (and where), fails or hangs, within seconds
-lab.check(mine)
-"""
 
 
 def check(
@@ -229,6 +218,7 @@ def notebook(
     """Copy a lab's notebook to work in; reports still run the project's notebook."""
     import nbformat
 
+    from labkit.check.student import student_notebook
     from labkit.lab.project import notebook_path
     from labkit.studies import load_lab
 
@@ -238,36 +228,10 @@ def notebook(
         raise ParameterError(f"{path}: exists already; --output names another file")
     content = nbformat.read(notebook_path(lab), as_version=4)
     if student:
-        content = student_notebook(content, takes_mine=declaration.plugin_parameter is not None)
+        content = student_notebook(content, declaration)
     check_writable(path.parent)
     write_file(path, nbformat.writes(content) + "\n")
     out.print(path_from_here(path))
-
-
-def student_notebook(notebook: Any, *, takes_mine: bool) -> Any:
-    """Return a notebook without implementations, answers and solutions, which the student writes.
-
-    `takes_mine`: put a function to write in place of the first implementation.
-    """
-    from nbformat.v4 import new_code_cell, new_markdown_cell
-    from nbformat.validator import normalize
-
-    cells: list[Any] = []
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            cell.source = SOLUTION.sub(rf"**\1**\n\n{YOUR_ANSWER}", CODE_BLOCK.sub("", cell.source))
-            cells.append(cell)
-        elif re.search(r"^lab\.source\(", cell.source, re.MULTILINE):
-            cells += [new_code_cell(MINE)] if takes_mine else []
-            takes_mine = False
-        elif re.search(r"^lab\.answer\(", cell.source, re.MULTILINE):
-            figure = new_code_cell("frame = lab.run.frame()  # your figure and numbers")
-            cells += [figure, new_markdown_cell(YOUR_ANSWER)]
-        else:
-            cell.outputs = []
-            cells.append(cell)
-    notebook.cells = cells
-    return normalize(notebook)[1]
 
 
 def hand_in(
@@ -280,8 +244,8 @@ def hand_in(
         typer.Option("--notebook", metavar="FILE", help="Your notebook; may be repeated."),
     ] = None,
 ) -> None:
-    """Bundle the newest run of each lab, its page, and your notebooks as hand-in-NAME.zip."""
-    from labkit.check.archives import write_hand_in
+    """Bundle the newest run of each lab, the last `lab.check`, pages and notebooks as a zip."""
+    from labkit.check.hand_in import write_hand_in
     from labkit.studies import LABS, load_lab
 
     path = write_hand_in(

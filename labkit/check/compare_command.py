@@ -25,16 +25,21 @@ def compare(
 
     A folder of hand-ins (`labkit hand-in`) becomes the page of a class.
     """
-    from labkit.check.class_page import holds_hand_ins, write_class_page
+    from labkit.check.class_folder import holds_hand_ins
+    from labkit.check.class_page import write_class_page
     from labkit.lab.commands.console import comparison_numbers
-    from labkit.lab.compare import compare_runs, load_runs, write_comparison
+    from labkit.lab.compare import compare_runs, write_comparison
+    from labkit.lab.runs.copies import load_runs
     from labkit.studies import load_lab
 
     page = output or project.project_root() / "reports" / "compare.html"
     project.check_page(page)
+    status = 0
     if len(runs) == 1 and holds_hand_ins(runs[0]):
-        lines = write_class_page(Path(runs[0]), page)
-        document: dict[str, Any] = {"students": lines}
+        result = write_class_page(Path(runs[0]), page)
+        lines = result.lines()
+        document: dict[str, Any] = result.describe()
+        status = result.status
     else:
         different, left_out = load_runs(runs)
         for name, reason in left_out.items():
@@ -46,3 +51,4 @@ def compare(
         (err if as_json else out).print(line)
     if as_json:
         print_json("compare", page=str(page), **document)
+    raise typer.Exit(status)

@@ -1,18 +1,15 @@
 """Correctness of the labs' implementations, on every device and transport of this machine."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from labkit.lab.declaration import Lab
-from labkit.lab.point import Point
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.user_checks import Correctness, verdicts
-from labkit.machine.description import Machine, describe_machine
+from labkit.machine.description import describe_machine
 from labkit.studies import load_lab
 
 # Compiled naive attention is torch's, and slow to compile.
@@ -51,9 +48,4 @@ def _configured_labs(device: str) -> Iterator[tuple[Lab, Any]]:
             continue
         wanted = {**ONCE, **parameters, "device": device}
         values = {key: value for key, value in wanted.items() if key in names}
-        reduced = replace(lab, points=partial(_checked_points, lab))
-        yield reduced, lab.configure("smoke", values)
-
-
-def _checked_points(lab: Lab, config: Any, machine: Machine) -> Iterator[Point]:
-    return filter(lab.is_checked, lab.points(config, machine))
+        yield lab.only_checks(), lab.configure("smoke", values)

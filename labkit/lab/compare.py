@@ -7,8 +7,7 @@ machine varies from run to run.
 
 import base64
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,8 +21,8 @@ from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
-from labkit.lab.project import kind_of_path, recorded_directory, runs_directory, write_file
-from labkit.lab.runs.store import Run, RunFileError, find_run
+from labkit.lab.project import write_file
+from labkit.lab.runs.store import Run
 from labkit.lab.units import labels
 
 REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "timeout_s"}
@@ -78,72 +77,6 @@ class Pair:
             f"the runs of {self.lab.name} share no point:"
             f" {', '.join(differences) or 'none was planned by both'}"
         )
-
-
-def load_runs(names: Iterable[str]) -> tuple[list[Run], dict[str, str]]:
-    """Load runs by path or name, or all below a folder; also return files left out, with the
-    reason.
-
-    Damaged files and copies are left out. ParameterError for a name without a run, a folder without
-    runs, and fewer than two runs.
-    """
-    paths: dict[Path, None] = {}
-    excluded: dict[str, str] = {}
-    for name in names:
-        if kind_of_path(name) == "folder":
-            below = sorted(
-                Path(at, file)
-                for at, _, files in os.walk(name)
-                for file in files
-                if file.endswith(".jsonl")
-            )
-            if not below:
-                raise ParameterError(
-                    f"expected a folder with runs (*.jsonl), got {name}: it holds no run"
-                )
-            paths |= dict.fromkeys(below)
-        else:
-            folders = [
-                folder
-                for parent in (recorded_directory(), runs_directory())
-                for folder in parent.glob("*/")
-            ]
-            paths[find_run(folders, name)] = None
-    runs = []
-    for path in paths:
-        try:
-            runs.append(Run.load(path))
-        except RunFileError as error:
-            excluded[str(path)] = str(error).removeprefix(str(path)).lstrip(":, ")
-    runs, copies = without_copies(runs)
-    excluded |= copies
-    if len(runs) < 2:
-        reasons = "".join(f"; {name}: {reason}" for name, reason in excluded.items())
-        raise RunFileError(f"expected at least two different runs, got {len(runs)}{reasons}")
-    return runs, excluded
-
-
-def without_copies(runs: Sequence[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the different runs, and the copies by path: a run with the start, machine and plan of
-    another.
-
-    Of a run and a copy made before it was resumed, the one with more ended points stays.
-    """
-    by_content: dict[Any, Run] = {}
-    copies: dict[str, str] = {}
-    for run in sorted(runs, key=lambda run: len(run.pending)):
-        header = run.header
-        content = (
-            header.lab,
-            header.started,
-            tuple(header.machine.identity),
-            tuple(header.planned),
-        )
-        whole = by_content.setdefault(content, run)
-        if whole.path.resolve() != run.path.resolve():
-            kind = "a partial copy" if len(run.pending) > len(whole.pending) else "a copy"
-            copies[str(run.path)] = f"{kind} of {whole.path}"
-    return [run for run in runs if run in by_content.values()], copies
 
 
 def compare_runs(runs: Sequence[Run], load_lab: Callable[[str], Lab]) -> list[Pair]:

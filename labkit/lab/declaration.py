@@ -24,6 +24,7 @@ from labkit.lab.config import (
 from labkit.lab.facts import Answer
 from labkit.lab.metric import Results
 from labkit.lab.point import Point
+from labkit.lab.task import Task
 from labkit.machine.description import Machine, describe_machine
 
 Say = Callable[[str], None]
@@ -73,6 +74,8 @@ class Lab:
     """
     plugin_parameter: str | None = None
     """Parameter that names the alternatives, if a user may add to them."""
+    task: Task | None = None
+    """What a class writes in the place of an alternative."""
     register: Register = lambda name, alternative: {}
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
@@ -119,6 +122,14 @@ class Lab:
     def plan(self, config: LabConfig, machine: Machine) -> list[Point]:
         """Return points in order; a point that is planned twice is measured once."""
         return list({point.id: point for point in self.points(config, machine)}.values())
+
+    def only_checks(self) -> "Lab":
+        """Return this lab with nothing but the points that check results."""
+
+        def points(config: Any, machine: Machine) -> Iterable[Point]:
+            return filter(self.is_checked, self.points(config, machine))
+
+        return replace(self, points=points)
 
     def answers(self, results: Results) -> dict[str, Answer]:
         """Answer each question from a run's results, by its id."""

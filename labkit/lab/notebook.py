@@ -13,6 +13,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 from rich.console import Console
 
+from labkit.lab import wording
 from labkit.lab.answers import Check, Compare
 from labkit.lab.config import LabConfig, ParameterError, resolve_config
 from labkit.lab.declaration import Lab
@@ -35,9 +36,11 @@ from labkit.lab.user_checks import (
     AlternativeCheck,
     check_alternative,
     check_guesses,
+    save_check,
     with_guesses,
 )
-from labkit.lab.user_plugins import NO_PLUGINS, Plugins, check_plugins
+from labkit.lab.user_plugins import check_plugins
+from labkit.lab.user_worker import NO_PLUGINS, Plugins
 from labkit.lab.wording import describe_note
 from labkit.machine.description import Machine, describe_machine
 
@@ -159,10 +162,12 @@ class OpenLab:
     def check(self, alternative: Callable[..., Any]) -> AlternativeCheck:
         """Check one alternative of yours within seconds: right, wrong (and where), fails, or hangs.
 
-        Nothing is timed or kept. `.status` is an exit status for a grader. ParameterError as
-        `measure`.
+        `.status` is an exit status for a grader. The verdict is kept for `labkit hand-in`.
+        ParameterError as `measure`.
         """
-        return check_alternative(self.study, alternative)
+        result = check_alternative(self.study, alternative)
+        save_check(self.study, alternative, result)
+        return result
 
     def resume(self) -> pd.DataFrame:
         """Measure the rest of an interrupted `measure()` with the same alternatives. ParameterError
@@ -201,6 +206,22 @@ class OpenLab:
         if self._guess and isinstance(question, Check):
             answer = with_guesses(question, answer, self._guess)
         display(cards.answer(question, answer, figures))
+
+    def guesses(self, question_id: str) -> None:
+        """Show your guesses next to predictions and measurements, without the answer. ValueError
+        for a question that predicts nothing."""
+        question = self.study.question(question_id)
+        if not isinstance(question, Check):
+            raise ParameterError(
+                f"{question_id} predicts nothing: expected a question on predictions"
+            )
+        answer = self.answers()[question_id]
+        if self._guess:
+            answer = with_guesses(question, answer, self._guess)
+        if answer.table is None:
+            display(cards.note(wording.headline(answer)))
+        else:
+            display(cards.table(answer.table, "Guesses, predictions and measurements"))
 
     def answers(self) -> dict[str, Answer]:
         """Answers to all questions by id."""

@@ -1,8 +1,13 @@
 """Correctness of alternatives: the verdicts of a run, a check of a reader's alternative, and
 guesses of the results."""
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -14,10 +19,13 @@ from labkit.lab.answers import Check
 from labkit.lab.config import ParameterError, nearest
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import BAD, Answer, Status
+from labkit.lab.project import project_root, write_file
 from labkit.lab.runs.measure import measure
 from labkit.lab.runs.store import Run
+from labkit.lab.task import Task
 from labkit.lab.units import format_factor, labels
-from labkit.lab.user_plugins import Plugins
+from labkit.lab.user_calls import Calls, describe_calls, last_calls, read_calls
+from labkit.lab.user_worker import Plugins
 
 EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
@@ -29,8 +37,8 @@ RANKS = (2, 3, 4)
 SHORTEST = {"repeats": 1, "warmup": 0, "sessions": 1, "timeout_s": DEADLINE_S}
 UNEVEN_BYTES = 4088  # 1,022 elements of float32, which neither three nor four ranks divide evenly
 
-Verdict = Literal["right", "wrong", "fails", "hangs"]
-STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3}
+Verdict = Literal["right", "wrong", "fails", "hangs", "not allowed"]
+STATUS: dict[Verdict, int] = {"right": 0, "wrong": 1, "fails": 2, "hangs": 3, "not allowed": 4}
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,11 @@ class AlternativeCheck:
 
     verdict: Verdict
     details: str = ""
-    """Where it is wrong, what it raises, or on how many ranks it hangs."""
+    """Where it is wrong, what it raises, which rank waits, or what it called."""
 
     @property
     def status(self) -> int:
-        """Exit status for a grader: 0 right, 1 wrong, 2 fails, 3 hangs."""
+        """Exit status for a grader: 0 right, 1 wrong, 2 fails, 3 hangs, 4 not allowed."""
         return STATUS[self.verdict]
 
     def __bool__(self) -> bool:
@@ -124,37 +132,86 @@ def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeC
     value that is no function.
     """
     names = lab.config.model_fields
+    result = AlternativeCheck("right")
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
-        result = _check(
-            lab, alternative, {name: value for name, value in wanted.items() if name in names}
-        )
+        settings = {name: value for name, value in wanted.items() if name in names}
+        result = _check(lab, alternative, settings)
+        if ranks > 1 and result.details:
+            result = replace(result, details=f"{result.details}, on {ranks} ranks")
         if not result:
-            where = f", on {ranks} ranks" if ranks > 1 else ""
-            return replace(result, details=f"{result.details}{where}")
-    return AlternativeCheck("right")
+            break
+    return result
 
 
 def _check(
     lab: Lab, alternative: Callable[..., Any], settings: Mapping[str, Any]
 ) -> AlternativeCheck:
     config = lab.configure("smoke", settings)
-    with TemporaryDirectory(prefix="labkit-check-") as folder:
-        plugins = Plugins({NAME: alternative})
+    noted = lab.task.noted if lab.task else ()
+    with (
+        TemporaryDirectory(prefix="labkit-check-") as folder,
+        TemporaryDirectory(prefix="labkit-calls-") as notes,
+    ):
         run = measure(
-            lab, config, profile="smoke", plugins=plugins, only_plugins=True, directory=Path(folder)
+            lab.only_checks(),
+            config,
+            profile="smoke",
+            plugins=Plugins({NAME: alternative}, noted=noted, notes=Path(notes)),
+            only_plugins=True,
+            directory=Path(folder),
         )
+        waiting = last_calls(Path(notes))
     results = [one for one in verdicts(lab, run) if one.name in (NAME, EVERY)]
     bad = [one for one in results if one.is_bad]
     right = [one for one in results if one.status in ("ok", "too_slow")]
-    if right and not bad:
-        slow = next((one for one in right if one.status == "too_slow"), None)
-        return AlternativeCheck("right", f"too slow to time ({slow.reason})" if slow else "")
-    if not results:
+    if bad or not right:
+        return _describe_failure((bad or results)[:1], waiting)
+    calls = read_calls(run.frame())
+    if lab.task and (reason := not_allowed_reason(lab.task, calls)):
+        return AlternativeCheck("not allowed", reason)
+    slow = [f"too slow to time ({one.reason})" for one in right if one.status == "too_slow"]
+    return AlternativeCheck("right", "; ".join([*slow[:1], *describe_calls(calls)]))
+
+
+def _describe_failure(first: Sequence[Correctness], waiting: Sequence[str]) -> AlternativeCheck:
+    if not first:
         return AlternativeCheck("fails", "it was not measured")
     kinds: dict[str, Verdict] = {"wrong": "wrong", "timeout": "hangs"}
-    first = (bad or results)[0]
-    return AlternativeCheck(kinds.get(first.status, "fails"), str(first.reason))
+    kind = kinds.get(first[0].status, "fails")
+    waits = waiting if kind == "hangs" else ()
+    return AlternativeCheck(kind, "; ".join([str(first[0].reason), *waits]))
+
+
+def check_file(lab: str) -> Path:
+    """Return the file of the last `lab.check`, which a student hands in."""
+    return project_root() / "data" / "checks" / f"{lab}.json"
+
+
+def save_check(lab: Lab, alternative: Callable[..., Any], result: AlternativeCheck) -> None:
+    """Keep the verdict on an alternative with its code, if that can be read."""
+    code = ""
+    with suppress(OSError, TypeError):  # built in, or typed where nothing keeps it
+        code = inspect.getsource(alternative)
+    checked = f"{datetime.now(UTC):%FT%TZ}"
+    record = {"verdict": result.verdict, "details": result.details, "code": code}
+    write_file(check_file(lab.name), json.dumps(record | {"checked": checked}))
+
+
+def not_allowed_reason(task: Task, calls: Sequence[Calls]) -> str | None:
+    """Return how an alternative breaks the rules of a task, or None."""
+    made = Counter[str]()
+    for one in calls:
+        made.update(one.calls)
+    allowed = ", ".join(task.allowed) or "no communication"
+    if other := [kind for kind in made if kind not in task.allowed]:
+        return f"it calls {', '.join(other)}; this task allows {allowed}"
+    most = max((one.most_per_pass for one in calls), default=0)
+    if task.at_most is not None and most > task.at_most:
+        return f"it calls {most} collectives per pass; this task allows {task.at_most}"
+    if task.allowed and not made:
+        return "its code sends nothing: something else does the work"
+    return None
 
 
 def check_guesses(guesses: object) -> dict[str, float]:

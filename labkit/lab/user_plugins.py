@@ -1,9 +1,7 @@
 """A user's alternatives and models, measured with those of a lab: checked, sent to the ranks,
 interleaved."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,36 +10,10 @@ from torch import nn
 from labkit.costs.transformer import SIZES, TransformerShape
 from labkit.lab.answers import Compare
 from labkit.lab.config import LabConfig, ParameterError
-from labkit.lab.declaration import Lab, Register
-from labkit.lab.point import MODEL_FIELDS
-from labkit.lab.user_models import EXPECTED, describe_model, errors_with_line, registered_models
+from labkit.lab.declaration import Lab
+from labkit.lab.user_models import EXPECTED
+from labkit.lab.user_worker import Plugins, run_counted, run_with_plugins
 from labkit.nn.training import RESNET50
-
-
-@dataclass(frozen=True)
-class Plugins:
-    """A user's alternatives for the lab's `register`, and models (`lab.user_models`), by name."""
-
-    alternatives: Mapping[str, Any] = field(default_factory=dict)
-    models: Mapping[str, Any] = field(default_factory=dict)
-
-
-NO_PLUGINS = Plugins()
-
-
-@contextmanager
-def registered(register: Register, plugins: Plugins) -> Iterator[None]:
-    """Register plugins in this process within the block. ParameterError for a name that is
-    taken."""
-    with ExitStack() as added:
-        for name, alternative in plugins.alternatives.items():
-            try:
-                table = register(name, alternative)
-            except ValueError as error:
-                raise ParameterError(f"{name!r}: {error}") from None
-            added.callback(table.pop, name, None)
-        added.enter_context(registered_models(plugins.models))
-        yield
 
 
 def check_plugins(study: Lab, plugins: Plugins) -> None:
@@ -108,18 +80,7 @@ def with_plugin_names(
 
 def worker_with_plugins(study: Lab, plugins: Plugins) -> Callable[..., Any]:
     """Wrap the lab's worker so that it registers the plugins in the rank first."""
-    if plugins.alternatives or plugins.models:
-        return partial(_work, study.register, plugins, study.worker)
-    return study.worker
-
-
-def _work(
-    register: Register, plugins: Plugins, worker: Callable[..., Any], point: Any, **options: Any
-) -> Iterator[Mapping[str, Any]]:
-    with registered(register, plugins):
-        names = [getattr(point, field, None) for field in MODEL_FIELDS]
-        model = next((name for name in names if name in plugins.models), None)
-        columns = describe_model(model) if model else {}
-        with errors_with_line(model):
-            for row in worker(point, **options) or ():
-                yield columns | row
+    if not (plugins.alternatives or plugins.models):
+        return study.worker
+    work = run_with_plugins if plugins.noted is None else run_counted
+    return partial(work, study.register, plugins, study.worker)

@@ -12,6 +12,7 @@ counted.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -34,13 +35,14 @@ class Collective:
         return "int" not in self.dtype
 
 
-_records: list[list[Collective]] = []  # of the open blocks
+_records: list[Any] = []  # of the open blocks
 
 
 @contextmanager
-def recorded_traffic() -> Iterator[list[Collective]]:
-    """Yield a list to which the collectives that begin inside are added, in that order."""
-    record: list[Collective] = []
+def recorded_traffic(listener: Any = None) -> Iterator[Any]:
+    """Yield a list to which the collectives that begin inside are added, in that order; or append
+    them to a `listener` instead."""
+    record: Any = [] if listener is None else listener
     _records.append(record)
     try:
         yield record

@@ -1,148 +1,233 @@
-"""For a class: a check of one's own function, a notebook without answers, hand-ins, and the page of
-twenty of them."""
+"""For a class: notebooks without answers, hand-ins, and the page on which a teacher grades."""
 
 import json
+import unicodedata
 import zipfile
+from datetime import UTC, datetime, timedelta
 
 import nbformat
 import pytest
-import torch
-import torch.distributed as dist
 
-from labkit.check.archives import scrub, write_hand_in
-from labkit.check.class_page import holds_hand_ins, read_hand_ins, write_class_page
-from labkit.check.commands import student_notebook
+from labkit.check.archives import scrub
+from labkit.check.class_folder import holds_hand_ins, read_class
+from labkit.check.class_page import write_class_page
+from labkit.check.grades import Severity
+from labkit.check.hand_in import newest_run, write_hand_in
+from labkit.check.student import student_notebook
 from labkit.lab.config import ParameterError
 from labkit.lab.project import notebook_path, recorded_directory
-from labkit.lab.user_checks import check_alternative
+from labkit.lab.user_checks import AlternativeCheck, save_check
 from labkit.machine.description import describe_machine
-from labkit.parallel.exchange import exchange
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
 
-STATUS = ["right", "wrong", "fails", "hangs"]
-
-
-def _sums(tensor):
-    dist.all_reduce(tensor)
-
-
-def _adds_its_neighbor_only(tensor):
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    other = torch.empty_like(tensor)
-    exchange(tensor, (rank + 1) % ranks, other, (rank - 1) % ranks)
-    tensor.add_(other)
-
-
-def _raises(tensor):
-    raise KeyError("no")
-
-
-def _waits_for_ever(tensor):
-    dist.recv(tensor, 1 - dist.get_rank())
-
-
-@pytest.mark.parametrize(
-    ("own", "verdict", "where"),
-    [
-        (_sums, "right", ""),
-        (_adds_its_neighbor_only, "wrong", "on 3 ranks"),
-        (_raises, "fails", "KeyError"),
-        (_waits_for_ever, "hangs", "on 2 ranks"),
-    ],
-)
-def test_an_own_all_reduce_is_right_wrong_fails_or_hangs(own, verdict, where, monkeypatch):
-    shortest = {"repeats": 1, "warmup": 0, "sessions": 1, "transports": [], "scheduling_bytes": []}
-    shortest["timeout_s"] = 4.0 if verdict == "hangs" else 60.0
-    monkeypatch.setattr("labkit.lab.user_checks.SHORTEST", shortest)
-    result = check_alternative(load_lab("all_reduce"), own)
-    assert (result.verdict, bool(result), result.status) == (
-        verdict,
-        verdict == "right",
-        STATUS.index(verdict),
-    )
-    assert where in result.details
-
-
-def test_a_lab_that_compares_nothing_refuses_an_own_function():
-    with pytest.raises(ParameterError, match="limits"):
-        check_alternative(load_lab("limits"), _sums)
+ALL_REDUCE = load_lab("all_reduce")
 
 
 @pytest.mark.parametrize("lab", LABS)
-def test_a_students_notebook_has_no_answers_and_no_implementations(lab):
-    takes_mine = load_lab(lab).plugin_parameter is not None
-    notebook = student_notebook(
-        nbformat.read(notebook_path(lab), as_version=4), takes_mine=takes_mine
-    )
+def test_a_students_notebook_has_a_task_and_neither_answers_nor_implementations(lab):
+    study = load_lab(lab)
+    notebook = student_notebook(nbformat.read(notebook_path(lab), as_version=4), study)
     nbformat.validate(notebook)
     text = "\n".join(cell.source for cell in notebook.cells)
-    assert "lab.answer(" not in text
-    assert "lab.source(" not in text
-    assert "<details>" not in text
+    assert not any(
+        word in text for word in ("lab.answer(", "lab.source(", "<details>", "```python")
+    )
     assert "lab.measure(" in text
-    assert ("lab.check(mine)" in text) == takes_mine
+    assert "labkit hand-in" in text
+    if study.task is not None:
+        assert study.task.stub.strip() in text
+        assert "lab.check(mine)" in text
+    else:
+        assert "lab.check" not in text
+    for cell, following in zip(notebook.cells, [*notebook.cells[1:], None], strict=True):
+        if cell.cell_type == "markdown":
+            paragraphs = cell.source.strip().split("\n\n")
+            if paragraphs[-1].endswith(":"):  # it announces the cell below
+                assert following.cell_type == "code"
+                assert "your figure" not in following.source
+            is_heading = paragraphs[-1].startswith("#")
+            assert not is_heading or not following.source.startswith("#"), paragraphs
+    promised = "table of predictions" in text
+    assert not promised or "lab.guesses(" in text
 
 
-def _record(home, **changes):
-    """Put a recorded run of all_reduce among this machine's, with other rows, ends or header."""
+def _record(home, *, minutes=0, own=None, wrong=False, busy=False, **header):
+    """Put a recorded run of all_reduce among this machine's: begun later, with the ring as the
+    student's own code."""
     source = max((recorded_directory() / "all_reduce").glob("*.jsonl"))
-    header, *lines = map(json.loads, source.read_text().splitlines())
-    header |= changes.get("header", {})
+    first, *lines = map(json.loads, source.read_text().splitlines())
+    started = datetime(2026, 11, 1, tzinfo=UTC) + timedelta(minutes=minutes)
+    first |= {"started": started.isoformat(), "user_alternatives": [own] if own else []} | header
     for line in lines:
-        if (
-            line["kind"] == "row"
-            and line["values"].get("algorithm") == "ring"
-            and "wrong" in changes
-        ):
-            line["values"] |= {"status": "wrong", "reason": "element 3"}
-        if line["kind"] == "end" and "hangs" in changes:
-            line |= {"status": "timeout", "reason": "rank 1 still running after 10 s"}
-    path = home / "data" / "runs" / "all_reduce" / source.name
+        values = line.get("values", {})
+        if own and values.get("algorithm") == "ring":
+            values["algorithm"] = own
+            if wrong:
+                values |= {"status": "wrong", "reason": "element 3"}
+        if line["kind"] == "end":
+            line["load"] = {"average": 3.0, "busy_cores": 1.0 if busy else 0.0}
+    path = home / "data/runs/all_reduce" / f"{started:%Y%m%dT%H%M%SZ}-x-quick.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    for other in path.parent.glob("*.jsonl"):
+        other.unlink()
+    path.write_text("".join(json.dumps(line) + "\n" for line in [first, *lines]))
+    return path
 
 
-@pytest.mark.parametrize("students", thinned([5, 20], lambda students: students == 5))
-def test_hand_ins_make_one_page_that_says_what_to_look_at(students, home):
+def _notebook(home, *own):
+    """The student's notebook of the lab with these cells of code added."""
+    original = nbformat.read(notebook_path("all_reduce"), as_version=4)
+    notebook = student_notebook(original, ALL_REDUCE)
+    notebook.cells += [nbformat.v4.new_code_cell(text) for text in own]
+    path = home / "all_reduce.ipynb"
+    nbformat.write(notebook, path)
+    return path
+
+
+RING = "def mine(tensor):\n    for step in range(3):\n        send(step)\n    return tensor"
+
+
+def _hand_in(home, folder, name, result=None, code=RING, **run):
+    check = home / "data/checks/all_reduce.json"
+    check.unlink(missing_ok=True)
+    if result is not None:
+        save_check(ALL_REDUCE, len, result)
+    _record(home, **run)
+    notebook = _notebook(home, *([code] if code else []))
+    return write_hand_in(name, ["all_reduce"], folder, [notebook])
+
+
+def test_a_teacher_grades_five_students_and_a_copy_from_one_page(home):
     folder = home / "class"
-    kinds = [
-        {"wrong": True},
-        {"hangs": True},
-        {"header": {"profile": "smoke"}},
-        *[{}] * (students - 4),
+    jose = unicodedata.normalize("NFD", "José Núñez")
+    right = AlternativeCheck("right", "6 x send")
+    wrong = AlternativeCheck("wrong", "expected 133, got 66: rank 1's input is missing")
+    hangs = AlternativeCheck("hangs", "rank 0 waits in receive, line 7 of the cell")
+    cheats = AlternativeCheck("not allowed", "it calls all_reduce")
+    _hand_in(home, folder, jose, right, minutes=1, own="mine")
+    _hand_in(home, folder, "Bo", wrong, RING + "  # Bo", minutes=2)
+    _hand_in(home, folder, "Cleo", hangs, RING + "  # Cleo", minutes=3)
+    _hand_in(home, folder, "Dan", cheats, RING + "  # Dan", minutes=4)
+    _hand_in(home, folder, "Eve", None, None, minutes=5, busy=True)
+    _hand_in(home, folder, "Mal", right, minutes=1, own="mine")
+    result = write_class_page(folder, home / "class.html")
+    grades = {one.name: one.grades[0].verdict for one in result.students}
+    assert grades == {
+        "José Núñez": "right",
+        "Bo": "wrong",
+        "Cleo": "hangs",
+        "Dan": "not allowed",
+        "Eve": "nothing",
+        "Mal": "right",
+    }
+    names = [one.name for one in result.students]
+    assert names.index("Bo") < names.index("José Núñez") < names.index("Eve")
+    flags = {one.name: {flag.severity for flag in one.flags} for one in result.students}
+    assert Severity.COPY in flags["José Núñez"] & flags["Mal"]
+    assert Severity.COPY not in flags["Bo"]
+    assert {Severity.NOTHING, Severity.BUSY} <= flags["Eve"]
+    assert any("untouched" in flag.text for one in result.students for flag in one.flags)
+    assert result.status == 0
+    html = (home / "class.html").read_text()
+    words = ("José Núñez", "rank 1&#39;s input is missing", "line 7 of the cell", "# Cleo", "<text")
+    assert all(word in html for word in words)
+    assert "times torch" in html
+
+
+def test_without_a_check_the_run_grades(home):
+    for number, name in enumerate(("Bo", "Ann")):
+        _hand_in(home, home / "class", name, minutes=number, own="mine", wrong=name == "Bo")
+    students = write_class_page(home / "class", home / "class.html").students
+    assert [(one.name, one.grades[0].verdict) for one in students] == [
+        ("Bo", "wrong"),
+        ("Ann", "right"),
     ]
-    for number, changes in enumerate(kinds):
-        _record(home, **changes)
-        write_hand_in(f"Student {number:02}", ["all_reduce"], folder)
+
+
+def _zip(path, name, folder="", **files):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{folder}hand-in.json", json.dumps({"name": name, "labs": []}))
+        for file, text in files.items():
+            archive.writestr(file, text)
+
+
+def test_hand_ins_are_known_by_their_card_whatever_a_platform_has_made_of_them(home):
+    folder = home / "class"
+    _zip(folder / "123_hand-in-Ann (1).zip", "Ann")
+    _zip(folder / "HAND-IN-DORA.ZIP", "Dora")
+    _zip(folder / "Eve.zip", "Eve", "Eve/")
+    _zip(home / "c.zip", "Carla")
+    zipfile.ZipFile(home / "c.zip").extractall(folder / "anything")  # as Safari does
+    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
+        archive.write(home / "c.zip", "hand-in-Carla.zip")
+    (folder / "__MACOSX").mkdir()
+    (folder / "__MACOSX/._hand-in-Bob.zip").write_bytes(bytes(90))
+    zipfile.ZipFile(folder / "empty.zip", "w").close()
+    (folder / "list.txt").write_text("Ann")
     (folder / "hand-in-Broken.zip").write_bytes(b"no zip")
     assert holds_hand_ins(str(folder))
-    page = home / "class.html"
-    lines = write_class_page(folder, page)
-    assert len(lines) == students
-    said = dict(line.split(": ", 1) for line in lines)
-    assert "wrong (ring): element 3" in said["Student 00"]
-    assert "hangs" in said["Student 01"]
-    assert "profile smoke" in said["Student 02"]
-    assert "cannot be read" in said["Broken"]
-    assert all("wrong" not in said[f"Student {number:02}"] for number in range(2, students - 1))
-    html = page.read_text()
-    assert all(name in html for name in said)
-    assert "<circle" in html
+    content = read_class(folder)
+    names = sorted(one.name for one in content.hand_ins)
+    assert names == ["Ann", "Broken", "Carla", "Carla", "Dora", "Eve"]
+    assert sorted(content.others) == ["empty.zip", "list.txt"]
+    (broken,) = [one for one in content.hand_ins if one.problems]
+    assert broken.name == "Broken"
+    assert write_class_page(folder, home / "class.html").status == 1
 
 
-def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_are_told_apart(
-    home, monkeypatch
-):
+def test_the_command_has_students_as_objects_and_status_1_if_one_cannot_be_read(home, command):
+    _hand_in(home, home / "class", "Ann", AlternativeCheck("right"), own="mine")
+    output = ("--output", str(home / "p.html"), "--json")
+    status, printed, _ = command("compare", str(home / "class"), *output)
+    (student,) = json.loads(printed)["students"]
+    assert (status, student["name"]) == (0, "Ann")
+    assert student["grades"][0]["verdict"] == "right"
+    (home / "class/x.zip").write_bytes(b"")
+    assert command("compare", str(home / "class"), *output)[0] == 1
+
+
+def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row(home, monkeypatch):
+    for minutes, folder in enumerate(("one", "two")):
+        _hand_in(home, home / "class" / folder, "Ann", minutes=minutes)
+    run = type(read_class(home / "class").hand_ins[0].runs["all_reduce"])
+    monkeypatch.setattr(run, "busy", property(lambda run: 1 / 0))
+    result = write_class_page(home / "class", home / "class.html")
+    assert [one.name for one in result.students] == ["Ann", "Ann (2)"]
+    assert result.status == 1
+
+
+NAMES = ["José", "नेहा शर्मा", "กิตติ", "O’Brien", "lee, ann", "Ann+Lee", " Ann", "محمد"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_any_script_are_handed_in_under_a_safe_file_name(name, home):
     _record(home)
-    for folder in ("one", "two"):
-        write_hand_in("Ann", ["all_reduce"], home / "class" / folder)
-    one, _ = read_hand_ins(home / "class")
-    monkeypatch.setattr(type(one.runs["all_reduce"]), "busy", property(lambda run: 1 / 0))
-    lines = write_class_page(home / "class", home / "class.html")
-    assert [line.partition(":")[0] for line in lines] == ["Ann", "Ann (2)"]
-    assert all("cannot be read" in line for line in lines)
+    path = write_hand_in(unicodedata.normalize("NFD", name), ["all_reduce"], home)
+    assert path.name.isascii()
+    assert path == write_hand_in(unicodedata.normalize("NFC", name), ["all_reduce"], home)
+    with zipfile.ZipFile(path) as archive:
+        card = json.loads(archive.read("hand-in.json"))
+    assert card["name"] == unicodedata.normalize("NFC", name).strip()
+
+
+BAD_NOTEBOOKS = {
+    "latin.ipynb": "größe".encode("latin-1"),
+    "wide.ipynb": '{"cells": []}'.encode("utf-16"),
+    "doc.pdf": b"%PDF-1.4\n\xff",
+    "empty.ipynb": b"",
+    "page.ipynb": b"<html>",
+    "big.ipynb": b"A" * 60_000_000,
+}
+
+
+@pytest.mark.parametrize("file", BAD_NOTEBOOKS)
+def test_what_is_no_notebook_is_refused_in_one_line(file, home):
+    _record(home)
+    (home / file).write_bytes(BAD_NOTEBOOKS[file])
+    with pytest.raises(ParameterError, match=f"{file}.*expected a notebook"):
+        write_hand_in("Ann", ["all_reduce"], home, [home / file])
 
 
 @pytest.mark.parametrize(
@@ -150,6 +235,7 @@ def test_a_run_whose_rows_make_no_sense_costs_no_other_its_row_and_equal_names_a
     [
         ("../x", ["all_reduce"], ()),
         ("", ["all_reduce"], ()),
+        ("\u0301", ["all_reduce"], ()),
         ("Ann", ["memory"], ()),
         ("Ann", ["all_reduce"], ("no",)),
     ],
@@ -160,11 +246,41 @@ def test_what_cannot_be_handed_in_is_one_line(home, name, labs, notebooks):
         write_hand_in(name, labs, home, [home / file for file in notebooks])
 
 
+def test_notebooks_of_one_name_are_both_handed_in_and_an_older_runs_page_is_not(home):
+    run = _record(home)
+    (home / "a").mkdir()
+    paths = [home / "nb.ipynb", home / "a" / "nb.ipynb"]
+    for path in paths:
+        path.write_text(json.dumps({"cells": [path.parent.name]}))
+    page = home / "reports" / "all_reduce.html"
+    page.parent.mkdir()
+    page.write_text("<html>")
+
+    def names(shown):
+        page.with_suffix(".json").write_text(json.dumps({"run": f"data/runs/all_reduce/{shown}"}))
+        return zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home, paths)).namelist()
+
+    old = names("20200101T000000Z-x-quick.jsonl")
+    assert {"notebooks/nb.ipynb", "notebooks/nb-2.ipynb"} <= {*old}
+    assert "all_reduce/all_reduce.html" not in old
+    assert "all_reduce/all_reduce.html" in names(run.name)
+
+
+def test_a_run_from_the_future_is_not_the_newest_and_a_students_notebook_becomes_a_page(home):
+    run = _record(home)
+    (run.parent / "20990101T000000Z-x-quick.jsonl").write_bytes(run.read_bytes())
+    assert newest_run("all_reduce") == run
+    notebook = _notebook(home, "mine = 'my own words'")
+    with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home, [notebook])) as archive:
+        assert "my own words" in archive.read("notebooks/all_reduce.html").decode()
+
+
 def test_a_hand_in_names_neither_host_nor_folders(home):
-    _record(home, header={"command": f"labkit measure {home}/secret/x"})
+    run = _record(home, command=f"labkit measure {home}/secret/x")
     page = home / "reports" / "all_reduce.html"
     page.parent.mkdir()
     page.write_text(f"<p>{describe_machine().host}</p><img src='data:image/png;base64,ab+/cd/ef'>")
+    page.with_suffix(".json").write_text(json.dumps({"run": run.name}))
     with zipfile.ZipFile(write_hand_in("Ann", ["all_reduce"], home)) as archive:
         text, html = (
             archive.read(f"all_reduce/{name}").decode() for name in ("run.jsonl", "all_reduce.html")
@@ -186,6 +302,16 @@ def test_scrubbed_text_keeps_names_of_files_and_keys_only(monkeypatch):
     first, second = (json.loads(scrub(json.dumps(line))) for line in lines)
     assert first == {"host": [0, 1], "zoé": "user", "trace": "at\nELSEWHERE/user/file.py, user"}
     assert second == {"host": "host", "on": "host"}
+
+
+@pytest.mark.parametrize(
+    "name", thinned(["max", "row", "torch", "Max"], lambda name: name == "row")
+)
+def test_a_host_or_user_called_like_a_word_of_runs_changes_none(name, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: name)
+    run = {"host": "cuda", "device": "cuda", "kind": name, "on": f"{name}@cuda"}
+    expected = {"host": "host", "device": "cuda", "kind": name, "on": "user@host"}
+    assert json.loads(scrub(json.dumps(run))) == expected
 
 
 def test_only_a_folder_with_hand_ins_holds_some(tmp_path):

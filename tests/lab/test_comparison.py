@@ -10,11 +10,12 @@ import pandas as pd
 import pytest
 
 from labkit.lab.answers import Check, Compare
-from labkit.lab.compare import compare_runs, load_runs, run_names, without_copies, write_comparison
+from labkit.lab.compare import compare_runs, run_names, write_comparison
 from labkit.lab.config import LabConfig, ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.metric import Metric
 from labkit.lab.project import recorded_directory
+from labkit.lab.runs.copies import load_runs, without_copies
 from labkit.lab.runs.store import Run, RunFileError
 from labkit.machine.description import describe_machine
 from labkit.studies import LABS

@@ -16,7 +16,8 @@ from labkit.lab.pages.cards import Piece
 from labkit.lab.project import notebook_path, recorded_directory
 from labkit.lab.runs.records import Row
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import Plugins, check_plugins
+from labkit.lab.user_plugins import check_plugins
+from labkit.lab.user_worker import Plugins
 from tests import small_steps  # noqa: F401
 
 Record = dict[str, Any]

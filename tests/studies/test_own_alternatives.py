@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.lab.runs.measure import measure
-from labkit.lab.user_plugins import Plugins
+from labkit.lab.user_worker import Plugins
 from labkit.parallel.data_parallel import NaiveDDP
 from labkit.parallel.sync_batchnorm import SyncBatchNorm
 from labkit.studies import load_lab

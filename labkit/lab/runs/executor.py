@@ -18,7 +18,8 @@ from labkit.lab.point import Point, by_ranks
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunWriter
 from labkit.lab.units import format_seconds
-from labkit.lab.user_plugins import Plugins, worker_with_plugins
+from labkit.lab.user_plugins import worker_with_plugins
+from labkit.lab.user_worker import Plugins
 from labkit.machine.description import describe_machine
 from labkit.machine.load import LoadMeter
 from labkit.parallel.launch import PointEnd, RankFailure, Row, launch, too_many_ranks_reason

@@ -20,13 +20,8 @@ from labkit.lab.runs.executor import Executor, OnOutput, run_as_worker_rank
 from labkit.lab.runs.progress import Progress, ShowProgress
 from labkit.lab.runs.records import RunFileError, RunHeader, RunWriter
 from labkit.lab.runs.store import Run
-from labkit.lab.user_plugins import (
-    NO_PLUGINS,
-    Plugins,
-    check_plugins,
-    registered,
-    with_plugin_names,
-)
+from labkit.lab.user_plugins import check_plugins, with_plugin_names
+from labkit.lab.user_worker import NO_PLUGINS, Plugins, registered
 from labkit.machine.description import describe_machine
 from labkit.machine.load import load_before_measuring
 from labkit.parallel.ranks import torchrun

@@ -35,6 +35,7 @@ from labkit.studies.all_reduce.worker import (
     measure,
     register,
 )
+from labkit.studies.shared import tasks
 
 KIB = 2**10
 MIB = 2**20
@@ -218,6 +219,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     plugin_parameter="algorithms",
+    task=tasks.RING,
     register=register,
     is_checked=lambda point: point.sweep in ("sizes", "transports"),
     alternatives=("algorithm",),

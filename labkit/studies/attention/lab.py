@@ -34,6 +34,7 @@ from labkit.studies.attention.worker import (
     AttentionPoint,
     measure,
 )
+from labkit.studies.shared import tasks
 
 SESSIONS_UP_TO = 2048  # tokens; at longer sequences processes hardly differ
 # gradients of shorter ones are sums of too few terms to be checked
@@ -197,6 +198,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     plugin_parameter="implementations",
+    task=tasks.ATTENTION,
     register=register,
     alternatives=("implementation",),
     names=NAMES,

@@ -32,6 +32,7 @@ from labkit.studies.data_parallel.worker import (
     DataParallelPoint,
     measure,
 )
+from labkit.studies.shared import tasks
 from labkit.studies.shared.tables import add_up
 
 BUCKETED = (TORCH, "bucketed")
@@ -246,6 +247,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     plugin_parameter="implementations",
+    task=tasks.AVERAGE,
     register=register,
     is_checked=lambda point: point.sweep in ("wrappers", "accumulation"),
     model_parameters=("workloads",),

@@ -19,6 +19,7 @@ from labkit.machine.description import Machine
 from labkit.parallel.ranks.torchrun import ranks_here
 from labkit.parallel.transport import AUTO, CHOICES, POINT_TO_POINT, SHARED
 from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
+from labkit.studies.shared import tasks
 from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
 from labkit.studies.shared.tables import FIT_SHARE, add_up
 
@@ -226,6 +227,7 @@ LAB = Lab(
     worker=measure,
     points=points,
     plugin_parameter="implementations",
+    task=tasks.SHARD,
     register=register,
     is_checked=lambda point: point.kind == "time",
     model_parameters=("sizes",),

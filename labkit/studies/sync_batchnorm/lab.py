@@ -14,6 +14,7 @@ from labkit.lab.declaration import Lab
 from labkit.lab.figures import Lines
 from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
+from labkit.studies.shared import tasks
 from labkit.studies.sync_batchnorm import worker
 from labkit.studies.sync_batchnorm.worker import (
     BOTH,
@@ -95,6 +96,7 @@ LAB = Lab(
     worker=worker.measure,
     points=points,
     plugin_parameter="alternatives",
+    task=tasks.BATCH_NORM,
     register=worker.register,
     alternatives=("alternative",),
     names=NAMES,

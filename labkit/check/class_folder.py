@@ -1,0 +1,194 @@
+"""A teacher's folder of hand-ins: zips and unzipped folders, whatever a platform has made of their
+names."""
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from labkit.check.hand_in import CARD, MAX_BYTES, normalize_name
+from labkit.lab.config import ParameterError
+from labkit.lab.project import kind_of_path
+from labkit.lab.runs.store import Run
+from labkit.studies import LABS
+
+IGNORED = ("__MACOSX", ".DS_Store", "Thumbs.db", "desktop.ini")
+
+
+@dataclass(frozen=True)
+class HandIn:
+    """What a student handed in, as far as it can be read."""
+
+    file: str
+    name: str
+    runs: dict[str, Run] = field(default_factory=dict)
+    checks: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By lab, the last `lab.check`: `verdict`, `details`, `code`."""
+    notebooks: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """By file, its cells: type and source."""
+    problems: list[str] = field(default_factory=list)
+    """What cannot be read."""
+
+
+@dataclass(frozen=True)
+class ClassFolder:
+    """The hand-ins of a folder, and its files that are none."""
+
+    hand_ins: list[HandIn]
+    others: list[str]
+
+
+def holds_hand_ins(name: str) -> bool:
+    """Return whether this names a folder with a zip or an unzipped hand-in, in it or below it."""
+    if kind_of_path(name) != "folder":
+        return False
+    return any(_is_zip(path) or path.name == CARD for path in _files(Path(name)))
+
+
+def read_class(folder: Path) -> ClassFolder:
+    """Read each hand-in of a folder, by file name. A damaged one has a problem instead of runs."""
+    hand_ins = list[HandIn]()
+    others = list[str]()
+    unzipped = {path.parent for path in _files(folder) if path.name == CARD}
+    for root in sorted(unzipped):
+        hand_ins.append(_read(str(root.relative_to(folder)), _folder_content(root)))
+    for path in sorted(_files(folder)):
+        file = str(path.relative_to(folder))
+        if _is_zip(path):
+            found = list(_read_zip(file, path.read_bytes()))
+            hand_ins.extend(found)
+            if not found:
+                others.append(file)
+        elif not any(path.is_relative_to(root) for root in unzipped):
+            others.append(file)
+    return ClassFolder(hand_ins, others)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder without those that a system adds: macOS packs a `._` file
+    with each one."""
+    for path in folder.rglob("*"):
+        is_ignored = any(part in IGNORED or part.startswith("._") for part in path.parts)
+        if path.is_file() and not is_ignored:
+            yield path
+
+
+def _is_zip(path: Path | PurePosixPath) -> bool:
+    return path.suffix.lower() == ".zip"
+
+
+def _read_zip(file: str, content: bytes, *, is_inner: bool = False) -> Iterator[HandIn]:
+    """Yield the hand-ins of a zip: itself, those in its folders, and those in zips inside it."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            files = {
+                PurePosixPath(info.filename): info
+                for info in archive.infolist()
+                if not info.is_dir() and not info.filename.startswith("__MACOSX")
+            }
+            # One level deep: zipped again with its folder, or as a platform hands out all at once.
+            roots = [path.parent for path in files if path.name == CARD and len(path.parts) <= 2]
+            for root in roots:
+                members = {
+                    str(path.relative_to(root)): _member(archive, info)
+                    for path, info in files.items()
+                    if path.is_relative_to(root)
+                }
+                yield _read(file, members)
+            inner = [path for path in files if _is_zip(path) and not path.name.startswith("._")]
+            for path in [] if is_inner or roots else inner:
+                data = _member(archive, files[path])
+                yield from _read_zip(f"{file}/{path}", _read_member(data), is_inner=True)
+    # whatever a damaged or hostile zip raises, the page shows the others
+    except Exception as error:
+        yield HandIn(file, _guess_name(file), problems=[f"cannot be read: {error}"])
+
+
+Member = tuple[zipfile.ZipFile, zipfile.ZipInfo] | Path
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+    return archive, info
+
+
+def _folder_content(root: Path) -> dict[str, Member]:
+    return {path.relative_to(root).as_posix(): path for path in _files(root)}
+
+
+def _read_member(member: Member) -> bytes:
+    """Return the bytes of a file. ValueError for one that is too large to be a student's."""
+    size = member.stat().st_size if isinstance(member, Path) else member[1].file_size
+    if size > MAX_BYTES:
+        raise ValueError(f"a file of {size >> 20} MiB, expected at most {MAX_BYTES >> 20}")
+    return member.read_bytes() if isinstance(member, Path) else member[0].read(member[1])
+
+
+def _guess_name(file: str) -> str:
+    stem = PurePosixPath(file).stem
+    return stem.rpartition("hand-in-")[2] or stem
+
+
+def _read(file: str, members: Mapping[str, Member]) -> HandIn:
+    """Read what a hand-in's card lists; what cannot be read becomes a problem."""
+    try:
+        card = json.loads(_read_member(members[CARD]))
+        name = str(card["name"])[:64]
+        labs = [str(lab) for lab in card["labs"]]
+    except Exception as error:
+        return HandIn(file, _guess_name(file), problems=[f"cannot be read: {CARD}: {error}"])
+    with suppress(ParameterError):  # the card was edited: the page escapes it
+        name = normalize_name(name)
+    result = HandIn(file, name)
+    for lab in labs:
+        for read in (_read_run, _read_check):
+            try:
+                read(result, lab, members)
+            except Exception as error:  # rows may be anything
+                result.problems.append(f"{lab}: cannot be read: {error}")
+    for path, member in members.items():
+        if path.endswith(".ipynb"):
+            try:
+                result.notebooks[path] = _read_cells(_read_member(member))
+            except Exception as error:
+                result.problems.append(f"{path}: cannot be read: {error}")
+    return result
+
+
+def _read_run(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
+    member = members.get(f"{lab}/run.jsonl")
+    if member is None:
+        return
+    with TemporaryDirectory(prefix="labkit-hand-in-") as folder:
+        copy = Path(folder) / "run.jsonl"
+        copy.write_bytes(_read_member(member))
+        try:
+            run = Run.load(copy)
+        except ParameterError as error:
+            raise ValueError(str(error).replace(str(copy), "run.jsonl")) from None
+    if lab not in LABS or run.header.lab != lab:
+        raise ValueError(f"a run of {run.header.lab}, named {lab}")
+    hand_in.runs[lab] = run
+
+
+def _read_check(hand_in: HandIn, lab: str, members: Mapping[str, Member]) -> None:
+    member = members.get(f"{lab}/check.json")
+    if member is not None:
+        record = json.loads(_read_member(member))
+        names = ("verdict", "details", "code", "checked")
+        hand_in.checks[lab] = {name: str(record.get(name, ""))[:20_000] for name in names}
+
+
+def _read_cells(content: bytes) -> list[tuple[str, str]]:
+    cells: list[Any] = json.loads(content.decode("utf-8-sig"))["cells"]
+    found = list[tuple[str, str]]()
+    for cell in cells:
+        if isinstance(cell, dict):
+            source = cell.get("source", "")
+            text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+            found.append((str(cell.get("cell_type")), text))
+    return found

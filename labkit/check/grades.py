@@ -1,0 +1,235 @@
+"""What a teacher reads first of each hand-in: the verdict on the student's code, and what to look
+at, the gravest first."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Any
+
+import nbformat
+import pandas as pd
+
+from labkit.check.class_folder import HandIn
+from labkit.check.hand_in import CLOCK_TOLERANCE
+from labkit.check.student import student_notebook
+from labkit.lab.answers import Compare
+from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
+from labkit.lab.project import notebook_path
+from labkit.lab.runs.store import Run
+from labkit.lab.units import counted
+from labkit.lab.user_checks import Correctness, verdicts
+from labkit.studies import load_lab
+
+MANY_BUSY = 0.1
+"""Share of busy points from which a run is flagged."""
+MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
+"""Parameters that may differ in a class, among them the lists with a student's own name."""
+MIN_COPIED_LINES = 3
+"""Shorter cells may be alike without having been copied."""
+NOTHING = "nothing"
+
+
+class Severity(IntEnum):
+    """How soon a teacher should look at something."""
+
+    UNREADABLE = 0
+    CODE = 1
+    COPY = 2
+    NOTHING = 3
+    PARAMETERS = 4
+    BUSY = 5
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something to look at."""
+
+    severity: Severity
+    text: str
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One lab of one student."""
+
+    lab: str
+    verdict: str
+    """On the student's code: right, wrong, fails, hangs, not allowed, or nothing."""
+    details: str = ""
+    ratio: str = ""
+    """Typical time of the student's code over the baseline's."""
+    machine: str = ""
+
+
+@dataclass
+class Student:
+    """A hand-in with its grades and flags."""
+
+    name: str
+    hand_in: HandIn
+    grades: list[Grade] = field(default_factory=list)
+    flags: list[Flag] = field(default_factory=list)
+    answers: dict[str, Mapping[str, Answer]] = field(default_factory=dict)
+    """By lab, the answers of the student's run."""
+    work: list[tuple[str, str]] = field(default_factory=list)
+    """Cells that the student wrote: type and source."""
+
+    @property
+    def severity(self) -> int:
+        """Severity of the gravest flag, by which students are sorted."""
+        return min((flag.severity for flag in self.flags), default=len(Severity))
+
+    def flag(self, severity: Severity, text: str) -> None:
+        """Add a flag once."""
+        if Flag(severity, text) not in self.flags:
+            self.flags.append(Flag(severity, text))
+
+
+def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
+    """Return the students, those to look at first before the others, and by name among these."""
+    students = list[Student]()
+    for hand_in in hand_ins:
+        number = sum(other.hand_in.name == hand_in.name for other in students)
+        name = f"{hand_in.name} ({number + 1})" if number else hand_in.name
+        students.append(Student(name, hand_in))
+    labs = dict.fromkeys(lab for one in hand_ins for lab in (*one.runs, *one.checks))
+    for student in students:
+        for problem in student.hand_in.problems:
+            student.flag(Severity.UNREADABLE, problem)
+    for lab in labs:
+        _grade_lab(load_lab(lab), students)
+    _read_work(students, list(labs))
+    _flag_copies(students)
+    for student in students:
+        student.flags.sort(key=lambda flag: flag.severity)
+    return sorted(students, key=lambda one: (one.severity, one.name.casefold()))
+
+
+def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
+    """Add the grade of a lab to each student, and the flags of its run."""
+    runs = [one.hand_in.runs[lab.name] for one in students if lab.name in one.hand_in.runs]
+    usual = pd.DataFrame(map(_values, runs)).mode().iloc[0].to_dict() if runs else {}
+    for student in students:
+        run = student.hand_in.runs.get(lab.name)
+        check = student.hand_in.checks.get(lab.name)
+        if run is None and check is None:
+            if not student.hand_in.problems:
+                student.flag(Severity.NOTHING, f"{lab.name}: not handed in")
+            continue
+        try:
+            if run is not None:
+                student.answers[lab.name] = lab.answers(run.results())
+                for flag in _run_flags(lab, run, usual):
+                    student.flag(flag.severity, f"{lab.name}: {flag.text}")
+            grade = _grade(lab, run, check, student.answers.get(lab.name, {}))
+        except Exception as error:  # rows that were edited: the page shows the others
+            student.flag(Severity.UNREADABLE, f"{lab.name}: cannot be read: {error}")
+            continue
+        student.grades.append(grade)
+        if grade.verdict == NOTHING:
+            student.flag(Severity.NOTHING, f"{lab.name}: no code of the student was checked")
+        elif grade.verdict != "right":
+            text = f"{grade.verdict}: {grade.details}" if grade.details else grade.verdict
+            student.flag(Severity.CODE, f"{lab.name}: {text}")
+
+
+def _grade(
+    lab: Lab,
+    run: Run | None,
+    check: Mapping[str, str] | None,
+    answers: Mapping[str, Answer],
+) -> Grade:
+    """Grade by the last check, which also hangs and forbidden calls have, else by the run."""
+    machine = "" if run is None else run.header.machine.label
+    own = () if run is None else run.header.user_alternatives
+    ratio = _typical_ratio(lab, own, answers)
+    if check is not None:
+        return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
+    results = [one for one in verdicts(lab, run) if one.name in own] if run is not None else []
+    if not results:
+        return Grade(lab.name, NOTHING, "", "", machine)
+    bad = next((one for one in results if one.is_bad), None)
+    if bad is None:
+        return Grade(lab.name, "right", "by its run; not checked with lab.check", ratio, machine)
+    return Grade(lab.name, _word(bad), str(bad.reason), ratio, machine)
+
+
+def _word(bad: Correctness) -> str:
+    return {"wrong": "wrong", "timeout": "hangs"}.get(bad.status, "fails")
+
+
+def _typical_ratio(lab: Lab, own: Sequence[str], answers: Mapping[str, Answer]) -> str:
+    """Return the geometric mean of the first comparison's ratios of the student's alternatives."""
+    for question in lab.questions:
+        answer = answers.get(question.id)
+        if not isinstance(question, Compare) or answer is None or answer.table is None:
+            continue
+        rows = answer.table[answer.table[question.metric.compare].isin(own)]
+        if len(rows):
+            mean = math.exp(rows["ratio"].map(math.log).mean())
+            return f"{mean:.2g} times {question.baseline}'s"
+    return ""
+
+
+def _run_flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[Flag]:
+    """Yield what a teacher should look at: other parameters, wrong results, load, the clock."""
+    different = {name: value for name, value in _values(run).items() if value != usual[name]}
+    for name in ["profile"] if "profile" in different else different:
+        yield Flag(Severity.PARAMETERS, f"{name} {different[name]}, the others {usual[name]}")
+    for one in verdicts(lab, run):
+        if one.is_bad:
+            yield Flag(Severity.CODE, f"{_word(one)} ({one.title}): {one.reason}")
+    if run.pending:
+        yield Flag(Severity.NOTHING, f"interrupted before {counted(len(run.pending), 'point')}")
+    if run.header.started > datetime.now(UTC) + CLOCK_TOLERANCE:
+        yield Flag(Severity.PARAMETERS, f"its clock is wrong: measured {run.header.started:%F}")
+    if len(run.busy) > MANY_BUSY * len(run.header.planned):
+        points = f"{len(run.busy)} of {len(run.header.planned)} points"
+        yield Flag(Severity.BUSY, f"busy machine during {points}")
+
+
+def _values(run: Run) -> dict[str, str]:
+    values = {"profile": run.header.profile, **run.header.config}
+    return {name: str(value) for name, value in values.items() if name not in MAY_DIFFER}
+
+
+def _read_work(students: Sequence[Student], labs: Sequence[str]) -> None:
+    """Find the cells that are the student's: neither of the lab's notebook nor of the one that a
+    class gets."""
+    given = set[str]()
+    for lab in labs:
+        original = nbformat.read(notebook_path(lab), as_version=4)
+        given.update(cell.source.strip() for cell in original.cells)
+        given.update(
+            cell.source.strip() for cell in student_notebook(original, load_lab(lab)).cells
+        )
+    for student in students:
+        for file, cells in student.hand_in.notebooks.items():
+            own = [
+                (kind, text) for kind, text in cells if text.strip() and text.strip() not in given
+            ]
+            student.work += own
+            if not own:
+                student.flag(Severity.NOTHING, f"{file} is untouched")
+        if not student.hand_in.notebooks and not student.hand_in.problems:
+            student.flag(Severity.NOTHING, "no notebook")
+
+
+def _flag_copies(students: Sequence[Student]) -> None:
+    """Flag students with one run, or with the same code: who copied, no file says."""
+    groups = defaultdict[Any, list[Student]](list)
+    for student in students:
+        for lab, run in student.hand_in.runs.items():
+            groups["run", lab, run.header.started, tuple(run.header.planned)].append(student)
+        for text in {text.strip() for kind, text in student.work if kind == "code"}:
+            if text.count("\n") >= MIN_COPIED_LINES:
+                groups["code", "", text, ()].append(student)
+    for (what, lab, *_), alike in groups.items():
+        for student in alike if len(alike) > 1 else ():
+            others = ", ".join(one.name for one in alike if one is not student)
+            where = f"{lab}: the same run" if what == "run" else "the same code"
+            student.flag(Severity.COPY, f"{where} as {others}: one of them is a copy")

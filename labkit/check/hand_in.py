@@ -1,0 +1,164 @@
+"""A student's hand-in: a zip of the newest run of each lab, the last check, pages and notebooks."""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from labkit.check.archives import write_zip
+from labkit.lab.commands.console import err
+from labkit.lab.config import ParameterError
+from labkit.lab.pages.report import export_page
+from labkit.lab.project import project_root, runs_directory
+from labkit.lab.user_checks import check_file
+from labkit.machine.description import describe_machine
+from labkit.studies import load_lab
+
+CARD = "hand-in.json"
+"""By this file a hand-in is known."""
+MAX_BYTES = 50 * 2**20
+"""Of a file in a hand-in."""
+CLOCK_TOLERANCE = timedelta(hours=1)
+PUNCTUATION = " .-'’_+,&()\u200c\u200d"
+"""Besides letters, marks and digits of any script; the last two join letters, as in Hindi."""
+
+
+def write_hand_in(
+    name: str, labs: Sequence[str], folder: Path, notebooks: Sequence[Path] = ()
+) -> Path:
+    """Write `hand-in-<name>.zip` with the newest run, check and page of each lab; return its path.
+
+    Raises ParameterError for an unusable name, a notebook that is none, and if no lab was measured
+    or checked.
+    """
+    name = normalize_name(name)
+    texts = [read_notebook(notebook) for notebook in notebooks]
+    runs = {lab: newest_run(lab) for lab in labs}
+    handed_in = [lab for lab in labs if runs[lab] is not None or check_file(lab).is_file()]
+    if not handed_in:
+        raise ParameterError(
+            f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}"
+        )
+    card = {"name": name, "labs": handed_in, "labkit": str(describe_machine().source)}
+    files = {CARD: json.dumps(card)}
+    for path, file_name, text in zip(notebooks, _file_names(notebooks), texts, strict=True):
+        files[f"notebooks/{file_name}"] = text
+        if (page := _page_of_notebook(path, text, handed_in)) is not None:
+            files[f"notebooks/{Path(file_name).stem}.html"] = page
+    for lab in handed_in:
+        if (run := runs[lab]) is not None:
+            files[f"{lab}/run.jsonl"] = run.read_text(encoding="utf-8")
+        if check_file(lab).is_file():
+            files[f"{lab}/check.json"] = check_file(lab).read_text(encoding="utf-8")
+        if run is not None and (page := _page_of_run(lab, run)) is not None:
+            files[f"{lab}/{lab}.html"] = page
+    path = folder / f"hand-in-{file_name_of(name)}.zip"
+    write_zip(path, files)
+    return path
+
+
+def normalize_name(name: str) -> str:
+    """Return a name in the one form in which it is compared (NFC), without outer or double blanks.
+
+    Keyboards differ in how they type an accent. ParameterError for a name without letters, or with
+    characters that no name has.
+    """
+    normal = " ".join(unicodedata.normalize("NFC", name).split())
+    is_known = all(one in PUNCTUATION or unicodedata.category(one)[0] in "LMN" for one in normal)
+    has_letter = any(unicodedata.category(one)[0] in "LN" for one in normal)
+    if not (is_known and has_letter and len(normal) <= 64):
+        raise ParameterError(
+            f"expected a name of letters, digits, blanks and {PUNCTUATION[1:-2]}, at most 64, got"
+            f" {name!r:.80}"
+        )
+    return normal
+
+
+def file_name_of(name: str) -> str:
+    """Return a name for files that every system and platform keeps: ASCII, and different for
+    different names."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    safe = re.sub(r"[^A-Za-z0-9]+", "-", plain).strip("-")
+    if safe == name.replace(" ", "-"):
+        return safe
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{safe}-{digest}".strip("-")
+
+
+def read_notebook(path: Path) -> str:
+    """Return the text of a notebook. ParameterError for a missing file and for one of another
+    kind."""
+    if not path.is_file():
+        raise ParameterError(f"{path}: no such notebook")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ParameterError(
+            f"{path}: {size >> 20} MiB, expected a notebook of at most {MAX_BYTES >> 20}; clear the"
+            " outputs of its largest cells"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not (isinstance(content, dict) and isinstance(content.get("cells"), list)):
+        kind = "an empty file" if size == 0 else "it is no JSON in UTF-8 with cells"
+        raise ParameterError(f"{path}: expected a notebook, and {kind}")
+    return text
+
+
+def _file_names(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the name of each file; a number tells equal names apart."""
+    taken = set[str]()
+    for path in paths:
+        name = path.name
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{path.stem}-{number}{path.suffix}"
+        taken.add(name)
+        yield name
+
+
+def newest_run(lab: str) -> Path | None:
+    """Return the newest run of a lab, or None.
+
+    A run from the future was begun before the clock was set back: any other one is newer.
+    """
+    runs = sorted((runs_directory() / lab).glob("*.jsonl"))
+    limit = f"{datetime.now(UTC) + CLOCK_TOLERANCE:%Y%m%dT%H%M%SZ}"
+    return max((run for run in runs if run.name < limit), default=max(runs, default=None))
+
+
+def _page_of_notebook(path: Path, text: str, labs: Sequence[str]) -> str | None:
+    """Return a student's notebook as a page, with its outputs; None if it opens none of the labs,
+    or is too odd to be drawn."""
+    lab = next((lab for lab in labs if f"labkit.studies.{lab}." in text), None)
+    if lab is None:
+        return None
+    with TemporaryDirectory(prefix="labkit-page-") as folder:
+        page = Path(folder) / "page.html"
+        try:
+            export_page(path, page, load_lab(lab))
+        except Exception as error:  # any cell may be anything: the notebook itself is handed in
+            err.print(f"{path}: no page of it ({error})")
+            return None
+        return page.read_text(encoding="utf-8")
+
+
+def _page_of_run(lab: str, run: Path) -> str | None:
+    """Return the lab's page if it shows this run, or None: another run's would mislead."""
+    page = project_root() / "reports" / f"{lab}.html"
+    record: Any = None
+    try:
+        record = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+        text = page.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    shown = record.get("run") if isinstance(record, dict) else None
+    return text if isinstance(shown, str) and Path(shown).name == run.name else None

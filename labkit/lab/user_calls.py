@@ -1,0 +1,228 @@
+"""Counts what a reader's code sends while it is checked: collectives, messages and bytes.
+
+Every collective and message of torch is an operator, which a dispatch mode sees; labkit's are
+recorded by `parallel.traffic`. A call is the reader's if it comes from a line of theirs: the worker
+around it communicates, too. A hanging rank cannot answer, so it names each call in a file before it
+makes it.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.lab.user_models import user_file
+from labkit.parallel.traffic import Collective, recorded_traffic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMN = "user_calls"
+"""Column with the counts of a rank, as JSON."""
+LABKIT = str(Path(__file__).parents[1])
+KINDS = {
+    "send": "send",
+    "recv_": "receive",
+    "recv_any_source_": "receive",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+}
+"""torch's operators by the kind of call, without waits and barriers."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls that a reader's code made on one rank at one point."""
+
+    calls: Mapping[str, int]
+    """Collectives and messages, by kind."""
+    operators: Mapping[str, int]
+    """Operators of torch that do a task's work, by name."""
+    n_bytes: int
+    passes: int
+    most_per_pass: int
+    """Collectives, without messages, in one pass."""
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the calls of a reader's code on this rank while the mode is active."""
+
+    def __init__(self, notes: Path | None = None) -> None:
+        super().__init__()
+        self._notes = notes
+        self.calls: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
+        self.n_bytes = 0
+        self.most_per_pass = 0
+        self.passes = 0
+        self._in_pass = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler at the first operator, for seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            kind = KINDS.get(name, name.strip("_"))
+            if name in KINDS and (line := _calling_line(through_labkit=False)):
+                self._add(kind, _size(args), line)
+        return func(*args, **(kwargs or {}))
+
+    def append(self, call: Collective) -> None:
+        """Count a call of labkit's that comes from the reader's code (`recorded_traffic`)."""
+        line = _calling_line(through_labkit=True)
+        if line and call.is_payload:
+            is_message = call.collective == "exchange"
+            kind = "exchange" if is_message else f"labkit's {call.algorithm} {call.collective}"
+            self._add(kind, call.n_bytes, line)
+
+    def _add(self, kind: str, n_bytes: int, line: str) -> None:
+        self.calls[kind] += 1
+        self.n_bytes += n_bytes
+        if kind not in ("send", "receive", "exchange"):
+            self._in_pass += 1
+            self.most_per_pass = max(self.most_per_pass, self._in_pass)
+        self._note(f"{kind}{line}")
+
+    def _note(self, text: str) -> None:
+        if self._notes is not None and dist.is_initialized():
+            (self._notes / f"rank-{dist.get_rank()}").write_text(text)
+
+    def begin_pass(self, *_: Any) -> None:
+        """Count the collectives of another pass."""
+        self.passes += 1
+        self._in_pass = 0
+
+    def wrap(self, alternative: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the alternative with passes that are counted; a class stays as it is."""
+        if isinstance(alternative, type):
+            return alternative
+
+        @wraps(alternative)
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.begin_pass()
+            result = alternative(*arguments, **options)
+            if isinstance(result, nn.Module):
+                result.register_forward_pre_hook(self.begin_pass)
+            self._note("")  # it has ended
+            return result
+
+        return call
+
+    def describe(self) -> dict[str, Any]:
+        """Return the counts as a column of a row."""
+        calls = Calls(
+            dict(self.calls),
+            dict(self.operators),
+            self.n_bytes,
+            self.passes,
+            self.most_per_pass,
+        )
+        return {COLUMN: json.dumps(asdict(calls))}
+
+
+class _FunctionCounter(TorchFunctionMode):
+    """Counts functions of torch that a reader's code calls. The dispatch mode does not see all:
+    some are decomposed before."""
+
+    def __init__(self, parts: tuple[str, ...], counts: Counter[str]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._counts = counts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if any(part in name for part in self._parts) and _calling_line(through_labkit=False):
+            self._counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_calls(noted: tuple[str, ...], notes: Path | None) -> Iterator[CallCounter]:
+    """Count the calls of a reader's code within the block."""
+    counter = CallCounter(notes)
+    with counter, _FunctionCounter(noted, counter.operators), recorded_traffic(counter):
+        yield counter
+
+
+def read_calls(frame: "pd.DataFrame") -> list[Calls]:
+    """Read the calls of each rank from the rows of a run."""
+    texts = frame[COLUMN].dropna() if COLUMN in frame else ()
+    return [Calls(**json.loads(text)) for text in texts]
+
+
+def describe_calls(calls: Iterable[Calls]) -> list[str]:
+    """Describe the calls per pass of the rank that makes most; empty if no call was counted."""
+    rows = list(calls)
+    operators = sorted({name for one in rows for name in one.operators})
+    if operators:
+        return [f"torch's {', '.join(operators)} does the work"]
+    busiest = max(rows, key=lambda one: sum(one.calls.values()), default=None)
+    if busiest is None or not busiest.calls or not busiest.passes:
+        return []
+    counts = ", ".join(f"{n / busiest.passes:g} x {kind}" for kind, n in busiest.calls.items())
+    return [f"{counts} and {busiest.n_bytes / busiest.passes:.0f} bytes per rank and pass"]
+
+
+def last_calls(notes: Path) -> list[str]:
+    """Return the call in which each rank is, or was last, that has not ended: "rank 1: receive,
+    line 3 of the cell"."""
+    lines = []
+    for path in sorted(notes.glob("rank-*")):
+        if call := path.read_text():
+            lines.append(f"{path.name.replace('-', ' ')} waits in {call}")
+    return lines
+
+
+def _calling_line(*, through_labkit: bool) -> str:
+    """Return the innermost line of a reader's code that is being executed, or "".
+
+    `through_labkit`: also if it has called labkit, whose collectives are recorded elsewhere.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if place := user_file(path):
+            return f", line {frame.f_lineno} of {place}"
+        is_labkit = path.startswith(LABKIT) and path != __file__
+        if is_labkit and not through_labkit:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def _size(args: Any) -> int:
+    """Return the bytes of the tensors in the first argument of an operator."""
+    first = args[0] if args else ()
+    tensors = [first] if isinstance(first, Tensor) else first
+    return sum(one.nbytes for one in tensors if isinstance(one, Tensor))

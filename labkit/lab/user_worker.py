@@ -1,0 +1,70 @@
+"""What a rank runs if a user has added alternatives or models. Imports nothing heavy: every rank
+loads this module."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from labkit.lab.config import ParameterError
+from labkit.lab.point import MODEL_FIELDS
+from labkit.lab.user_calls import counted_calls
+from labkit.lab.user_models import describe_model, errors_with_line, registered_models
+
+Register = Callable[[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """A user's alternatives for the lab's `register`, and models (`lab.user_models`), by name."""
+
+    alternatives: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
+    noted: tuple[str, ...] | None = None
+    """Parts of names of operators to count with the collectives of the alternatives; None: nothing
+    is counted."""
+    notes: Path | None = None
+    """Folder in which ranks name the call that they are about to make (`user_calls`)."""
+
+
+NO_PLUGINS = Plugins()
+
+
+@contextmanager
+def registered(register: Register, plugins: Plugins) -> Iterator[None]:
+    """Register plugins in this process within the block. ParameterError for a name that is
+    taken."""
+    with ExitStack() as added:
+        for name, alternative in plugins.alternatives.items():
+            try:
+                table = register(name, alternative)
+            except ValueError as error:
+                raise ParameterError(f"{name!r}: {error}") from None
+            added.callback(table.pop, name, None)
+        added.enter_context(registered_models(plugins.models))
+        yield
+
+
+def run_with_plugins(
+    register: Register, plugins: Plugins, worker: Callable[..., Any], point: Any, **options: Any
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the worker's rows, with the plugins registered in this rank."""
+    with registered(register, plugins):
+        names = [getattr(point, field, None) for field in MODEL_FIELDS]
+        model = next((name for name in names if name in plugins.models), None)
+        columns = describe_model(model) if model else {}
+        with errors_with_line(model):
+            yield from (columns | row for row in worker(point, **options) or ())
+
+
+def run_counted(
+    register: Register, plugins: Plugins, worker: Callable[..., Any], point: Any, **options: Any
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the worker's rows, then one with the calls of the alternatives' code on this rank."""
+    with counted_calls(plugins.noted or (), plugins.notes) as counter:
+        wrapped = {name: counter.wrap(one) for name, one in plugins.alternatives.items()}
+        yield from run_with_plugins(
+            register, replace(plugins, alternatives=wrapped), worker, point, **options
+        )
+    yield counter.describe()
