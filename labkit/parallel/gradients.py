@@ -211,4 +211,6 @@ def _count_copies(parameter: Tensor, groups: Sequence[dist.ProcessGroup]) -> int
 
 def _local(grad: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, and a gradient of a cut parameter as a plain tensor."""
-    return getattr(grad, "_local_tensor", grad).as_subclass(Tensor)
+    if isinstance(grad, CutGradient):
+        return grad.as_subclass(Tensor)
+    return grad.to_local() if hasattr(grad, "to_local") else grad

@@ -95,7 +95,7 @@ def _run_blocks(texts):
 def test_model_parallel_examples_of_the_docs_run():
     imports = re.compile(r"from labkit\.parallel\.(tensor|pipeline|context) import")
     examples = [block for block in BLOCKS if imports.search(block)]
-    assert len(examples) == 5
+    assert len(examples) == 6
     run_ranks(_run_blocks, examples, world_size=2)
 
 

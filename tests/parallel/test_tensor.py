@@ -65,6 +65,11 @@ def reference(dtype: torch.dtype = torch.float64, targets: Tensor = TARGETS) -> 
     return {"loss": loss.detach(), "logits": logits.detach(), **gradients(model)}
 
 
+def gradient_reference(targets: Tensor) -> dict[str, Tensor]:
+    values = reference(targets=targets)
+    return {name: values[name] for name in values if name not in ("loss", "logits")}
+
+
 def compute(model: TensorParallel, *, from_parts: bool = True) -> dict[str, Tensor]:
     with torch.set_grad_enabled(not from_parts):
         logits = model(TOKENS)
@@ -233,6 +238,12 @@ def test_axes() -> list[str]:
         local = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
         result = cut.gather_state_dict(local)
         error = furthest(result, reference(targets=targets))
+        groups = [mesh.get_group("tensor")]
+        if wrap is FSDP:
+            groups.append(mesh.get_group("data"))
+        norm = clip_grad_norm_(model.parameters(), 1e9, groups)
+        expected_norm = nn.utils.get_total_norm(list(gradient_reference(targets).values()))
+        error = max(error, float(abs(norm - expected_norm)))
         if wrap is FSDP:
             state = cut.gather_state_dict(model.consolidated_state_dict(to=None))
             wrong += [] if furthest(state, build().state_dict()) <= EXACT else ["parameters"]
