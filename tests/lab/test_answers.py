@@ -206,6 +206,17 @@ def test_alternatives_that_are_as_good_are_named():
     assert {answer.subject, *answer.ties} == {"torch", "shared"}
 
 
+@pytest.mark.parametrize("among", [("a",), ()])
+def test_an_alternative_of_the_readers_own_takes_part_in_every_comparison(among):
+    rows = frame({"a": [0.9], "mine": [0.5], "b": [0.1]})
+    question = Compare(
+        id="q", text="?", metric=METRIC, baseline="base", among=among, advice="Use {name}."
+    )
+    answer = question.answer(Results(rows, user_alternatives=("mine",)))
+    assert answer.subject == "mine"
+    assert set(answer.table["way"]) == {*among, "mine"}
+
+
 def test_the_failure_of_another_metric_is_none_of_this_one():
     """A refusal on memory stood next to the measured time."""
     rows = frame({"sharded": [0.9]}).assign(point="p")

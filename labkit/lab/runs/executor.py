@@ -149,11 +149,11 @@ class Executor:
         if point.series is None or not (end.status == "oom" or is_too_long):
             return False
         series, size = point.series
-        limit = size, "a smaller point of this series ran out of memory"
+        limit = size, f"{point.title()} ran out of memory"
         if end.status != "oom":  # others of this size may be faster
             limit = (
                 math.nextafter(size, math.inf),
-                f"a smaller point of this series took {format_seconds(timed_s)}",
+                f"{point.title()} already took {format_seconds(timed_s)}",
             )
         self._size_limits[series] = min(limit, self._size_limits.get(series, (math.inf, "")))
         return True

@@ -34,6 +34,7 @@ from labkit.studies.data_parallel.worker import (
 )
 from labkit.studies.shared import tasks
 from labkit.studies.shared.tables import add_up
+from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
 
 BUCKETED = (TORCH, "bucketed")
 """Wrappers whose bucket sizes, and accumulation, are compared."""
@@ -98,13 +99,7 @@ LARGEST = {"batch": None, "context_length": None}
 AT = {"world_size": None, **LARGEST}
 """Figures show the most ranks, the largest batch and the longest context."""
 NAMES = {
-    TORCH: "torch's DDP",
-    "naive": "NaiveDDP",
-    "flat": "FlatDDP",
-    "overlapped": "OverlappedDDP",
-    "bucketed": "BucketedDDP",
-    "bucketed_shared": "BucketedDDP through shared memory",
-    "naive_shared": "NaiveDDP through shared memory",
+    **WRAPPER_NAMES,
     DEFAULT_BUCKETS: "the default size",
     EVERY: "averaging after every micro-batch",
     LAST: "a step under no_sync",

@@ -239,7 +239,7 @@ LAB = Lab(
             pick=lambda table: table["peak_bytes"].idxmax(),
             verdict="counted",
             configuration=("size", "precision", "batch", "context_length"),
-            says="A full step of {size} peaks at {peak_bytes} with {context_length} tokens.",
+            says="`{size}` peaks {times_the_shortest} times as high at {context_length} tokens.",
             figure=Lines(x="context_length", y="peak_bytes", hue="kind", panel="size"),
         ),
         Report(

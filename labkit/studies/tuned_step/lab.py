@@ -4,7 +4,7 @@ with the default."""
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 
@@ -20,10 +20,10 @@ from labkit.nn.attention_implementations import IMPLEMENTATIONS as ATTENTION
 from labkit.parallel.data_parallel import IMPLEMENTATIONS as WRAPPERS
 from labkit.parallel.data_parallel import OVER_SHARED_MEMORY
 from labkit.parallel.ranks.torchrun import ranks_here
+from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
 from labkit.studies.tuned_step.worker import DEFAULT_NAME, JOINED, TunedStepPoint, measure
 
 FIELDS = tuple(Configuration.__dataclass_fields__)
-WORDS = {"attention": "{} attention", "compiled": "torch.compile", "wrapper": "the {} wrapper"}
 
 
 class TunedStepConfig(DeviceConfig):
@@ -71,19 +71,23 @@ def points(config: TunedStepConfig, machine: Machine) -> Iterator[TunedStepPoint
 
 
 def ingredients(results: Results) -> pd.DataFrame:
-    """Return the joined configuration by model and ranks, and its changes in words."""
+    """Return the combined configuration by model and ranks, and its changes in words."""
     rows = results.rows(["model", "world_size", *FIELDS], implementation=JOINED)
     table = rows.drop_duplicates().reset_index(drop=True)
     return table.assign(changes=[_describe_changes(row) for row in table.to_dict("records")])
 
 
-def _describe_changes(row: dict[str, object]) -> str:
-    # one rank has none
-    fields = [name for name in FIELDS if row["world_size"] != 1 or name != "wrapper"]
-    changed = [name for name in fields if row[name] != getattr(DEFAULT, name)]
-    return (
-        join_words([WORDS.get(name, "{}").format(row[name]) for name in changed]) or "the defaults"
-    )
+def _describe_changes(row: dict[str, Any]) -> str:
+    words = {
+        "precision": row["precision"],
+        "attention": f"{row['attention']} attention",
+        "compiled": "torch.compile",
+        "wrapper": WRAPPER_NAMES.get(row["wrapper"], row["wrapper"]),
+    }
+    changed = [name for name in FIELDS if row[name] != getattr(DEFAULT, name)]
+    if row["world_size"] == 1 and "wrapper" in changed:
+        changed.remove("wrapper")  # one rank has none
+    return join_words([words[name] for name in changed]) or "the defaults"
 
 
 LAB = Lab(
