@@ -41,7 +41,7 @@ from torch import Tensor
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.messages import cpu_group, gather_json
 from labkit.parallel.prepare import disable_compile, strides_like
-from labkit.parallel.transport import AUTO, Group, find_transport, member_group
+from labkit.parallel.transport import AUTO, Group, Transport, find_transport, member_group
 
 Describe = Callable[[], Mapping[str, object]]
 
@@ -76,7 +76,7 @@ def agree_per_pass(
     group: Group = None,
     *,
     numbers: Sequence[int] = (),
-    transport: str = AUTO,
+    transport: str | Transport = AUTO,
 ) -> list[list[int]]:
     """Compare the ranks' descriptions of `subject` by a checksum. A collective, errors as above.
 

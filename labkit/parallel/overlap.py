@@ -23,18 +23,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from labkit.parallel.collectives import all_gather, all_reduce
-from labkit.parallel.messages import cpu_group
+from labkit.parallel.collectives import all_reduce
 from labkit.parallel.transport import (
-    AUTO,
-    Transport,
-    find_transport,
     make_separate_transport,
-    member_group,
 )
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
-END_OF_PASS = "the end of backward"
 TORCH = "torch"
 _Task = tuple[Future[None], list[Callable[[], None]]]
 
@@ -203,68 +197,6 @@ class BackgroundAllReduce:
             all_reduce(vector, transport=channel.transport)  # without the thread
         else:
             self.start(vector)()
-
-
-class CheckedChannel(Channel):
-    """A channel whose ranks check, before each collective, that all of them start the same one.
-
-    Ranks that start different ones would hang, or mix up tensors. The check moves 16 bytes per rank
-    between CPUs. On a GPU only `exchange` is checked, since the other collectives do not wait for
-    the CPU.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        preference: str,
-        names: Sequence[str],
-    ):
-        """`names` of all collectives, the same on every rank."""
-        super().__init__(group, device, preference)
-        self._names = [END_OF_PASS, *names]
-        self._error: RuntimeError | None = None
-        if device.type != "cpu":
-            preference = AUTO
-        self.between_cpus = find_transport(
-            cpu_group(member_group(group)), torch.device("cpu"), preference
-        )
-        """For integers, between CPUs, in the caller's thread."""
-
-    def start_checked(self, name: str, action: Callable[[], None], n_trained: int = 0) -> Wait:
-        """Start the collective `name`, in which `n_trained` parameters take part; as `start`."""
-
-        def run_checked() -> None:
-            self.exchange(name, 0, n_trained, self.transport)
-            action()
-
-        return self.start(run_checked if self._in_thread else action)
-
-    def exchange(
-        self, name: str, number: int, n_trained: int = 0, transport: Transport | None = None
-    ) -> list[int]:
-        """Return the numbers of all ranks, which must be at the same collective. A collective
-        between CPUs."""
-        transport = transport or self.between_cpus
-        rows = torch.zeros(transport.world_size, 2, dtype=torch.int64)
-        rows[transport.rank] = torch.tensor(
-            [self._names.index(name) + len(self._names) * n_trained, number]
-        )
-        if self._error is None:
-            all_gather(rows, transport=transport)
-            codes, numbers = rows.t().tolist()
-            if len(set(codes)) > 1:
-                pairs = [divmod(code, len(self._names)) for code in codes]
-                got = ", ".join(
-                    f"rank {r} at {self._names[i]} with {n} trained"
-                    for r, (n, i) in enumerate(pairs)
-                )
-                self._error = RuntimeError(
-                    f"expected all ranks to run the same units in the same order; got {got}"
-                )
-        if self._error is not None:
-            raise self._error
-        return numbers
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", threads: int) -> None:

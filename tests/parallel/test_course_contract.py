@@ -45,13 +45,9 @@ class Words(nn.Module):
 
 
 def _fsdp(model: nn.Module, compute_dtype: torch.dtype | None) -> Any:
-    """The adapter: norms stay whole, since FSDP does not see their parameters."""
-    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
-    parameters = [module._parameters.pop("gain") for module in norms]
-    wrapped = FSDP(model, compute_dtype=compute_dtype)
-    for module, parameter in zip(norms, parameters, strict=True):
-        module._parameters["gain"] = parameter
-    return wrapped
+    """The adapter: norms stay whole on every rank."""
+    norms = [module.gain for module in model.modules() if isinstance(module, RMSNorm)]
+    return FSDP(model, compute_dtype=compute_dtype, ignored_params=norms)
 
 
 def _average_norms(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optimizer_module
 from torch.optim.swa_utils import AveragedModel
 
 from labkit.bench.ledger import AllocationLedger, peak_between
 from labkit.costs.transformer import TransformerShape
 from labkit.nn.transformer import Transformer, TransformerLayer, language_model_loss
-from labkit.parallel.sharding import FSDP
+from labkit.parallel.sharding import FSDP, whole_parameters
 from labkit.parallel.sharding.partition import find_units, partition
 from labkit.parallel.sync_batchnorm import convert_sync_batchnorm
 from labkit.parallel.traffic import recorded_traffic
@@ -93,8 +94,8 @@ def test_memory() -> list[str]:
     p = dist.get_world_size()
     whole = {name: value.nbytes for name, value in transformer().named_parameters()}
     by_unit = [
-        sum(s.parameter.nbytes for s in part.slots)
-        for part in partition(find_units(transformer(), None))
+        sum(each.parameter.nbytes for each in members.parameters)
+        for members in partition(find_units(transformer(), None))
     ]
     for prefetch in (0, 1):
         model = FSDP(transformer(), prefetch=prefetch)
@@ -172,19 +173,49 @@ def test_messages() -> list[str]:
 
 
 @on_ranks(2)
-def test_order() -> list[str]:
-    """A unit is gathered while the one before it runs, from the second pass on, and in backward."""
-    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
-    model = FSDP(nn.Sequential(*layers))
-    events = _record_starts(model)
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: events.append(f"run {number}"))
-    for _ in range(2):
-        events.clear()
-        model(torch.ones(1, 4)).sum().backward()
-    forward = ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "run 2"]
-    backward = ["gather 2", "gather 1", "gather 0", "average 2", "average 1", "average 0"]
-    return [] if events == forward + backward else [str(events)]
+def test_collectives() -> list[str]:
+    """n all-gathers forward, n backward less those that are kept, n reduce-scatters, 2 agreements.
+
+    A unit is gathered while the one before it runs, and averaged before the next but one.
+    """
+    n = 3
+    sizes = {f"{4 * WIDTH * width}": str(width) for width in (1, 2, 3)}
+    forward = [f"all_gather {width}" for width in (1, 2, 3)]
+    reduced = [f"reduce_scatter {width}" for width in (3, 2, 1)]
+    backward = "all_gather 3, all_gather 2, reduce_scatter 3, all_gather 1, reduce_scatter 2"
+    schedules = {
+        "": [*forward, *backward.split(", "), "reduce_scatter 1"],
+        "reshard_after_forward": [*forward, *reduced],
+        "reshard_after_backward": [*forward, *reduced],
+    }
+    wrong = []
+    for option, expected in schedules.items():
+        layers = [nn.Linear(WIDTH, width, bias=False) for width in range(1, 1 + n)]
+        model = FSDP(Branches(layers), **({option: False} if option else {}))
+        for _ in range(2):
+            with recorded_traffic() as traffic:
+                model(inputs()).backward()
+        payload = [
+            f"{call.collective} {sizes[str(call.n_bytes)]}" for call in traffic if call.is_payload
+        ]
+        if payload != expected:
+            wrong.append(f"{option}: {payload}")
+        if len(traffic) - len(payload) > 2:
+            wrong.append(f"{option}: {len(traffic) - len(payload)} agreements")
+    return wrong
+
+
+class Branches(nn.Module):
+    """Layers that each see the result of the one before."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x * layer(x).sum()
+        return x.sum()
 
 
 class Halves(nn.Module):
@@ -218,30 +249,14 @@ def test_one_order() -> list[str]:
         {"reshard_after_backward": False},
     ):
         model = FSDP(copy.deepcopy(nn.Sequential(*layers)), **options)
-        events = _record_starts(model)
-        for n_passes in (1, 2):
-            sum(model(inputs(seed)).square().sum() for seed in range(n_passes)).backward()
+        with recorded_traffic() as traffic:
+            for n_passes in (1, 2):
+                sum(model(inputs(seed)).square().sum() for seed in range(n_passes)).backward()
+        events = [(call.collective, call.n_bytes) for call in traffic]
         dist.all_gather_object(by_rank, events)
         if any(each != events for each in by_rank):
             wrong.append(f"{options}: {by_rank}")
     return wrong
-
-
-def _record_starts(model: FSDP) -> list[str]:
-    """Return a list to which the gathers and averages are added that this rank starts."""
-    events: list[str] = []
-    for number, unit in enumerate(model._units):
-        for name in ("gather", "average"):
-            start = getattr(unit, f"start_{name}")
-            setattr(
-                unit, f"start_{name}", partial(_note_start, events, f"{name} {number}", unit, start)
-            )
-    return events
-
-
-def _note_start(events: list[str], event: str, unit: Any, start: Callable[[], Any]) -> Any:
-    events += [event] if unit.parameters and ("average" in event or not unit.is_whole) else []
-    return start()
 
 
 def _trained(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
@@ -367,9 +382,9 @@ def test_any_moment() -> list[str]:
             look(f"after an exception in {moment}")
             with torch.no_grad():
                 model(inputs())
-            places = [parameter.place for unit in model._units for parameter in unit.parameters]
+            unsharded = [each.unsharded for unit in model._units for each in unit.parameters]
             if (
-                any(place.untyped_storage().nbytes() for place in places)
+                any(each.untyped_storage().nbytes() for each in unsharded)
                 and "reshard_after_backward" not in options
             ):
                 wrong.append(f"the model stays whole in evaluation after an exception in {moment}")
@@ -419,29 +434,6 @@ def _return_from_hook() -> None:
     model(inputs()).sum().backward()
 
 
-def _read_gradients(read: Callable[[Any], Any]) -> list[Any]:
-    model = FSDP(plain())
-    model(inputs()).sum().backward()
-    local(next(model.parameters()).grad).fill_(float("nan") if dist.get_rank() else 1.0)
-    return [read(p.grad) for p in model.parameters()]
-
-
-@on_ranks(2)
-def test_reductions() -> list[str]:
-    """A condition on a gradient of which each rank has a part is right on all ranks, or refused on
-    all."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    try:
-        answer: Any = _read_gradients(lambda gradient: bool(gradient.isnan().any()))
-    except RuntimeError:
-        answer = "refused"
-    dist.all_gather_object(answers, answer)
-    is_right = all(each == "refused" for each in answers) or all(
-        each[0] and not any(each[1:]) for each in answers
-    )
-    return [] if is_right else [f"isnan().any() is {answers}"]
-
-
 def _hooked() -> nn.Module:
     model = plain()
     model[0].weight.register_hook(lambda gradient: None)
@@ -461,38 +453,40 @@ def _replace(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_gathers() -> list[str]:
-    """What a gather left or missed is never computed with, and no step gathers without need."""
+def test_all_gathers() -> list[str]:
+    """No pass computes with what a gather left or missed; none gathers without need."""
     wrong = []
     x = inputs()
     for strategy in (FSDP, _zero2):
         model = strategy(plain())
-        whole = model(x).detach()
+        expected = model(x).detach()
         unit = model._units[0]
-        complete = unit._gather_rows
-        unit._gather_rows = _lose_connection
-        unit.gathered_versions = []  # as if its shards had changed
+        receive = unit._receive_rows
+        unit._receive_rows = _lose_connection
+        with torch.no_grad():
+            for shard in model.parameters():
+                shard.mul_(1)
         # the second call must not take what the first left
         wrong += find_accepted([("no connection", partial(model, x))] * 2, OSError)
-        unit._gather_rows = complete
-        if not torch.equal(model(x), whole):
+        unit._receive_rows = receive
+        if not torch.equal(model(x), expected):
             wrong.append(f"{strategy}: wrong after a failed gather")
-        loss = model(x).sum()
-        for shard in model.parameters():
-            shard.grad = torch.ones_like(shard)
-        optim.AdamW(model.parameters(), fused=True).step()
-        with contextlib.suppress(RuntimeError):
-            loss.backward()
-            wrong.append(f"{strategy}: a fused step between forward and backward was not seen")
     model = _zero2(plain())
-    other = plain()
+    bare = plain()
+    bare.load_state_dict(whole_parameters(model))
     model(x).sum().backward()
-    other(x).sum().backward()
-    optim.SGD(other.parameters(), lr=0.1).step()
+    for settings in ({"fused": True}, {"foreach": True}):  # which raise no version
+        optimizer = optim.AdamW(model.parameters(), **settings)
+        model(x)  # gathers before the step
+        optimizer.step()
+        bare.load_state_dict(whole_parameters(model))
+        optimizer.zero_grad()
+        if not torch.equal(model(x), bare(x)):
+            wrong.append(f"computes with parameters from before a step with {settings}")
     with recorded_traffic() as traffic:
         model(x)
     if any(call.is_payload for call in traffic):
-        wrong.append("the step of another model made it gather")
+        wrong.append("gathers without a step")
     with torch.inference_mode():
         for shard in model.parameters():
             shard.data = shard.data.full_tensor() * 2
@@ -505,61 +499,76 @@ def _lose_connection() -> None:
     raise OSError("no connection")
 
 
-@on_ranks(3)
-def test_elements() -> list[str]:
-    """Shards draw the numbers of one process, and refuse changes that would be lost, or end the
-    process."""
-    wrong = []
-    bare, model = (plain(), FSDP(plain()))
-    makers: dict[str, Callable[[Any], object]] = {
-        "uniform": lambda p: p.data.uniform_(-1, 1),
-        "normal": lambda p: p.normal_(),
-        "orthogonal": nn.init.orthogonal_,
-        "dropout": lambda p: p.mul_(torch.bernoulli(torch.full_like(p, 0.5)) + torch.rand_like(p)),
-        "row in its own memory": lambda p: p[:, 1].zero_(),
-    }
-    with torch.no_grad():
-        for name, make in makers.items():
-            for module in (bare, model.module):
-                torch.manual_seed(3)
-                make(module[0].weight)
-            if furthest([model.module[0].weight.full_tensor()], [bare[0].weight]) > 1e-6:
-                wrong.append(f"{name}: other numbers than in one process")
+@on_ranks(2)
+def test_shards_take_values() -> list[str]:
+    """Whole tensors, and results of operators on shards, may be put under shards."""
+    model = FSDP(plain())
+    shards = list(model.parameters())
+    vector = nn.utils.parameters_to_vector(shards)
+    expected = [2 * value for value in values(model)]
+    nn.utils.vector_to_parameters(vector * 2, shards)
+    wrong = [] if furthest(values(model), expected) == 0 else ["a vector of shards is lost"]
     model(inputs()).sum().backward()
-    for rows in (model.module[0].weight.grad, model.module[0].weight.data):
-        if not torch.equal(copy.deepcopy(rows).full_tensor(), rows.full_tensor()):
-            wrong.append("a copy has other values")
-    changes: list[Callable[[Any], object]] = [
-        lambda p: p.grad[0].zero_(),
-        lambda p: p.grad.data[:3].mul_(2),
-        lambda p: p.data[-1].fill_(1),
-        lambda p: p.grad.share_memory_(),
-        lambda p: p.data.share_memory_(),
-    ]
-    for number, change in enumerate(changes):
-        with contextlib.suppress(RuntimeError, TypeError):
-            change(model.module[0].weight)
-            wrong.append(f"change {number} was lost")
+    gradient = shards[0].grad
+    if not torch.equal(copy.deepcopy(gradient).full_tensor(), gradient.full_tensor()):
+        wrong.append("a copy has other values")
     return wrong
 
 
+class Adapter(nn.Module):
+    """A layer and a low-rank correction."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(WIDTH, 2)
+        self.up = nn.Linear(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _put_adapter(model: Any) -> None:
+    model[0] = Adapter(model[0])
+
+
+def _put_layer(model: Any) -> None:
+    model[2] = nn.Linear(16, 16)
+
+
+def _register_gain(model: Any) -> None:
+    model[0].gain = nn.Parameter(torch.ones(16))
+    model[0].register_forward_hook(lambda layer, _, output: output * layer.gain)
+
+
 @on_ranks(2)
-def test_averages() -> list[str]:
-    """Two averages of a unit that are in flight at the same time have memory of their own."""
-    unit = (model := FSDP(nn.Linear(WIDTH, WIDTH)))._units[-1]
-    channel = model._scheduler._channel
-    first, second = (torch.full((WIDTH, WIDTH), float(n + dist.get_rank())) for n in (1, 10))
-    unit.sync_with_shards()
-    waits = [channel.start(partial(time.sleep, 0.2))]
-    for gradient in (first, second):
-        for parameter in unit.trained:
-            parameter.whole.grad = gradient if parameter.whole.dim() == 2 else torch.zeros(WIDTH)
-        waits.append(unit.start_average())
-    for wait in waits:
-        wait()
-    (weight,) = [parameter for parameter in unit.trained if parameter.whole.dim() == 2]
-    means = [float(mean.mean()) for mean in weight.means]
-    return [] if means == [1.5, 10.5] else [f"averages {means}"]
+def test_new_parameters() -> list[str]:
+    """Parameters that come after wrapping would train on local gradients: all ranks refuse them."""
+    wrong = []
+    for change in (_put_adapter, _put_layer, _register_gain):
+        for options in ({}, {"reshard_after_backward": False}, {"units": ()}):
+            for ranks in ((0, 1), (1,)):
+                model = FSDP(plain(), **options)
+                if dist.get_rank() in ranks:
+                    change(model.module)
+                wrong += find_accepted([("", partial(model, inputs()))])
+    model = plain()
+    gain = model.gain = nn.Parameter(torch.ones(()))
+    FSDP(model, ignored_params=[gain])(inputs()).sum().backward()
+    return wrong if model.gain is gain else [*wrong, "an ignored parameter is in shards"]
+
+
+@on_ranks(2)
+def test_torch_is_unchanged() -> list[str]:
+    """Importing and using FSDP changes nothing of torch for others."""
+    model = FSDP(plain())
+    optim.SGD(model.parameters(), lr=0.1).step()
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    wrong = [f"a handler of {name}" for name, each in handlers.items() if "labkit" in repr(each)]
+    hooks = [*optimizer_module._global_optimizer_post_hooks.values()]
+    hooks += [*optimizer_module._global_optimizer_pre_hooks.values()]
+    wrong += [f"a hook of optimizers: {hook}" for hook in hooks]
+    return wrong + [f"a call: {name}" for name in vars(model.module) if "call_impl" in name]
 
 
 @on_ranks(2)
@@ -587,6 +596,7 @@ def test_refusals() -> list[str]:
         "transport": lambda: FSDP(plain(), transport="pigeons"),
         "trained complex": lambda: FSDP(nn.Linear(2, 2, dtype=torch.complex64)),
         "meta": lambda: FSDP(nn.Linear(2, 2, device="meta")),
+        "meta on rank 1": lambda: FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")),
         "lazy": lambda: FSDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))),
         "lazy on rank 1": lambda: FSDP(
             nn.Sequential(nn.LazyLinear(2) if rank else nn.Linear(2, 2))
@@ -622,9 +632,6 @@ def test_refusals() -> list[str]:
         ),
         "changed between forward and backward": _between_forward_and_backward,
         "a hook that returns a value": _return_from_hook,
-        "a norm that each rank has a part of": lambda: _read_gradients(
-            lambda gradient: gradient.norm().item()
-        ),
         "units of other sizes": lambda: FSDP(Unlike())(inputs(), rank),
     }
     errors = {

@@ -1,15 +1,16 @@
-"""Sharding: each data-parallel rank holds 1/p of the training state instead of a copy (ZeRO,
-arXiv:1910.02054).
+"""Sharding: a data-parallel rank holds 1/p of the training state (ZeRO, arXiv:1910.02054).
 
 ``optimizer``  `ShardedOptimizer`, ZeRO-1: optimizer state, and the work of its step
-``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay whole
-``gather``     the messages: `plan_gather` completes tensors of which each rank has rows, `average_rows` averages
-``scheduler``  when FSDP gathers, releases and averages: `UnitScheduler._run_unit` runs a unit with whole parameters
-``unit``       parameters that are gathered together, whole and in shards, and their gradients
-``partition``  how a model is cut into units
+``fsdp``       `FSDP`, ZeRO-3: gradients and parameters, too; ZeRO-2 if parameters stay in memory
+``state``      when FSDP communicates: hooks of modules and autograd, in the order of a step
+``hooks``      what it puts into autograd's graph
+``unit``       parameters that are communicated together: unshard, reshard, post_backward
+``gather``     the messages: all-gather of rows, reduce-scatter of gradients
+``partition``  which parameters belong to which unit
 ``sharded``    a rank's rows as DTensors, and in state dicts
 
-Classes are imported on first use: torch's DTensor takes half a second.
+Calls go down this list, and never up. Classes are imported on first use: torch's DTensor takes half
+a second.
 """
 
 from importlib import import_module
@@ -33,12 +34,12 @@ def __getattr__(name: str) -> Any:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return whole parameters of a wrapped model, by the bare model's names, on every rank. A
-    collective."""
-    if callable(gather := getattr(model, "gather_full_parameters", None)):
+    """Return a wrapped model's whole parameters by the bare model's names. A collective."""
+    gather = getattr(model, "gather_full_parameters", None)
+    if callable(gather):
         return dict(gather())
     parameters = getattr(model, "module", model).named_parameters()
-    # torch 2.11 gathers no other without autograd
+    # torch 2.11 gathers no parameter that autograd would follow.
     detached = {name: value.detach() for name, value in parameters}
     return {
         name: value.full_tensor() if is_distributed(value) else value

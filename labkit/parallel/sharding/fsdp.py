@@ -1,30 +1,28 @@
-"""ZeRO-3: parameters, gradients and optimizer state in shards; a layer's parameters are whole only
-while it computes.
+"""ZeRO-3: parameters, gradients and optimizer state in shards; a layer is unsharded while it computes.
 
-    model = FSDP(model)                                      cuts each layer into one shard per rank
-    optimizer = torch.optim.AdamW(model.parameters())        updates this rank's shards
+    model = FSDP(model)                                  cuts each layer into one shard per rank
+    optimizer = torch.optim.AdamW(model.parameters())    updates this rank's shards
     loss = criterion(model(inputs), targets)
-    loss.backward()                                          on return, shards have the mean gradient over ranks
+    loss.backward()                                      gives shards the mean gradient over ranks
     optimizer.step()
 
 A shard is a DTensor: its shape is that of the whole parameter, its memory holds this rank's rows.
 torch's gradient clipping, `GradScaler` and `torch.distributed.checkpoint` support DTensors; an
 operation that mixes one with an ordinary tensor raises.
 
-With Psi bytes of parameters on p ranks, each rank sends Psi (p-1)/p bytes three times per step: to
-gather them for the forward pass, to gather them again for the backward pass, and to average
-gradients. With `reshard_after_forward=False` parameters stay whole from forward to backward, which
-saves the second gather: a rank then sends as much as in an all-reduce. With
-`reshard_after_backward=False` they stay whole from step to step, and only the rows that the
-optimizer has changed are gathered: this is ZeRO-2.
+With Psi bytes of parameters on p ranks, each rank sends Psi (p-1)/p bytes three times per step: in
+all-gathers for the forward pass, in all-gathers for the backward pass, and in reduce-scatters of
+gradients. `reshard_after_forward=False` keeps parameters in memory until backward, and saves the
+second of these: a rank then sends as much as in an all-reduce. `reshard_after_backward=False` keeps
+them from step to step: this is ZeRO-2.
 
 Sources: Rajbhandari, Rasley, Ruwase & He 2020, arXiv:1910.02054, section 5.2 (P_os+g), 5.3
 (P_os+g+p) and, for the bytes sent, 7.2; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, for
-units and prefetching.
+units and prefetching; torch's `fully_shard` for the schedule and the names of its steps.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,10 +35,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
-from labkit.parallel.overlap import CheckedChannel
+from labkit.parallel.overlap import Channel
 from labkit.parallel.prepare import FLOAT_TYPES
-from labkit.parallel.sharding.partition import Part, Units, find_units, partition
-from labkit.parallel.sharding.scheduler import UnitScheduler, cast, run_around
+from labkit.parallel.sharding.hooks import cast
+from labkit.parallel.sharding.partition import UnitMembers, Units, find_units, partition
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_rows,
@@ -48,46 +46,55 @@ from labkit.parallel.sharding.sharded import (
     check_shardable,
     consolidate,
 )
+from labkit.parallel.sharding.state import FSDPState
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
 
 PREFIX = "module."
+TORCH_ERRORS = {
+    "mixed torch.Tensor and DTensor": (
+        "a parameter was read outside its unit: name a unit, in units=..., around all that reads it"
+    ),
+    "of _PostBackwardBackward is a view": (
+        "a unit changes its input in place: FSDP needs the input's gradient, so clone it first"
+    ),
+}
+"""What torch says in a forward pass, and what has happened."""
 
 
 class FSDP(nn.Module):
-    """A module whose parameters are in shards. `module` is the model: changed in place, and called
-    only through this.
+    """A module whose parameters are in shards.
 
     Args:
-        module: the model, alike on all ranks; its parameters and buffers are overwritten with rank
-        0's values. compute_dtype: dtype of gathered parameters, of the messages that gather them,
-        and of the floating-point inputs
-            of units. Shards and their gradients keep the parameters' dtype, and BatchNorm computes
-            in its own. None: the parameters' dtype.
-        reduce_dtype: dtype of gradients while they are averaged. None: the compute dtype. units:
-        modules, or classes of modules; each one's parameters are gathered together. None: each item
-        of the
-            outermost `ModuleList`s and `Sequential`s (usually a layer), and each other module with
-            parameters. Parameters in no unit, or in several, belong to the unit of the model
-            itself, which stays whole throughout a forward or backward pass.
-        reshard_after_forward: release whole parameters after a unit's forward, and gather them
-        again for its backward. reshard_after_backward: release them after backward. If not, nor
-        after forward, and a unit is gathered again
-            once an optimizer has stepped or torch has changed a shard of it. Shards are then views
-            of whole parameters.
+        module: the model, the same on all ranks. It is changed in place, and rank 0's values
+            overwrite the others'.
+        compute_dtype: dtype of unsharded parameters, of the messages that gather them, and of
+            floating-point inputs of units. Shards and their gradients keep the parameters' dtype.
+            BatchNorm computes in its own dtype. None: the parameters' dtype.
+        reduce_dtype: dtype of gradients while they are averaged. None: the compute dtype.
+        units: modules, or classes of modules; each one's parameters are communicated together.
+            None: each item of the outermost `ModuleList`s and `Sequential`s (usually a layer), and
+            each other module with parameters. Parameters in no unit, or in several, belong to the
+            unit of the model, which stays unsharded throughout a forward or backward pass.
+        reshard_after_forward: free a unit's unsharded parameters after its forward, and gather them
+            again for its backward.
+        reshard_after_backward: free them after backward. If not, they stay in memory after forward,
+            too, and a unit is gathered again after a backward pass or a change of its shards.
         prefetch: how many units are gathered ahead, in the order of the last forward pass.
+        ignored_params: parameters that stay as they are on each rank, and are not averaged.
         group: the process group; None: all ranks.
         transport: as for `labkit.parallel.collectives.all_gather`.
 
     Build the optimizer from `parameters()`. If no rank has a gradient for a parameter, its `.grad`
-    stays None. All ranks must run the same units in the same order, forward and backward; inside a
-    unit they may differ. Whole parameters can be read only while their unit runs. Hooks on shards
-    see the mean gradient. torch.compile compiles the model's code only, not the gathers.
+    stays None. All ranks must run the same units in the same order, forward and backward. Within a
+    unit they may use different parameters, of which the others add zeros. Unsharded parameters can
+    be read only while their unit runs. Hooks on shards see the mean gradient. torch.compile
+    compiles the model's code, not the gathers.
 
     Raises ValueError, on all ranks of the group, if no parameter is trainable, for invalid
     arguments, and for models or arguments that differ between ranks; in a forward pass, if
-    parameters were replaced, moved or cast; in backward, for sparse gradients. RuntimeError if
-    ranks run different units.
+    parameters were added, replaced, moved or cast; in backward, for sparse gradients. RuntimeError
+    if ranks run different units.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         reshard_after_backward: bool = True,
         prefetch: int = 1,
+        ignored_params: Iterable[nn.Parameter] = (),
         group: dist.ProcessGroup | None = None,
         transport: str = AUTO,
     ):
@@ -108,75 +116,74 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         self._shard = f"rank {members.rank()} of {members.size()}"
-        reshard_after_forward &= reshard_after_backward
-        dtypes = (compute_dtype, reduce_dtype)
-        reshard = (reshard_after_forward, reshard_after_backward)
-        options = Options(*dtypes, *reshard, prefetch, transport)
-        parts = list[Part]()
+        options = Options(
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=reshard_after_forward and reshard_after_backward,
+            reshard_after_backward=reshard_after_backward,
+            prefetch=prefetch,
+            transport=transport,
+        )
+        ignored = list(ignored_params)
+        members_of_units = list[UnitMembers]()
 
         def describe() -> dict[str, object]:
             _check(module, options)
-            parts.extend(partition(find_units(module, units)))
+            members_of_units.extend(partition(find_units(module, units), set(ignored)))
             return {
                 **vars(options),
-                "units": [part.name for part in parts],
+                "units": [unit.name for unit in members_of_units],
                 **describe_model(module),
             }
 
         agree_once("model", describe, group)
         device = next(module.parameters()).device
-        names = [part.name for part in parts]
-        # or ValueError, before any change
-        channel = CheckedChannel(group, device, transport, names)
+        # ValueError for a transport that there is not, before any change
+        channel = Channel(group, device, transport)
         broadcast([*module.parameters(), *module.buffers()], group)
         mesh = DeviceMesh.from_group(members, device.type)
-        self._units = [Unit(part, mesh, options, channel) for part in parts]
+        self._units = [Unit(each, mesh, options, channel) for each in members_of_units]
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
             if compute_dtype is not None and isinstance(each, _BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
-        self._scheduler = UnitScheduler(self._units, options, channel)
+        self._state = FSDPState(self._units, options, channel, group, ignored)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         try:
             return self.module(*args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            message = (
-                "a parameter was read outside its unit: name a unit, in units=..., around all that"
-                " reads it"
-            )
-            raise RuntimeError(message) from error
+        except BaseException as error:
+            self._state.reset_forward()
+            for text, explanation in TORCH_ERRORS.items():
+                if text in str(error):
+                    raise RuntimeError(explanation) from error
+            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing, so that code for DDP runs. Every backward pass averages: no rank can keep
-        whole gradients."""
+        """Do nothing, so that code for DDP runs: every backward pass averages."""
         yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards, even while their unit is whole."""
+        """Yield this rank's shards, even while their unit is unsharded."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "sharded_parameter", parameter)
 
     def consolidated_state_dict(self, *, to: int | None = 0) -> dict[str, Any] | None:
-        """Return the bare module's `state_dict`, in CPU memory, on group rank `to` (None: on all);
-        None on the others.
+        """Return the bare module's `state_dict`, in CPU memory. A collective, one tensor at a time.
 
-        A collective, one tensor at a time; buffers are the rank's own. The result can be loaded
-        into the bare module, or into an FSDP on any number of ranks. To
-        `torch.distributed.checkpoint`, pass `module` and the optimizer.
+        Only group rank `to` gets it (None: all ranks), the others get None. Buffers are those of
+        that rank. It can be loaded into the bare module, or into an FSDP on any number of ranks.
+        To `torch.distributed.checkpoint`, pass `module` and the optimizer.
         """
         return consolidate(self.module.state_dict(), to in (None, dist.get_rank(self.group)))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a `state_dict()` of this rank, or the bare module's state, of which this rank takes
-        its rows.
+        """Load a `state_dict()` of this rank, or its rows of the bare module's state.
 
         ValueError for the shard of another rank or number of ranks, and for parameters of other
         shapes.
@@ -204,28 +211,27 @@ def _save_shards(
     metadata[SHARD] = label
     for name, parameter in module._parameters.items():
         shard: Any = getattr(parameter, "sharded_parameter", parameter)
-        # at offset 0: torch cannot copy it at another
         if isinstance(shard, DTensor) and prefix + name in state:
-            state[prefix + name] = rows = DTensor(
-                shard._local_tensor.new_empty(0), shard._spec, requires_grad=False
-            )
+            # torch's copies of DTensors expect them at the start of their memory.
+            rows = DTensor(shard._local_tensor.new_empty(0), shard._spec, requires_grad=False)
             rows._local_tensor = shard._local_tensor
+            state[prefix + name] = rows
 
 
 def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before a module loads: take this rank's rows of whole parameters."""
-    shards: dict[str, Any] = {
-        prefix + name: parameter for name, parameter in module._parameters.items()
-    }
-    for name, shard in shards.items():
-        if isinstance(shard, DTensor) and name in state:
-            state[name] = as_rows(name, state[name], shard)
+    """Hook before a module loads: take this rank's rows of whole parameters."""
+    for name, parameter in list(module._parameters.items()):
+        shard: Any = getattr(parameter, "sharded_parameter", parameter)
+        if isinstance(shard, DTensor) and prefix + name in state:
+            # An interrupted pass leaves unsharded parameters, which would take the values.
+            module._parameters[name] = shard  # type: ignore[assignment]
+            state[prefix + name] = as_rows(prefix + name, state[prefix + name], shard)
 
 
 def _check(module: nn.Module, options: Options) -> None:
-    """Raise ValueError for arguments that cannot work, and for parameters that cannot be
-    sharded."""
-    if wrong := {options.compute_dtype, options.reduce_dtype} - {None, *FLOAT_TYPES}:
+    """Raise ValueError for invalid arguments, and for parameters that cannot be sharded."""
+    wrong = {options.compute_dtype, options.reduce_dtype} - {None, *FLOAT_TYPES}
+    if wrong:
         raise ValueError(f"dtypes must be among {', '.join(map(str, FLOAT_TYPES))}; got {wrong}")
     if options.prefetch < 0:
         raise ValueError(f"expected to prefetch 0 units or more, got {options.prefetch}")
@@ -242,13 +248,15 @@ def _check(module: nn.Module, options: Options) -> None:
 
 
 def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Let a module compute in the dtype of its parameters and statistics; its outputs are cast to
-    the compute dtype."""
+    """Let a module compute in the dtype of its parameters; cast outputs to the compute dtype."""
     tensors = (*module.parameters(), *module.buffers())
     own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
-    def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast((args, kwargs), own)
-        return cast(call(*args, **kwargs), compute_dtype)
+    def to_own(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast((args, kwargs), own)
 
-    run_around(module, run)
+    def to_compute(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast(output, compute_dtype)
+
+    module.register_forward_pre_hook(to_own, with_kwargs=True)
+    module.register_forward_hook(to_compute)

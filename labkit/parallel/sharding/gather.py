@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from labkit.parallel.collectives import all_gather_round, reduce_scatter_round
+from labkit.parallel.collectives import all_gather_round, all_reduce, reduce_scatter_round
 from labkit.parallel.prepare import shard_sizes, strides_like
 from labkit.parallel.traffic import Call
 from labkit.parallel.transport.base import Transfer, Transport, checksum
@@ -22,7 +22,7 @@ SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a mes
 Blocks = list[list[Tensor]]  # [tensor][rank]: vectors
 
 
-def own_rows(whole: Tensor, rank: int, p: int) -> Tensor:
+def local_rows(whole: Tensor, rank: int, p: int) -> Tensor:
     """Return the rows of a rank, a view: (at most c, ...); all of a scalar."""
     if not whole.dim():
         return whole
@@ -45,8 +45,12 @@ def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     ).copy_(tensor)
 
 
-def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
+def plan_all_gather(
+    name: str, tensors: Sequence[Tensor], transport: Transport
+) -> Callable[[], None]:
     """Return a function that completes tensors in place, each time it is called: a collective.
+
+    Ranks that call it for another `name` raise.
 
     The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first,
     and receives theirs in place (`all_gather_round`): n (p-1)/p bytes sent per rank, on average, for n
@@ -67,7 +71,7 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     ]
     sizes = [storage.nbytes() for storage in storages]
     description = checksum(
-        "all_gather", *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        "all_gather", name, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     )
 
     def gather() -> None:
@@ -90,13 +94,32 @@ def plan_gather(tensors: Sequence[Tensor], transport: Transport) -> Callable[[],
     return gather
 
 
-def average_rows(
-    gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport
+def reduce_scatter_rows(
+    name: str, pairs: Sequence[tuple[Tensor, Tensor]], transport: Transport
 ) -> None:
-    """Write the mean over ranks of this rank's rows of each gradient into `means`. A collective.
+    """Average gradients over ranks: this rank's rows of the mean go into the second of each pair.
 
-    Gradients are of one dtype and have `row_strides`, as have the means. Rank r adds the rows that
-    the others send it to its own: n (p-1)/p bytes sent per rank for n bytes of gradients.
+    A collective per dtype, and one per scalar, of which every rank has all. Ranks that call it for
+    another `name` raise. Gradients have `row_strides`.
+    """
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for gradient, rows in pairs:
+        if gradient.dim():
+            by_dtype.setdefault(gradient.dtype, []).append((gradient, rows))
+        else:
+            all_reduce(rows, transport=transport)
+    for same_dtype in by_dtype.values():
+        gradients, means = zip(*same_dtype, strict=True)
+        _reduce_scatter(name, gradients, means, transport)
+
+
+def _reduce_scatter(
+    name: str, gradients: Sequence[Tensor], means: Sequence[Tensor], transport: Transport
+) -> None:
+    """Write this rank's rows of the mean of each gradient into `means`. A collective.
+
+    Rank r adds the rows that the others send it to its own: n (p-1)/p bytes sent per rank for n
+    bytes of gradients.
     """
     p = transport.world_size
     # so that a mean cannot overflow on the way
@@ -111,7 +134,7 @@ def average_rows(
     )
     _fill(packed[:-1])
     description = checksum(
-        "reduce_scatter", *((tuple(each.shape), each.dtype) for each in gradients)
+        "reduce_scatter", name, *((tuple(each.shape), each.dtype) for each in gradients)
     )
     call = Call(transport, "reduce_scatter", "butterfly", gradients, description)
     transfers: list[Transfer] = []

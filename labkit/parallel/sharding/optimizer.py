@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from labkit.parallel.agreement import agree_once, describe_parameter
 from labkit.parallel.prepare import disable_compile
-from labkit.parallel.sharding.gather import own_rows, plan_gather
+from labkit.parallel.sharding.gather import local_rows, plan_all_gather
 from labkit.parallel.sharding.sharded import (
     SHARD,
     as_gradient,
@@ -50,18 +50,18 @@ REFUSED: Mapping[type[Optimizer], str] = {
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls(params, **settings)` with 1/p of the state on each rank: a
-    `torch.optim.Optimizer`.
+    """`optimizer_cls(params, **settings)` with 1/p of the state on each rank.
 
     Args:
         params: parameters, or groups of them, as for any optimizer; the same on all ranks, on one
-        device, dense. optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
-        group: the process group; None: all ranks. transport: as for
-        `labkit.parallel.collectives.all_gather`. settings: of `optimizer_cls`.
+            device, dense.
+        optimizer_cls: the optimizer, which gets this rank's rows of each parameter.
+        group: the process group; None: all ranks.
+        transport: as for `labkit.parallel.collectives.all_gather`.
+        settings: of `optimizer_cls`.
 
     `param_groups` have whole parameters and may be changed at any time, by schedulers for example.
-    Parameters that are frozen send nothing. State dicts are torch's, with DTensors of this rank's
-    rows.
+    Frozen parameters send nothing. State dicts are torch's, with DTensors of this rank's rows.
 
     Raises ValueError, on all ranks of the group, for an optimizer that cannot be sharded, for
     unsuitable parameters, and for arguments that differ between ranks; on a rank outside the group;
@@ -80,14 +80,15 @@ class ShardedOptimizer(Optimizer):
         members = member_group(group)
         self._group = group
         self._transport = transport
-        self._place = (members.rank(), members.size())
+        self._rank = members.rank()
+        self._world_size = members.size()
         self._shard = f"rank {members.rank()} of {members.size()}"
         self._inner: Any = None
         """The optimizer of shards, whose groups and state are this one's."""
         self._shards: dict[Tensor, Any] = {}
         """This rank's rows of each parameter, views of its memory: the inner optimizer's
         parameters."""
-        self._gathered_places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        self._gathered_layouts: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         """Addresses, shapes and strides for which `_gather_rows` is planned."""
 
         def build() -> None:
@@ -145,11 +146,11 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("expected dense gradients, got a sparse one")
         for p, shard in self._shards.items():
             # a user may have replaced the parameter's data
-            shard._local_tensor = own_rows(p.detach(), *self._place)
+            shard._local_tensor = local_rows(p.detach(), self._rank, self._world_size)
             shard.grad = (
                 None
                 if p.grad is None
-                else as_gradient(own_rows(p.grad.detach(), *self._place), shard)
+                else as_gradient(local_rows(p.grad.detach(), self._rank, self._world_size), shard)
             )
         open_groups = [group for group in self.param_groups if may_use_foreach(group)]
         try:
@@ -162,7 +163,7 @@ class ShardedOptimizer(Optimizer):
                 group["foreach"] = None
             for p, shard in self._shards.items():
                 shard.grad = None
-                own = own_rows(p.detach(), *self._place)
+                own = local_rows(p.detach(), self._rank, self._world_size)
                 # the optimizer has replaced the shard's data
                 if shard._local_tensor.data_ptr() != own.data_ptr():
                     own.copy_(shard._local_tensor)
@@ -174,14 +175,16 @@ class ShardedOptimizer(Optimizer):
     def gather_parameters(self) -> None:
         """Gather the ranks' rows of every parameter that a step may have changed. A collective."""
         changed = [p for p in self._parameters if p.requires_grad or p.grad is not None]
-        if self._place[1] == 1 or not changed:
+        if self._world_size == 1 or not changed:
             return
-        places = [(p.data_ptr(), p.shape, p.stride()) for p in changed]
-        if places != self._gathered_places:
+        layouts = [(p.data_ptr(), p.shape, p.stride()) for p in changed]
+        if layouts != self._gathered_layouts:
             with torch.inference_mode(False):  # its vectors stay
                 transport = find_transport(self._group, changed[0].device, self._transport)
-                self._gather_rows = plan_gather([p.detach() for p in changed], transport)
-                self._gathered_places = places
+                self._gather_rows = plan_all_gather(
+                    "parameters", [p.detach() for p in changed], transport
+                )
+                self._gathered_layouts = layouts
         self._gather_rows()
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         `state_dict` does.
         """
         state = {name: value for name, value in self.state_dict().items() if name != SHARD}
-        return consolidate(state, to in (None, self._place[0]))
+        return consolidate(state, to in (None, self._rank))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -263,7 +266,9 @@ class ShardedOptimizer(Optimizer):
     def _make_shards(self) -> None:
         for p in self._parameters:
             if p not in self._shards:
-                self._shards[p] = shard_parameter(p, own_rows(p.detach(), *self._place), self._mesh)
+                self._shards[p] = shard_parameter(
+                    p, local_rows(p.detach(), self._rank, self._world_size), self._mesh
+                )
 
     @contextmanager
     def _groups_of_shards(self) -> Iterator[None]:

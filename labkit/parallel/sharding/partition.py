@@ -1,6 +1,6 @@
 """How a model is cut into units, and which parameters belong to which."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -59,9 +59,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 @dataclass
-class Slot:
-    """A parameter, its name in the model, and the modules that have it, each with its name
-    there."""
+class ManagedParameter:
+    """A parameter, its name in the model, and the modules that have it, each with its name there."""
 
     parameter: nn.Parameter
     name: str
@@ -70,43 +69,44 @@ class Slot:
 
 
 @dataclass
-class Part:
+class UnitMembers:
     """A unit's name in the model, and the modules and parameters that are in no unit inside it."""
 
     name: str
     module: nn.Module
-    ends_with_pass: bool
-    """Its gradients are complete only at the end of a backward pass: it contains units, or is the
-    model."""
     modules: list[nn.Module] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    parameters: list[ManagedParameter] = field(default_factory=list)
 
 
-def partition(units: Sequence[nn.Module]) -> list[Part]:
-    """Return the parts of the model, `units[-1]`, by unit. Parameters of several units belong to
-    the last."""
+def partition(
+    units: Sequence[nn.Module], ignored: Collection[nn.Parameter] = ()
+) -> list[UnitMembers]:
+    """Return the members of each unit. The last unit is the model.
+
+    Parameters of several units belong to the model; `ignored` ones to none.
+    """
     model = units[-1]
     last = len(units) - 1
     numbers = {unit: number for number, unit in enumerate(units)}
     names = {module: name or "the model" for name, module in model.named_modules()}
-    parts = [
-        Part(
-            names[unit],
-            unit,
-            unit is model or any(m in numbers and m is not unit for m in unit.modules()),
-        )
-        for unit in units
-    ]
-    slots: dict[nn.Parameter, Slot] = {}
+    members = [UnitMembers(names[unit], unit) for unit in units]
+    managed: dict[nn.Parameter, ManagedParameter] = {}
     unit_at: dict[str, int] = {}
+    # With duplicates: a module may be part of several units, and parents come before children.
     for path, module in model.named_modules(remove_duplicate=False):
-        unit_at[path] = number = numbers.get(module, unit_at.get(path.rpartition(".")[0], last))
-        parts[number].modules.append(module)
+        parent = path.rpartition(".")[0]
+        number = numbers.get(module, unit_at.get(parent, last))
+        unit_at[path] = number
+        members[number].modules.append(module)
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                slot = slots.setdefault(parameter, Slot(parameter, f"{path}.{name}".lstrip(".")))
-                slot.owners += [(module, name)] if (module, name) not in slot.owners else []
-                slot.units.add(number)
-    for slot in slots.values():
-        parts[last if len(slot.units) > 1 else min(slot.units)].slots.append(slot)
-    return parts
+            if parameter is None or parameter in ignored:
+                continue
+            full_name = f"{path}.{name}".lstrip(".")
+            entry = managed.setdefault(parameter, ManagedParameter(parameter, full_name))
+            if (module, name) not in entry.owners:
+                entry.owners.append((module, name))
+            entry.units.add(number)
+    for entry in managed.values():
+        number = last if len(entry.units) > 1 else min(entry.units)
+        members[number].parameters.append(entry)
+    return members

@@ -1,41 +1,31 @@
 """Shards: a rank's rows of a parameter, gradient or state as a DTensor, on the device and in state
 dicts."""
 
-import weakref
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from labkit.parallel.data_parallel.consistency import check_values
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
-from labkit.parallel.sharding.gather import own_rows
+from labkit.parallel.sharding.gather import local_rows
 
 # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
 SHARD = "shard"
 
 
 class Sharded(DTensor):
-    """A rank's rows of a parameter or gradient.
+    """A DTensor of a rank's rows. Setting `data` replaces the rows.
 
-    What is read by index may be a copy, from other ranks, too: to change that in place raises.
-    Setting `data` replaces the rows; a plain DTensor would ignore it silently.
+    A plain DTensor ignores it without a word, and averages of parameters, SAM and
+    `vector_to_parameters` set `data`.
     """
 
     __slots__ = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        part: Any = super().__getitem__(index)
-        storages = {each._local_tensor.untyped_storage()._cdata for each in (self, part)}
-        if part.requires_grad or len(storages) == 1:
-            return part
-        with torch.inference_mode():  # torch refuses to change its tensors outside of it
-            return part.clone()
 
     @property
     def data(self) -> Tensor:
@@ -51,70 +41,20 @@ class Sharded(DTensor):
                 f"expected {tuple(self.shape)}, {self.dtype}; got {tuple(value.shape)},"
                 f" {value.dtype}"
             )
-        # tensors of inference mode have no versions, which tell what has changed
+        # Tensors of inference mode have no versions, which tell what has changed.
         with torch.inference_mode(False):
             rows = _local_rows(value.detach(), self)
             self._local_tensor = rows.clone() if rows.is_inference() else rows
             torch.autograd.graph.increment_version(self)  # also if this rank has no rows
 
-    def share_memory_(self) -> NoReturn:
-        raise TypeError("sharded tensors cannot be shared with processes: share full_tensor()")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self, nn.Parameter):
-            raise TypeError("sharded parameters cannot be copied or pickled: save a state_dict()")
-        return super().__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return (
-            self.__reduce_ex__(2)
-            if isinstance(self, nn.Parameter)
-            else memo.setdefault(id(self), self.clone())
-        )
-
-
-def _read_number(
-    op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]
-) -> Any:
-    """Read a DTensor as a Python number. RuntimeError for a rank's part of a norm or sum, which
-    torch would return."""
-    if any(placement.is_partial() for placement in args[0].placements):
-        raise RuntimeError(
-            "each rank has a part of this norm or sum: call full_tensor() on all ranks, then item()"
-        )
-    return op_call(args[0]._local_tensor)
-
-
-def _draw(op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """Draw numbers for the whole tensor, and take this rank's. Torch would draw the same rows on
-    each rank."""
-    if args[0].device_mesh not in _meshes:  # a DTensor of torch or of a user
-        del _handlers[op_call]
-        try:
-            return op_call(*args, **kwargs)
-        finally:
-            _handlers[op_call] = _draw
-    whole = op_call(args[0].detach().full_tensor(), *args[1:], **kwargs)
-    drawn = distribute_tensor(whole, args[0].device_mesh, args[0].placements, src_data_rank=None)
-    if not op_call._schema.is_mutable:
-        return drawn
-    args[0]._local_tensor.copy_(drawn._local_tensor)
-    return args[0]
-
-
-_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-"""Meshes of shards, and of what is computed from them."""
-_aten = torch.ops.aten
-_handlers = DTensor._op_dispatcher._custom_op_handlers
-_handlers[_aten._local_scalar_dense.default] = _read_number
-for _name in ("normal_", "uniform_", "bernoulli", "rand_like", "randn_like", "randint_like"):
-    _handlers[getattr(_aten, _name).default] = _draw
-_handlers[_aten.bernoulli_.float] = _draw
+        if isinstance(self, nn.Parameter):
+            raise TypeError("sharded parameters cannot be copied: save a state_dict()")
+        return memo.setdefault(id(self), as_gradient(self._local_tensor.clone(), self))
 
 
 @torch.no_grad()
 def _as_distributed(rows: Tensor, like: Tensor, mesh: DeviceMesh) -> DTensor:
-    _meshes.add(mesh)
     placements = [Shard(0) if like.dim() else Replicate()]
     return DTensor.from_local(
         rows, mesh, placements, run_check=False, shape=like.shape, stride=strides_like(like)
@@ -135,6 +75,19 @@ def shard_parameter(parameter: Tensor, rows: Tensor, mesh: DeviceMesh) -> Any:
 def as_gradient(rows: Tensor, shard: Any) -> Any:
     """Return the rows as a gradient of the shard."""
     return Sharded(rows, shard._spec, requires_grad=False)
+
+
+def accumulate_gradient(shard: Any, rows: Tensor) -> None:
+    """Add the rows to the shard's `grad`, and run the hooks that users put on the shard."""
+    gradient = as_gradient(rows, shard)
+    if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+        # Autograd runs hooks in its order, but takes five times as long.
+        torch.autograd.backward(shard, gradient)
+        shard.grad.__class__ = Sharded
+    elif shard.grad is None:
+        shard.grad = gradient
+    else:
+        shard.grad.add_(gradient)
 
 
 def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: bool) -> None:
@@ -179,16 +132,15 @@ def _local_rows(value: Tensor, shard: Any) -> Tensor:
     number of ranks."""
     mesh = shard.device_mesh
     if not isinstance(value, DTensor):
-        return own_rows(value, mesh.get_local_rank(), mesh.size()).clone()
-    if value.device_mesh.size() != mesh.size() or tuple(value.placements) != tuple(
-        shard.placements
-    ):
+        return local_rows(value, mesh.get_local_rank(), mesh.size()).clone()
+    if value.device_mesh.size() != mesh.size():
         raise ValueError(
-            f"expected whole tensors, or rows on {mesh.size()} ranks; got {value.placements} on"
+            f"expected whole tensors, or rows on {mesh.size()} ranks; got rows on"
             f" {value.device_mesh.size()}: save with consolidated_state_dict() or"
             " torch.distributed.checkpoint"
         )
-    return value._local_tensor
+    # Results of operators, as in `vector_to_parameters`, may be on every rank, or sums to be added.
+    return value.redistribute(placements=shard.placements)._local_tensor
 
 
 def as_rows(name: str, value: Any, shard: Any) -> Any:

@@ -1,40 +1,41 @@
-"""A unit of FSDP: modules whose parameters are gathered, whole and released at the same time, and
-averaged together.
+"""A unit of FSDP, as `FSDPParamGroup` of torch's FSDP2: parameters that are communicated together.
 
-    shard    for the optimizer: this rank's rows, in the parameter's dtype; always there
-    whole    for the modules: the parameter in the compute dtype, in memory from `start_gather` to `release`
+    sharded      for the optimizer: a DTensor of this rank's rows, in the parameter's dtype
+    unsharded    for the modules: all rows in the compute dtype, in memory while the unit needs it
 
-Autograd saves `whole`, or views of it, for the backward pass. Its memory is released and gathered
-again in between, which autograd does not notice. To read released memory is an error: `release`
-raises the version counter, as a change in place would, and `start_gather` resets it.
+`FSDPState` calls the steps of a unit in this order; each is a collective, or waits for one:
+
+    forward     unshard, wait_for_unshard, reshard
+    backward    unshard, wait_for_unshard, post_backward, finalize_backward
+
+Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed and
+filled again in between, which autograd does not notice. Reading freed memory is an error: `reshard`
+raises the version counter, as a change in place would, and `unshard` resets it.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from labkit.parallel.collectives import all_reduce
-from labkit.parallel.overlap import CheckedChannel, Wait
+from labkit.parallel.overlap import Channel, Wait
 from labkit.parallel.sharding.gather import (
-    average_rows,
-    own_rows,
-    plan_gather,
+    local_rows,
+    plan_all_gather,
+    reduce_scatter_rows,
     row_strides,
     with_strides,
 )
-from labkit.parallel.sharding.partition import Part, Slot
-from labkit.parallel.sharding.sharded import Sharded, as_gradient, shard_parameter
-from labkit.parallel.transport import Transport
+from labkit.parallel.sharding.partition import ManagedParameter, UnitMembers
+from labkit.parallel.sharding.sharded import accumulate_gradient, shard_parameter
 
-# an operator, which the allocation ledger sees
-_resize = torch.ops.inductor.resize_storage_bytes_.default
+# An operator, which the allocation ledger sees.
+_resize_storage = torch.ops.inductor.resize_storage_bytes_.default
 
 
 @dataclass(frozen=True)
@@ -49,295 +50,257 @@ class Options:
     transport: str
 
 
-class Token:
-    """A call of a unit, or an input whose gradient frozen parameters wait for. It goes with its
-    graph."""
-
-
 class UnitParameter:
-    """A parameter, as `shard` and as `whole`, and its gradient in one backward pass."""
+    """A parameter, sharded and unsharded."""
 
     def __init__(
-        self, slot: Slot, mesh: DeviceMesh, compute_dtype: torch.dtype | None, *, is_view: bool
-    ):
-        """`is_view`: the shard is a view of `whole`, if it has the same dtype."""
-        value = slot.parameter.detach()
-        rank = mesh.get_local_rank()
-        p = mesh.size()
+        self, managed: ManagedParameter, mesh: DeviceMesh, compute_dtype: torch.dtype | None
+    ) -> None:
+        value = managed.parameter.detach()
+        # BatchNorm computes in its own dtype, and integers have no other.
         keeps_dtype = not value.is_floating_point() or any(
-            isinstance(owner, _BatchNorm) for owner, _ in slot.owners
+            isinstance(owner, _BatchNorm) for owner, _ in managed.owners
         )
-        dtype = value.dtype if keeps_dtype or compute_dtype is None else compute_dtype
-        self.name = slot.name
-        self.owners = slot.owners
+        dtype = value.dtype
+        if compute_dtype is not None and not keeps_dtype:
+            dtype = compute_dtype
+        self.name = managed.name
+        self.owners = managed.owners
+        self.rank = mesh.get_local_rank()
+        self.world_size = mesh.size()
         self.strides = row_strides(value)
-        self.place = torch.empty_strided(
+        self.all_rows = torch.empty_strided(
             value.shape, self.strides, dtype=dtype, device=value.device
         )
-        """Where rows are gathered: the memory of `whole`, which has a version counter of its
-        own."""
-        self.own_place = own_rows(self.place, rank, p)
-        rows = own_rows(value, rank, p)
-        self._owns_rows = not is_view or dtype != value.dtype
-        """The shard has memory of its own."""
-        self._rank_of_size = (rank, p)
-        rows = rows.clone() if self._owns_rows else own_rows(self.place.data, rank, p).copy_(rows)
-        self.shard = shard_parameter(slot.parameter, rows, mesh)
-        self.whole = nn.Parameter(self.place.data, value.is_floating_point() or value.is_complex())
-        self.whole.__dict__.update(self.shard.__dict__, sharded_parameter=self.shard)
-        self.is_used = False
-        """It got a gradient in this pass; at the end of the pass: on any rank."""
-        self.means: list[Tensor] = []
-        """Averaged rows of this pass."""
+        """The memory of `unsharded`, with a version counter of its own: messages raise it."""
+        rows = local_rows(value, self.rank, self.world_size).clone()
+        self.sharded = shard_parameter(managed.parameter, rows, mesh)
+        self.unsharded = nn.Parameter(
+            self.all_rows.data, value.is_floating_point() or value.is_complex()
+        )
+        # The attributes of the user's parameter, and where state dicts find its shard.
+        self.unsharded.__dict__.update(self.sharded.__dict__, sharded_parameter=self.sharded)
+        self.has_gradient = False
+        """It got a gradient in this backward pass."""
+        self.reduced: list[Tensor] = []
+        """This rank's rows of the mean gradient, once per reduce-scatter of this backward pass."""
 
-    def sync_with_shard(self) -> None:
-        """Freeze or thaw `whole` as the user did the shard; ValueError for one that was replaced,
-        moved or cast."""
-        if any(module._parameters.get(name) is not self.shard for module, name in self.owners):
-            raise ValueError(
-                f"{self.name} was replaced or removed: change the model before wrapping it"
-            )
-        if type(self.shard) is not Sharded:
-            raise ValueError(
-                f"{self.name} was moved or cast: move and cast the model before wrapping it"
-            )
-        if self.whole.requires_grad != self.shard.requires_grad:
-            self.whole.requires_grad_(self.shard.requires_grad)
+    @property
+    def local_rows(self) -> Tensor:
+        """This rank's rows in the memory of `unsharded`."""
+        return local_rows(self.all_rows, self.rank, self.world_size)
 
-    def leave_old_rows(self) -> bool:
-        """Take new memory once the user has put other rows under the shard: the old ones may be
-        swapped in again."""
-        if self._owns_rows or self.shard._local_tensor.data_ptr() == self.own_place.data_ptr():
-            return False
-        with torch.inference_mode(False):  # it stays
-            self._owns_rows, self.place = True, self.place.clone()
-            self.own_place = own_rows(self.place, *self._rank_of_size)
-            self.whole.data = self.place.data
-        return True
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        for module, name in self.owners:
+            module._parameters[name] = parameter
 
     def take_gradient(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the whole gradient, zeros if there is none, and drop it. None: in its own
-        dtype."""
-        gradient = self.whole.grad
-        self.whole.grad = None
-        dtype = dtype or self.place.dtype
+        """Remove and return the unsharded gradient, or zeros. ValueError for a sparse one."""
+        gradient = self.unsharded.grad
+        self.unsharded.grad = None
+        dtype = dtype or self.all_rows.dtype
         if gradient is None:
-            return torch.empty_strided(
-                self.place.shape, self.strides, dtype=dtype, device=self.place.device
-            ).zero_()
-        self.is_used = True
+            # Another rank may have a gradient, and every rank takes part in the reduce-scatter.
+            zeros = torch.empty_strided(
+                self.all_rows.shape, self.strides, dtype=dtype, device=self.all_rows.device
+            )
+            return zeros.zero_()
+        if gradient.layout is not torch.strided:
+            raise ValueError(f"expected dense gradients, got a sparse one of {self.name}")
+        self.has_gradient = True
         return with_strides(gradient.detach().to(dtype), self.strides)
 
-    def add_mean(self, gradient: Tensor) -> Tensor:
-        """Allocate and return the average of this rank's rows of a gradient; a scalar's value, to
-        be all-reduced."""
-        rows = own_rows(gradient, *self._rank_of_size)
-        self.means.append(torch.empty_like(rows) if rows.dim() else rows.clone())
-        return self.means[-1]
-
-    def assign_means(self) -> None:
-        """Accumulate as autograd does, which never reaches a shard: this runs the hooks that users
-        put on it."""
-        shard = self.shard
-        for mean in self.means if self.is_used else ():
-            gradient = as_gradient(mean.to(shard.dtype), shard)
-            for hook in (shard._backward_hooks or {}).values():
-                changed = hook(gradient)
-                gradient = gradient if changed is None else changed
-            shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
-            for hook in (shard._post_accumulate_grad_hooks or {}).values():
-                if hook(shard) is not None:  # as torch does
-                    raise RuntimeError("post accumulate grad hooks should return None")
+    def accumulate_reduced(self) -> None:
+        """Add the mean gradients of this backward pass to the shard's `grad`."""
+        for rows in self.reduced:
+            accumulate_gradient(self.sharded, rows.to(self.sharded.dtype))
 
 
 class Unit:
-    """Modules whose parameters are whole at the same time."""
+    """Modules whose parameters are unsharded at the same time."""
 
     def __init__(
-        self, part: Part, mesh: DeviceMesh, options: Options, channel: CheckedChannel
+        self, members: UnitMembers, mesh: DeviceMesh, options: Options, channel: Channel
     ) -> None:
-        """Cut parameters into shards, and put these into the modules."""
-        self.name = part.name
-        self.module = part.module
-        self.modules = part.modules
-        self.ends_with_pass = part.ends_with_pass
-        self._reduce_dtype = options.reduce_dtype
-        self._keeps_memory = not options.reshard_after_backward
+        """Replace the modules' parameters by shards."""
+        self.name = members.name
+        self.module = members.module
+        self.modules = members.modules
+        self._options = options
         self._channel = channel
         self.parameters = [
-            UnitParameter(slot, mesh, options.compute_dtype, is_view=self._keeps_memory)
-            for slot in part.slots
+            UnitParameter(managed, mesh, options.compute_dtype) for managed in members.parameters
         ]
-        self.is_whole = True
-        """Gathered, or being gathered."""
-        self.is_attached = True
-        """The modules have the whole parameters."""
-        self._wait: Wait | None = None
-        self._receive_rows = self._plan_gather()
-        self.gathered_versions: list[tuple[int, ...]] = []
-        """Versions of the shards at the last gather."""
-        self.calls_in_progress = 0
-        """Forward passes of its module."""
-        self.trained: list[UnitParameter] = []
-        self.ready: set[UnitParameter] = set()
-        """Parameters whose gradient is complete."""
-        self.is_averaged = False
-        self.inputs: weakref.WeakSet[Token] = weakref.WeakSet()
-        self.release()
+        self.trained = self.parameters
+        """Those that were to be trained in the last forward pass."""
+        self.is_unsharded = False
+        """The modules have the unsharded parameters."""
+        self.has_all_rows = False
+        """The memory of the unsharded parameters is filled, or being filled."""
+        self._all_gather: Wait | None = None
+        """Waits for the all-gather in flight."""
+        self._all_gathered_versions: list[tuple[int, ...]] = []
+        self._may_step = False
+        """Shards had gradients since the last all-gather: an optimizer may have changed them."""
+        self._reduce_scatters: list[Wait] = []
+        self.nodes_before: set[Any] = set()
+        """Nodes of autograd that made its inputs, while its modules run."""
+        all_rows = [parameter.all_rows for parameter in self.parameters]
+        with torch.inference_mode(False):  # its buffers stay
+            self._receive_rows = plan_all_gather(self.name, all_rows, channel.transport)
+        self._to_sharded()
+        self._free_all_rows()
 
     # Parameters
 
-    def sync_with_shards(self) -> None:
-        """Freeze and thaw whole parameters as the user did the shards. ValueError for replaced
-        ones."""
-        for parameter in self.parameters:
-            parameter.sync_with_shard()
-        self.trained = [parameter for parameter in self.parameters if parameter.shard.requires_grad]
-
-    def attach(self, *, whole: bool) -> None:
-        """Put whole parameters, or shards, into the modules."""
-        if whole != self.is_attached:
-            self.is_attached = whole
-            for parameter in self.parameters:
-                for module, name in parameter.owners:
-                    module._parameters[name] = parameter.whole if whole else parameter.shard
-
-    def current_versions(self) -> list[tuple[int, ...]]:
-        """Return versions and memory of each shard and its rows. A shard counts its new rows
-        (`Sharded.data`)."""
-        pairs = [(parameter.shard, parameter.shard._local_tensor) for parameter in self.parameters]
-        return [
-            (shard._version, rows._version, rows.untyped_storage()._cdata) for shard, rows in pairs
-        ]
-
-    def make_whole(self) -> None:
-        """Gather the parameters, unless they are whole. A collective."""
-        self.start_gather()
-        self.finish_gather()
-
-    def start_gather(self) -> None:
-        """Allocate whole parameters, and start to gather their rows, unless they are whole. A
-        collective."""
-        if self.is_whole:
+    def unshard(self) -> None:
+        """Start to all-gather the parameters, unless they are in memory. A collective."""
+        if self.has_all_rows or not self.parameters:
             return
-        self.is_whole, self.gathered_versions = True, self.current_versions()
-        moved = [parameter.leave_old_rows() for parameter in self.parameters]
-        if any(moved):
-            self._receive_rows = self._plan_gather()
-        if whole := tuple(parameter.whole for parameter in self.parameters):
-            for parameter in self.parameters if not self._keeps_memory else ():
-                _resize(parameter.place, parameter.place.nbytes)
-            torch._C._autograd._unsafe_set_version_counter(whole, (0,) * len(whole))
-            self._wait = self._channel.start_checked(self.name, self._gather_rows)
+        self.has_all_rows = True
+        self._all_gathered_versions = self.shard_versions()
+        self._may_step = any(parameter.sharded.grad is not None for parameter in self.parameters)
+        for parameter in self.parameters:
+            _resize_storage(parameter.all_rows, parameter.all_rows.nbytes)
+        unsharded = tuple(parameter.unsharded for parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(unsharded, (0,) * len(unsharded))
+        self._all_gather = self._channel.start(self._run_all_gather)
 
-    def _plan_gather(self) -> Callable[[], None]:
-        """Return a function that receives the other ranks' rows, once this rank's are in their
-        places."""
-        with torch.inference_mode(False):  # its vectors stay
-            return plan_gather(
-                [parameter.place for parameter in self.parameters], self._channel.transport
-            )
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather, and give the modules the unsharded parameters."""
+        self._wait_for_all_gather()
+        if self.is_unsharded:
+            return
+        self.is_unsharded = True
+        for parameter in self.parameters:
+            parameter.set_on_modules(parameter.unsharded)
 
-    def _gather_rows(self) -> None:
-        pairs = [
-            (parameter.own_place, parameter.shard._local_tensor) for parameter in self.parameters
+    def reshard(self, *, keep_memory: bool = False) -> None:
+        """Give the modules their shards, and free the memory of the unsharded parameters."""
+        if self.is_unsharded:
+            self._to_sharded()
+        if self.has_all_rows and not keep_memory:
+            self._wait_for_all_gather()  # its messages are written to the memory
+            self._free_all_rows()
+
+    def sync_requires_grad(self) -> None:
+        """Freeze and thaw the unsharded parameters as the user did the shards."""
+        for parameter in self.parameters:
+            requires_grad = parameter.sharded.requires_grad
+            if parameter.unsharded.requires_grad != requires_grad:
+                parameter.unsharded.requires_grad_(requires_grad)
+        self.trained = [each for each in self.parameters if each.sharded.requires_grad]
+
+    def shard_versions(self) -> list[tuple[int, ...]]:
+        """Return what changes when torch writes to a shard, or a user puts other rows under it.
+
+        A DTensor counts operators on itself; its rows count what is done to them directly.
+        Optimizers with `foreach` or `fused` raise neither.
+        """
+        pairs = [(each.sharded, each.sharded._local_tensor) for each in self.parameters]
+        return [
+            (sharded._version, rows._version, rows.untyped_storage()._cdata)
+            for sharded, rows in pairs
         ]
-        if elsewhere := [
-            (place, rows) for place, rows in pairs if place.data_ptr() != rows.data_ptr()
-        ]:
-            torch._foreach_copy_([place for place, _ in elsewhere], [rows for _, rows in elsewhere])
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether shards have changed since the last all-gather."""
+        return self.shard_versions() != self._all_gathered_versions
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what was gathered may differ from the shards."""
+        has_gradients = any(parameter.sharded.grad is not None for parameter in self.parameters)
+        return self._may_step or has_gradients or self.is_changed
+
+    def _run_all_gather(self) -> None:
+        torch._foreach_copy_(
+            [parameter.local_rows for parameter in self.parameters],
+            [parameter.sharded._local_tensor for parameter in self.parameters],
+        )
         self._receive_rows()
 
-    def finish_gather(self) -> None:
-        """Wait for a gather in flight. What a failed one leaves in memory is not the parameters,
-        and is released."""
-        if self._wait is None:
+    def _wait_for_all_gather(self) -> None:
+        if self._all_gather is None:
             return
+        wait = self._all_gather
+        self._all_gather = None
         try:
-            self._wait()
+            wait()
         except Exception:
-            self._wait = None
-            self.is_whole = False
-            self._free()
+            self._free_all_rows()  # what a failed one leaves is not the parameters
             raise
-        self._wait = None
 
-    def release(self) -> None:
-        """Put shards into the modules, and release whole parameters, or keep them until a shard
-        changes."""
-        self.attach(whole=False)
-        if self.is_whole:
-            self.finish_gather()
-            self.is_whole = self._keeps_memory and self.gathered_versions == self.current_versions()
-            self._free()
+    def _to_sharded(self) -> None:
+        self.is_unsharded = False
+        for parameter in self.parameters:
+            parameter.set_on_modules(parameter.sharded)
 
-    def _free(self) -> None:
-        """Release the memory of whole parameters, unless it is kept."""
-        if self.parameters and not self._keeps_memory:
+    def _free_all_rows(self) -> None:
+        self.has_all_rows = False
+        if self.parameters:
             for parameter in self.parameters:
-                _resize(parameter.place, 0)
+                _resize_storage(parameter.all_rows, 0)
             torch.autograd.graph.increment_version(
-                [parameter.whole for parameter in self.parameters]
+                [parameter.unsharded for parameter in self.parameters]
             )
 
     # Gradients
 
     @property
-    def has_frozen(self) -> bool:
-        return len(self.trained) < len(self.parameters)
+    def has_unreduced_gradients(self) -> bool:
+        return any(parameter.unsharded.grad is not None for parameter in self.parameters)
 
-    def is_over(self, reached: set[Token]) -> bool:
-        """Return whether backward needs none of its parameters: a gradient is complete after all
-        uses of one."""
-        is_complete = len(self.ready) == len(self.trained) and not self.calls_in_progress
-        return is_complete and (
-            not self.has_frozen or (bool(self.inputs) and self.inputs <= reached)
-        )
+    def post_backward(self) -> None:
+        """Reshard, and start to reduce-scatter the gradients. A collective."""
+        with torch.no_grad():
+            gradients = [each.take_gradient(self._options.reduce_dtype) for each in self.trained]
+            self.reshard(keep_memory=not self._options.reshard_after_backward)
+            if not gradients:
+                return
+            # Allocated here, and not in the channel's thread, whose memory no profiler counts.
+            for parameter, gradient in zip(self.trained, gradients, strict=True):
+                rows = local_rows(gradient, parameter.rank, parameter.world_size)
+                # An all-reduce averages a scalar in place.
+                parameter.reduced.append(torch.empty_like(rows) if rows.dim() else rows.clone())
+            pairs = [
+                (gradient, parameter.reduced[-1])
+                for parameter, gradient in zip(self.trained, gradients, strict=True)
+            ]
+            self._reduce_scatters.append(
+                self._channel.start(
+                    partial(reduce_scatter_rows, self.name, pairs, self._channel.transport)
+                )
+            )
 
-    @property
-    def has_gradients(self) -> bool:
-        """Return whether it has gradients that are not averaged yet."""
-        return any(parameter.whole.grad is not None for parameter in self.trained)
+    def wait_for_reduce_scatter(self) -> None:
+        """Wait for the reduce-scatters in flight."""
+        waits = self._reduce_scatters
+        self._reduce_scatters = []
+        for wait in waits:
+            wait()
 
-    def start_average(self) -> Wait:
-        """Start to average gradients, and drop the whole ones. A collective."""
-        self.is_averaged = True
-        gradients = [parameter.take_gradient(self._reduce_dtype) for parameter in self.trained]
-        # Allocated here, not in the channel's thread, whose memory no profiler counts.
-        pairs = [
-            (gradient, each.add_mean(gradient))
-            for each, gradient in zip(self.trained, gradients, strict=True)
-        ]
-        return self._channel.start_checked(
-            self.name, partial(_average, self._channel.transport, pairs), len(pairs)
-        )
+    def finalize_backward(self, used: list[bool]) -> None:
+        """Give shards their mean gradients, those of parameters that any rank has `used`."""
+        self.wait_for_reduce_scatter()
+        self._may_step |= any(used)
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if is_used:
+                parameter.accumulate_reduced()
 
-    def reset_pass(self) -> None:
-        """Forget a backward pass."""
+    def reset_iteration(self) -> None:
+        """Forget a backward pass, and what an interrupted one left."""
         for parameter in self.parameters:
-            parameter.is_used = False
-            parameter.means = []
-        self.is_averaged = False
-        self.ready.clear()
+            parameter.unsharded.grad = None
+            parameter.has_gradient = False
+            parameter.reduced = []
 
 
-def _note_step(optimizer: Optimizer, *_: object) -> None:
-    """Raise the versions of stepped shards: torch's `fused=True` does not."""
-    shards = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Sharded]
-    torch.autograd.graph.increment_version([p._local_tensor for p in shards if p.grad is not None])
+def uncopyable(what: str) -> Callable[[Any, Any], Any]:
+    """Return a method that refuses to copy or pickle an object that is tied to its ranks."""
 
+    def refuse(self: Any, _: Any = None) -> Any:
+        raise TypeError(f"{what} is tied to its ranks: save its state_dict()")
 
-register_optimizer_step_post_hook(_note_step)
-
-
-def _average(transport: Transport, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Average gradients into the second of each pair."""
-    by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for gradient, mean in gradients:
-        if gradient.dim():
-            by_dtype.setdefault(gradient.dtype, []).append((gradient, mean))
-        else:
-            all_reduce(mean, transport=transport)
-    for alike in by_dtype.values():
-        whole, means = zip(*alike, strict=True)
-        average_rows(whole, means, transport)
+    return refuse

@@ -26,7 +26,7 @@ def _torch_zero3(model: nn.Module, _: str) -> nn.Module:
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for unit in find_units(model, None):  # the model itself comes last
-        # norms belong to the model
+        # A unit per norm would be a message per norm: their parameters belong to the model.
         if unit is model or any(parameter.dim() > 1 for parameter in unit.parameters()):
             fully_shard(unit, mesh=mesh)
     return model
@@ -39,8 +39,8 @@ def _plain(model: nn.Module, optimizer: OptimizerClass, _: str, **settings: Any)
 def _foreach(
     model: nn.Module, optimizer: OptimizerClass, transport: str, **settings: Any
 ) -> Optimizer:
-    # One call of each operator for all parameters, as in ShardedOptimizer, with which ZeRO-2 is
-    # compared.
+    # One call of each operator for all parameters, as in ShardedOptimizer: ZeRO-2 is compared with
+    # it.
     from labkit.parallel.sharding.optimizer import may_use_foreach
 
     built = _plain(model, optimizer, transport, **settings)
@@ -67,6 +67,14 @@ def _ddp(model: nn.Module, transport: str) -> nn.Module:
     return data_parallel.BucketedDDP(model, all_reduce=transport)
 
 
+def _zero2(model: nn.Module, transport: str) -> nn.Module:
+    return sharding.FSDP(model, transport=transport, reshard_after_backward=False)
+
+
+def _zero3(model: nn.Module, transport: str) -> nn.Module:
+    return sharding.FSDP(model, transport=transport)
+
+
 def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
     return data_parallel.wrap(data_parallel.TORCH, model)
 
@@ -74,13 +82,8 @@ def _torch_ddp(model: nn.Module, _: str) -> nn.Module:
 IMPLEMENTATIONS: dict[str, tuple[Wrap, MakeOptimizer]] = {
     "ddp": (_ddp, _plain),
     "zero1": (_ddp, _sharded),
-    "zero2": (
-        lambda model, transport: sharding.FSDP(
-            model, transport=transport, reshard_after_backward=False
-        ),
-        _foreach,
-    ),
-    "zero3": (lambda model, transport: sharding.FSDP(model, transport=transport), _plain),
+    "zero2": (_zero2, _foreach),
+    "zero3": (_zero3, _plain),
     "torch_ddp": (_torch_ddp, _plain),
     "torch_zero1": (_torch_ddp, _torch_sharded),
     "torch_zero3": (_torch_zero3, _plain),
@@ -103,7 +106,8 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
     If it shards parameters other than by DTensors, its `gather_full_parameters()` returns whole
     ones by the model's names.
     """
-    if name in (taken := (*LABKITS, *TORCHS)):
+    taken = (*LABKITS, *TORCHS)
+    if name in taken:
         raise ValueError(f"expected a name other than {', '.join(taken)}")
 
     def wrap(model: nn.Module, _: str) -> nn.Module:
@@ -130,10 +134,12 @@ def _takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
     if isinstance(alternative, type):
         return issubclass(alternative, Optimizer)
     parameters = inspect.signature(alternative).parameters.values()
-    return (
-        sum(each.default is each.empty and each.kind < each.VAR_POSITIONAL for each in parameters)
-        > 1
-    )
+    required = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind < each.VAR_POSITIONAL
+    ]
+    return len(required) > 1
 
 
 def shard(

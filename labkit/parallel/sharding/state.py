@@ -1,0 +1,264 @@
+"""When FSDP communicates, as `FSDPState` of torch's FSDP2: the schedule of all units of a model.
+
+    forward     pre_forward: unshard the unit and prefetch those that followed it in the last pass;
+                post_forward: reshard it
+    backward    pre_backward, when an output of the unit gets its gradient: unshard it again, prefetch;
+                post_backward, when its inputs get theirs: reshard it, reduce-scatter its gradients
+    its end     root_post_backward: reduce-scatter what is left, give shards their gradients
+
+n units of which none stays in memory take n all-gathers in forward, n in backward, and n
+reduce-scatters. Ranks agree twice per step: on the model when a forward pass begins, and on the
+parameters that got gradients when a backward pass ends. All ranks must run the same units in the same
+order: messages through shared memory say which unit they belong to, and the agreement at the end of a
+backward pass compares the order.
+
+A forward pass during a backward pass recomputes for activation checkpointing: its units stay
+unsharded until their post_backward. Second derivatives (`create_graph`) and backward passes during a
+forward pass would keep all units in memory, and are refused.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.parallel.agreement import agree_per_pass
+from labkit.parallel.overlap import BackwardPass, Channel
+from labkit.parallel.prepare import disable_compile
+from labkit.parallel.sharding.hooks import Hook, cast, find_gradient_nodes, register_post_backward
+from labkit.parallel.sharding.sharded import Sharded
+from labkit.parallel.sharding.unit import Options, Unit, uncopyable
+from labkit.parallel.transport import AUTO, Transport
+
+
+class FSDPState:
+    """The schedule of units, the last of which is the model itself."""
+
+    __deepcopy__ = __reduce_ex__ = uncopyable("a module of FSDP")
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        options: Options,
+        channel: Channel,
+        group: dist.ProcessGroup | None,
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
+        self._units = list(units)
+        self._options = options
+        self._channel = channel
+        self._group = group
+        self._names = {
+            parameter.sharded: parameter.name for unit in units for parameter in unit.parameters
+        }
+        self._ignored = set(ignored)
+        self._root: Unit | None = None
+        """The unit whose call began the forward pass that is going on."""
+        self._order: list[Unit] = []
+        """Units in the order in which the last forward pass called them."""
+        self._expected: list[Unit] = []
+        """Units that this pass, forward or backward, has yet to reach, if it is as the last one."""
+        self._backward = BackwardPass()
+        self._reduced: list[Unit] = []
+        """Units in the order in which this backward pass has reduced their gradients."""
+        for unit in units:
+            unit.module.register_forward_pre_hook(
+                partial(self._pre_forward, unit), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(partial(self._post_forward, unit), with_kwargs=True)
+
+    # Forward
+
+    @disable_compile
+    def _pre_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # After an interrupted pass its root is still there, and begins again.
+        if not self._backward.is_running and (self._root is None or self._root is unit):
+            self._root_pre_forward(unit)
+        self._unshard(unit)
+        if not self._backward.is_running:
+            self._order.append(unit)
+        if self._options.compute_dtype is not None:
+            args, kwargs = cast((args, kwargs), self._options.compute_dtype)
+        if torch.is_grad_enabled():
+            args, kwargs = register_post_backward(Hook(self._post_backward, unit), args, kwargs)
+            unit.nodes_before = find_gradient_nodes(unit.modules, (args, kwargs))
+        return args, kwargs
+
+    def _root_pre_forward(self, unit: Unit) -> None:
+        """Begin a forward pass: ranks agree on the model. A collective."""
+        if self._backward.is_unfinished:
+            self._reset_iteration()
+        self._root = unit
+        self._expected = self._order
+        self._order = []
+        for each in self._units:
+            each.reshard(keep_memory=not self._options.reshard_after_backward)
+        for each, is_stale in zip(self._units, self._agree_on_model(), strict=True):
+            if is_stale:
+                each.has_all_rows = False  # it keeps its memory, and is gathered again
+            each.sync_requires_grad()
+
+    @disable_compile
+    def _post_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            hook = Hook(self._pre_backward, unit, unit.shard_versions())
+            for node in find_gradient_nodes(unit.modules, outputs) - unit.nodes_before:
+                node.register_prehook(hook)
+            unit.nodes_before = set()
+        if self._backward.is_running:
+            return  # post_backward reshards it
+        keep_memory = torch.is_grad_enabled() and not self._options.reshard_after_forward
+        keep_memory |= not self._options.reshard_after_backward
+        unit.reshard(keep_memory=keep_memory)
+        if unit is self._root:
+            self._root = None
+            for each in self._units:  # also those that were prefetched, but not called
+                each.reshard(keep_memory=keep_memory)
+
+    def reset_forward(self) -> None:
+        """End a forward pass that an exception has ended."""
+        self._root = None
+        if not self._backward.is_running:
+            for unit in self._units:
+                unit.reshard(keep_memory=not self._options.reshard_after_backward)
+
+    def _unshard(self, unit: Unit) -> None:
+        """Unshard a unit that a pass has reached, and prefetch those that are expected next."""
+        unit.unshard()
+        if unit in self._expected:
+            position = self._expected.index(unit)
+            del self._expected[position]
+            for each in self._expected[position : position + self._options.prefetch]:
+                each.unshard()
+        unit.wait_for_unshard()
+
+    # Backward
+
+    def _pre_backward(self, unit: Unit, versions: object, _: object) -> None:
+        if torch.is_grad_enabled() or (self._root is not None and not self._backward.is_running):
+            raise RuntimeError(
+                "FSDP differentiates a forward pass once, after it: use BucketedDDP for penalties"
+            )
+        if versions != unit.shard_versions():
+            raise RuntimeError(
+                f"parameters of {unit.name} changed between forward and backward: step after"
+                " backward"
+            )
+        if not self._backward.is_running:
+            if self._backward.is_unfinished:
+                self._reset_iteration()
+            self._expected = self._order[::-1]
+            self._backward.begin(self._root_post_backward)
+        self._unshard(unit)
+
+    def _post_backward(self, unit: Unit) -> None:
+        # One reduce-scatter at a time: the unsharded gradients of several units would fill memory.
+        for each in self._reduced[-1:]:
+            each.wait_for_reduce_scatter()
+        self._reduced.append(unit)
+        unit.post_backward()
+
+    def _root_post_backward(self) -> None:
+        """End a backward pass. A collective."""
+        try:
+            with torch.no_grad():
+                self._finalize_backward()
+        finally:
+            self._reset_iteration()
+
+    def _finalize_backward(self) -> None:
+        parameters = [parameter for unit in self._units for parameter in unit.parameters]
+        has_gradient = [
+            parameter.has_gradient or parameter.unsharded.grad is not None
+            for parameter in parameters
+        ]
+        is_unreduced = [unit.has_unreduced_gradients for unit in self._units]
+        order: dict[str, object] = {"order of units": [unit.name for unit in self._reduced]}
+        on_any_rank = iter(
+            self._agree("order of units", lambda: order, [*is_unreduced, *has_gradient])
+        )
+        unreduced = [unit for unit in self._units if next(on_any_rank)]
+        for unit in reversed(unreduced):
+            self._post_backward(unit)
+        for unit in self._units:
+            unit.finalize_backward([next(on_any_rank) for _ in unit.parameters])
+
+    def _reset_iteration(self) -> None:
+        """Forget a backward pass, and reshard all units."""
+        for unit in self._units:
+            unit.wait_for_reduce_scatter()
+            unit.reset_iteration()
+            unit.reshard(keep_memory=not self._options.reshard_after_backward)
+        self._reduced = []
+        self._backward.reset()
+
+    # Agreement
+
+    def _agree_on_model(self) -> list[bool]:
+        """Return for each unit whether its parameters are to be gathered again. A collective.
+
+        ValueError, on all ranks, if one has replaced, moved or added parameters, trains others, or
+        has gradients that no backward pass has averaged.
+        """
+
+        def describe() -> dict[str, object]:
+            self._check_parameters()
+            for unit in self._units:
+                if unit.has_unreduced_gradients:
+                    raise ValueError(
+                        f"gradients of {unit.name} were not averaged: FSDP found no output of it;"
+                        " return outputs in containers or objects"
+                    )
+            return {
+                "trained parameters": [
+                    name for parameter, name in self._names.items() if parameter.requires_grad
+                ]
+            }
+
+        # A unit whose shards changed on one rank is gathered by all.
+        is_stale = [unit.has_all_rows and unit.is_stale for unit in self._units]
+        return self._agree("model", describe, is_stale)
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError unless the model has the parameters with which it was wrapped."""
+        model = self._units[-1].module
+        present = {
+            parameter
+            for module in model.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+        for parameter, name in self._names.items():
+            if parameter not in present:
+                raise ValueError(f"{name} was replaced or removed: change the model, then wrap it")
+            if type(parameter) is not Sharded:  # torch has swapped it for a result of to()
+                raise ValueError(f"{name} was moved or cast: move and cast the model, then wrap it")
+        if len(present) > len(self._names):
+            for name, parameter in model.named_parameters():
+                if parameter not in self._names and parameter not in self._ignored:
+                    raise ValueError(
+                        f"{name} was added to the model: change the model, then wrap it"
+                    )
+
+    def _agree(
+        self, subject: str, describe: Callable[[], dict[str, object]], flags: list[bool]
+    ) -> list[bool]:
+        """Compare the ranks' descriptions; return which flags any rank has set. A collective."""
+        by_rank: list[list[int]] = []
+        # Over the channel, in order with the other collectives: a rank that is at another one
+        # raises. Elsewhere it would wait for this one, and this rank for the other. Only between
+        # CPUs: the agreement would wait for a GPU.
+        transport: str | Transport = self._channel.transport
+        if self._channel.transport.device.type != "cpu":
+            transport = AUTO
+
+        def agree() -> None:
+            by_rank.extend(
+                agree_per_pass(subject, describe, self._group, numbers=flags, transport=transport)
+            )
+
+        self._channel.start(agree)()
+        return [any(flags_of_ranks) for flags_of_ranks in zip(*by_rank, strict=True)]
