@@ -11,19 +11,21 @@ from labkit.lab.compare import compare_runs, write_comparison
 from labkit.lab.pages import cards
 from labkit.lab.pages.cards import stepper
 from labkit.lab.pages.html import render, script, style_sheet
+from labkit.lab.pages.schedule import record_schedule
 from labkit.parallel.collectives import ALGORITHMS
 from tests.browser import CONTRASTS
 from tests.lab.test_comparison import SIZES, load_lab, run_file
 from tests.lab.test_index import write_page
 
 
-def test_every_algorithm_and_one_from_outside_are_recorded_for_every_number_of_ranks():
-    steps = stepper(dict(ALGORITHMS) | {"my_own": ALGORITHMS["ring"]}, world_sizes=[2, 3])
-    page = steps.on_page
+def test_every_algorithm_and_a_readers_own_are_recorded_for_every_number_of_ranks(monkeypatch):
+    recorded = record_schedule(ALGORITHMS["ring"], 2)
+    monkeypatch.setattr(cards, "record_user_schedule", lambda *_: recorded)
+    page = stepper(print, world_sizes=[2, 3]).on_page
     schedules = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page)[1])
-    assert list(schedules) == [*ALGORITHMS, "my_own"]
+    assert list(schedules) == ["your print", *ALGORITHMS]
     assert {*schedules["ring"]} == {"2", "3"}
-    assert schedules["my_own"] == schedules["ring"]
+    assert schedules["your print"]["2"] == schedules["ring"]["2"]
     assert len(schedules["ring"]["3"]["messages"]) == 12
 
 

@@ -34,6 +34,7 @@ from labkit.lab.pages.html import (
     table_columns,
 )
 from labkit.lab.pages.schedule import record_schedule
+from labkit.lab.pages.user_schedule import record_user_schedule
 from labkit.lab.phrases import phrasing
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted, format_bytes, format_seconds
@@ -228,21 +229,28 @@ def _with_words(answer: Answer) -> pd.DataFrame:
 
 
 def stepper(
-    algorithms: Mapping[str, Callable[..., None]] = ALGORITHMS,
-    world_sizes: Sequence[int] = tuple(range(2, 9)),
+    mine: Callable[[Any], Any] | None = None,
+    *,
+    world_sizes: Sequence[int] | None = None,
 ) -> Piece:
-    """Return the messages of all-reduces, recorded from the real functions, for a reader to step
-    through.
+    """Show the messages of all-reduces, for a reader to step through.
 
-    `algorithms` by name, called like those of `labkit.parallel.collectives`, with a `transport`.
-    ValueError for numbers of ranks that `record_schedule` refuses; errors of a function pass
-    through.
+    They are recorded from labkit's functions and from `mine`, a function of a tensor that leaves
+    the sum over ranks in it by torch's sends and receives. `world_sizes` are 2 to 8 by default,
+    and 2 to 4 with `mine`, which runs on processes.
+
+    Raises:
+        ValueError: for numbers of ranks that `record_schedule` refuses.
+        RankError: if `mine` raises on a rank, or calls one of torch's collectives.
     """
-    schedules = {
-        name: {p: record_schedule(all_reduce, p)._asdict() for p in world_sizes}
-        for name, all_reduce in algorithms.items()
-    }
-    names = {name: name.replace("_", " ") for name in algorithms}
+    world_sizes = world_sizes or tuple(range(2, 9 if mine is None else 5))
+    schedules: dict[str, dict[int, Any]] = {}
+    if mine is not None:  # first: it is what the reader wants to see
+        name = f"your {getattr(mine, '__name__', 'function')}"
+        schedules[name] = {p: record_user_schedule(mine, p)._asdict() for p in world_sizes}
+    for name, all_reduce in ALGORITHMS.items():
+        schedules[name] = {p: record_schedule(all_reduce, p)._asdict() for p in world_sizes}
+    names = {name: name.replace("_", " ") for name in schedules}
     about: dict[str, Any] = {
         "names": names,
         "world_sizes": world_sizes,

@@ -1,0 +1,163 @@
+"""The steps of a reader's own all-reduce, recorded on ranks from its sends and receives."""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.lab.pages.schedule import Message, MessageSchedule
+from labkit.parallel.launch import run_ranks
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+Event = dict[str, Any]
+"""A send, a receive or a wait of one rank, in the order of its program."""
+
+
+def record_user_schedule(all_reduce: Callable[[Tensor], Any], world_size: int) -> MessageSchedule:
+    """Run `all_reduce(tensor)` on ranks, and return its messages as `record_schedule` does.
+
+    Messages are those of torch's `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv`. The
+    program of a rank says which of them can be under way at once.
+
+    Raises:
+        RankError: if the function raises on a rank, calls one of torch's collectives, whose
+            messages cannot be seen, or waits for a message that never comes.
+    """
+    elements = math.lcm(world_size, 1 << (world_size.bit_length() - 1))
+    logs = run_ranks(_record_rank, all_reduce, elements, world_size=world_size)
+    return _schedule(logs, elements)
+
+
+def _record_rank(all_reduce: Callable[[Tensor], Any], elements: int) -> list[Event]:
+    """Run on every rank; return its events."""
+    # a power of two per rank, so that every element shows whose shares it holds
+    recorder = _Recorder(torch.full((elements,), 2.0 ** dist.get_rank(), dtype=torch.float64))
+    with recorder.recording():
+        all_reduce(recorder.vector)
+    recorder.add("end")
+    return recorder.events
+
+
+class _Recorder:
+    """Stands in for torch's point-to-point functions and writes down each call."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        self.events: list[Event] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Replace the functions in this process, which is a rank and ends after the call."""
+        replaced: dict[str, Any] = {name: partial(self._refuse, name) for name in COLLECTIVES}
+        replaced["isend"] = partial(self._post, "send", dist.isend)
+        replaced["irecv"] = partial(self._post, "receive", dist.irecv)
+        replaced["send"] = lambda *args, **options: replaced["isend"](*args, **options).wait()
+        replaced["recv"] = lambda *args, **options: replaced["irecv"](*args, **options).wait()
+        # P2POp looks for `isend` where torch defines it
+        modules = (dist, dist.distributed_c10d)
+        patches = [patch.multiple(module, **replaced) for module in modules]
+        with patches[0], patches[1]:
+            yield
+
+    def add(self, kind: str, **facts: Any) -> None:
+        """Add an event, with the vector as it is now."""
+        shares = [int(value) for value in self.vector]
+        self.events.append({"kind": kind, "shares": shares, **facts})
+
+    def _post(
+        self, kind: str, post: Callable[..., Any], tensor: Tensor, peer: Any = None, *args: Any,
+        **options: Any,
+    ) -> "_RecordedWork":  # fmt: skip
+        names = ("dst", "group_dst") if kind == "send" else ("src", "group_src")
+        others = [options[name] for name in names if options.get(name) is not None]
+        number = len(self.events)
+        start = int(tensor.storage_offset()) if self._is_in_vector(tensor) else 0
+        at = {"start": start, "stop": start + tensor.numel()}
+        self.add(kind, peer=others[0] if peer is None else peer, number=number, **at)
+        work = post(tensor, peer, *args, **options) if peer is not None else post(tensor, **options)
+        return _RecordedWork(work, partial(self.add, "wait", number=number))
+
+    def _is_in_vector(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self.vector.untyped_storage().data_ptr()
+
+    @staticmethod
+    def _refuse(name: str, *args: Any, **options: Any) -> None:
+        raise ValueError(
+            f"expected an all-reduce of sends and receives, which have steps; {name} is one call"
+        )
+
+
+class _RecordedWork:
+    """A message under way: waiting for it is an event."""
+
+    def __init__(self, work: Any, on_wait: Callable[[], None]) -> None:
+        self._work = work
+        self._on_wait = on_wait
+
+    def wait(self, *args: Any) -> Any:
+        result = self._work.wait(*args)
+        self._on_wait()
+        return result
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _schedule(logs: list[list[Event]], elements: int) -> MessageSchedule:
+    """Number the rounds: a message takes one, from when both ends have asked for it."""
+    ranks = range(len(logs))
+    clocks = [0 for _ in ranks]
+    # by (source, target): rounds and places of messages sent and not yet received, in order
+    under_way: dict[tuple[int, int], deque[tuple[int, Event]]] = defaultdict(deque)
+    posted: list[dict[int, tuple[int, Event]]] = [{} for _ in ranks]
+    history: list[dict[int, list[int]]] = [{} for _ in ranks]
+    messages: list[Message] = []
+    pending = [deque(log) for log in logs]
+    while any(pending):
+        for rank in ranks:
+            while pending[rank]:
+                event = pending[rank][0]
+                asked, request = posted[rank].get(event.get("number", -1), (0, event))
+                if event["kind"] == "wait" and request["kind"] == "receive":
+                    queue = under_way[request["peer"], rank]
+                    if not queue:  # its sender's events come first
+                        break
+                    sent_in, sent = queue.popleft()
+                    end = max(asked, sent_in) + 1
+                    # the place in the vector is known to the end that does not use a buffer
+                    place = request if request["start"] else sent
+                    span = (place["start"], min(place["stop"], elements))
+                    messages.append(Message(end, request["peer"], rank, *span))
+                    clocks[rank] = max(clocks[rank], end)
+                elif event["kind"] == "wait":
+                    clocks[rank] = max(clocks[rank], asked + 1)
+                else:
+                    posted[rank][event.get("number", -1)] = (clocks[rank], event)
+                    if event["kind"] == "send":
+                        under_way[rank, event["peer"]].append((clocks[rank], event))
+                history[rank][clocks[rank]] = event["shares"]
+                pending[rank].popleft()
+    held = [
+        [history[rank][max(end for end in history[rank] if end <= number)] for rank in ranks]
+        for number in range(max(clocks) + 1)
+    ]
+    return MessageSchedule(elements, sorted(messages), held)
