@@ -180,18 +180,9 @@ def largest_models(results: Results) -> pd.DataFrame:
         row = {"world_size": ranks, "implementation": NAMES[stage], "model": model}
         row |= {"batch": size[0], "context_length": size[1]}
         rows.append(row | {"needed_bytes": needed, "memory_bytes": memory})
-    table = pd.DataFrame(
-        rows,
-        columns=[
-            "world_size",
-            "implementation",
-            "model",
-            "batch",
-            "context_length",
-            "needed_bytes",
-            "memory_bytes",
-        ],
-    )
+    if not rows:
+        return pd.DataFrame()
+    table = pd.DataFrame(rows)
     fitting = table[table["needed_bytes"] <= table["memory_bytes"]].sort_values(
         "needed_bytes", kind="stable"
     )
