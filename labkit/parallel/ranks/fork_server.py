@@ -99,6 +99,7 @@ def open_group(
     Raises:
         OSError: the system refuses, or the server was killed twice.
     """
+    # What a new process would inherit, as of now: the server was started some time ago.
     state = {
         "ranks": list(ranks),
         "environment": dict(environment),
@@ -109,6 +110,7 @@ def open_group(
         "run_rank": [run_rank.__module__, run_rank.__name__],
     }
     request = os.fsencode(directory).ljust(REQUEST_BYTES, b"\0")
+    # The worker may be large, and a socket's buffer is small: it goes in a file without a name.
     with contextlib.ExitStack() as closing, tempfile.TemporaryFile() as content:
         content.write(json.dumps(state).encode() + b"\n" + payload)
         content.seek(0)
@@ -149,6 +151,7 @@ def read_report(group: socket.socket) -> dict[str, Any]:
     if not content:
         return {"reason": "the process that starts the ranks was killed"}
     report = json.loads(content)
+    # Programs that the caller starts must not hold a rank's pipe.
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
         report["pipe"] = connection.Connection(descriptor)

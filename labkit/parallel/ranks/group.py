@@ -128,12 +128,15 @@ class RankGroup:
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):  # it has died, which the leader reports
                 rank.pipe.send_bytes(json.dumps(index).encode())
+        # A point's time begins here: a rank that is late to read its pipe is late at the point.
         rows = self._listen("done", self._plan.timeout_s, index)
+        # Rank 0's process yields the rows of the whole job: the others keep theirs until the end.
         job_rows = []
         if torchrun.is_job_rank():
             job_rows = [asdict(row) for row in rows]
         else:
             yield from rows
+        # The ranks say when they were done; reading their messages takes time, too.
         ended = time.monotonic()
         if self._failure is None:
             ended = max(message["at"] for message in self._messages)
@@ -206,6 +209,7 @@ class RankGroup:
                 has_cause = not all(failure.is_consequence for failure in failures)
                 grace_s = GRACE_S if has_cause else GRACE_FOR_CAUSE_S
                 deadline = min(deadline, time.monotonic() + grace_s)
+            # The deadline may have moved while the caller had a row.
             if is_late and time.monotonic() >= deadline:
                 break
         if missing and not failures:
@@ -246,6 +250,7 @@ class RankGroup:
         tail = rank.output_tail()
         if message["kind"] == "failed":
             return replace(RankFailure(**message["failure"]), output_tail=tail)
+        # Read before and after the point: other processes of the cgroup may have been killed, too.
         is_memory_full = (oom_kills() or 0) > self._kills_before
         failure = results.death_failure(
             number,
@@ -261,6 +266,7 @@ class RankGroup:
         late = [self._ranks[number] for number in missing if number in self._ranks]
         message = f"{torchrun.name_ranks(missing)} {LATENESS[kind].format(timeout_s)}"
         return RankFailure(
+            # Of several, none can be told to be the cause.
             missing[0] if len(missing) == 1 else None,
             "timeout",
             message,
@@ -273,6 +279,7 @@ class RankGroup:
     def _dump_stacks(self) -> str:
         """Return the stacks of every rank, as of now."""
         assert self._leader is not None, "the group was started"
+        # Whatever the leader receives makes it signal its ranks.
         with contextlib.suppress(OSError):
             self._leader.send(b"s")
         deadline = time.monotonic() + STACKS_TIMEOUT_S

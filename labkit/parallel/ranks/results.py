@@ -119,8 +119,8 @@ class CurrentAlternative:
 
     def share(self, path: Path) -> None:
         """Keep number and name in this file, which outlives the process."""
-        # A full disk must not end the rank, neither here nor at a later write to the mapping: hence
-        # the zeros.
+        # In the rank, before its first point. A full disk must not end the rank, neither here nor
+        # at a later write to the mapping: hence the zeros.
         with contextlib.suppress(OSError), path.open("w+b") as file:
             file.write(bytes(CURRENT_BYTES))
             file.flush()
@@ -182,12 +182,14 @@ def plain_row(row: Any, name: str | None = None) -> Any:
         if not all(isinstance(key, str) for key in row):
             raise TypeError(f"expected names to be strings, got {list(row)}")
         return {key: plain_row(value, key) for key, value in row.items()}
+    # Only the row itself has no name.
     if name is None:
         raise TypeError(
             f"expected a row to be a mapping from names to values, the worker yielded {row!r:.80}"
         )
     if isinstance(row, list | tuple):
         return [plain_row(value, name) for value in row]
+    # Scalars of numpy and torch, without importing either.
     if getattr(row, "ndim", None) == 0 and hasattr(row, "item"):
         return row.item()
     if row is None or isinstance(row, str | int | float):
@@ -197,12 +199,13 @@ def plain_row(row: Any, name: str | None = None) -> Any:
 
 def exception_failure(rank: int, error: BaseException, at: float) -> RankFailure:
     """Describe a rank that raised; notes of the error become part of the message."""
+    notes: list[str] = getattr(error, "__notes__", [])
     first_line = str(error).strip().partition("\n")[0]
     message = f"rank {rank}: {type(error).__qualname__}: {first_line}".removesuffix(": ")
     return RankFailure(
         rank,
         "oom" if is_out_of_memory(error) else "failed",
-        ", ".join([message, *getattr(error, "__notes__", [])]),
+        ", ".join([message, *(note.partition("\n")[0] for note in notes)]),
         traceback="".join(traceback.format_exception(error)),
         alternative=current_alternative.name,
         at=at,
@@ -217,6 +220,7 @@ def death_failure(
 
     `is_memory_full`: whether the kernel has counted a kill for lack of memory.
     """
+    # What the caller knows is the exit code, and what it finds in the rank's files.
     message = f"rank {rank} exited with code {code}"
     if code < 0:
         message = f"rank {rank} was killed by {signal.Signals(-code).name}"

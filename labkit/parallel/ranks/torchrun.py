@@ -80,7 +80,8 @@ def job_store() -> Any:
     ValueError if nobody answers, as when the variables are left over from another job.
     """
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))  # type: ignore[attr-defined]
+        meetings = dist.rendezvous("env://", timeout=CONNECT_TIMEOUT)  # type: ignore[attr-defined]
+        store, *_ = next(meetings)
     except RuntimeError as error:
         raise ValueError(f"expected a job whose store answers; {describe_job()}") from error
     group = os.environ.get(GROUP_NUMBER, "job")

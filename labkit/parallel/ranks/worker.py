@@ -1,9 +1,9 @@
 """A rank's side of a launch: set up the process, join the group, run points.
 
-And devices and scheduling for workers. A forked rank (`run_rank`) answers its caller with JSON messages: ``ready`` (with its facts),
-``row``, ``done`` or ``failed``. After ``failed`` it keeps its connections open until it is killed:
-if it left, its peers would report the lost connection, and the caller would have to guess which
-came first.
+And devices and scheduling for workers. A forked rank (`run_rank`) answers its caller with JSON
+messages: ``ready`` (with its facts), ``row``, ``done`` or ``failed``. After ``failed`` it keeps its
+connections open until it is killed: if it left, its peers would report the lost connection, and the
+caller would have to guess which came first.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def run_rank(
     _set_up_process(rank, directory)
 
     def send(kind: str, **body: Any) -> None:
+        # The caller shows a point's output when the point ends: nothing may stay in a buffer.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -73,7 +74,10 @@ def run_rank(
         if torchrun.is_job_rank():
             store: Any = torchrun.job_store()
         else:
-            store = dist.FileStore(str(directory / "store"), plan.world_size)  # type: ignore[attr-defined]
+            # A file needs no port, to which other programs of this host could connect.
+            path = str(directory / "store")
+            store = dist.FileStore(path, plan.world_size)  # type: ignore[attr-defined]
+        # The process group is made before the clock of the first point starts.
         send("ready", facts=_join_group(plan, rank, store))
         while True:
             index = json.loads(caller.recv_bytes())
@@ -82,7 +86,8 @@ def run_rank(
                 send("row", values=plain_row(row))
             _release_device_memory()
             send("done")
-    except BaseException as error:  # SystemExit, too
+    # SystemExit, too: a rank that left by itself would take its connections with it.
+    except BaseException as error:
         with contextlib.suppress(EOFError, OSError):  # the caller has ended
             send("failed", failure=asdict(exception_failure(rank, error, time.monotonic())))
             caller.recv_bytes()  # until killed
@@ -115,9 +120,9 @@ def use_device(kind: str, rank: int | None = None) -> str:
 def use_scheduling(scheduling: str) -> str:
     """Set the policy of this thread and those that it will start; return the one in force.
 
-    "batch" or "default".
-    SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for, and then spins until the
-    next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks: 4.9 ms against 1.0 ms).
+    "batch" or "default". SCHED_BATCH, since gloo's event loop pre-empts the thread it waits for,
+    and then spins until the next scheduler tick; a batch thread does not pre-empt (4 KB, 4 ranks:
+    4.9 ms against 1.0 ms).
     """
     if not hasattr(os, "SCHED_BATCH"):
         return "default"
@@ -168,8 +173,9 @@ def _set_up_process(rank: int, directory: Path) -> None:
     Everything here concerns this rank's process alone.
     """
     # Their descriptors are the log's. A line is there when it ends, even if the rank is killed.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     stacks = (directory / f"rank-{rank}.stacks").open("w")  # faulthandler keeps it open
     faulthandler.enable(file=stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
