@@ -103,7 +103,7 @@ def _advise(
 
 
 def _apply(options: Options, page: Path | None, explain: bool) -> str:
-    """Return this machine's joined configuration as Python, from its newest runs."""
+    """Return this machine's combined configuration as Python, from its newest runs."""
     from labkit.lab.recommended import recommended_code
 
     other = [name for name in options.named() if name not in ("model", "sequence")]

@@ -1,1 +1,1 @@
-"""Attention over a sequence that is cut over ranks: what it costs, sends and holds."""
+"""Attention over a sequence that is split across ranks: what it costs, sends and holds."""

@@ -1,5 +1,4 @@
-"""Context parallelism: attention to a sequence that is cut over ranks, by a ring or gathered, in
-two layouts."""
+"""Context parallelism: attention split across ranks, by a ring or gathered, in two layouts."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -102,7 +101,7 @@ LAB = Lab(
     name="context_parallel",
     title="Context parallelism",
     summary=(
-        "What attention to a sequence that is cut over ranks costs, sends and holds: a ring, or"
+        "What attention to a sequence split across ranks costs, sends and holds: a ring, or"
         " gathered."
     ),
     config=ContextParallelConfig,

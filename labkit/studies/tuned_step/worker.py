@@ -1,4 +1,4 @@
-"""Worker of the tuned-step lab: the joined configuration and the default, in turns."""
+"""Worker of the tuned-step lab: the combined configuration and the default, in turns."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ TORCH = "torch"  # the wrapper of the default
 
 @dataclass(frozen=True, kw_only=True)
 class TunedStepPoint(ModelPoint):
-    """A model, and the joined configuration that is compared with the default one."""
+    """A model, and the combined configuration that is compared with the default one."""
 
     model: str
     precision: str
@@ -41,7 +41,7 @@ class TunedStepPoint(ModelPoint):
 
     @property
     def refusal(self) -> str | None:
-        """Return why nothing is compared if the joined configuration changes nothing.
+        """Return why nothing is compared if the combined configuration changes nothing.
 
         One rank has no wrapper.
         """
