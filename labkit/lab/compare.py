@@ -1,8 +1,8 @@
-"""`labkit compare`: runs of a lab on one page, by their answers on the points that they share.
+"""`labkit compare`: runs of a lab side by side, by their answers on the points that they share, on
+one page.
 
-Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are:
-two of one configuration differ if their intervals are apart and they differ by more than one
-machine varies from run to run.
+Repeats of different runs were not interleaved, so times are not compared. Ratios within a run are
+(`lab.ratios`).
 """
 
 import base64
@@ -15,26 +15,20 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.lab.answers import Compare
 from labkit.lab.config import ParameterError
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.pages import cards
 from labkit.lab.pages.html import render
 from labkit.lab.project import write_file
+from labkit.lab.ratios import NO_DIFFERENCE, PLACES, USUAL_VARIATION, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
-from labkit.lab.units import labels
 
 REPEATING = {"seed", "warmup", "repeats", "ratio_within", "rounds_s", "sessions", "timeout_s"}
 """Parameters of how often and how long: runs that differ in them are comparable."""
 MACHINE_DECIDES = {"session", "archive", "host_ranks"}
 """Further fields of a point that do not change what is measured."""
-PLACES = {"device", "backend"}
-"""Fields that may differ between machines if they share no point otherwise."""
-USUAL_VARIATION = 1.05
-"""Factor by which ratios differ when measured twice on one quiet machine."""
 
-NO_DIFFERENCE = "none measurable"
 OUTCOMES = ("agree", "differ", "lost", "gained")
 """Fates of a verdict; "lost": the first run has it, and the other does not."""
 
@@ -159,49 +153,11 @@ def _answer_shared(
 
 
 def _ratios(lab: Lab, answers: Mapping[str, tuple[Answer, Answer]]) -> pd.DataFrame:
-    """Return the ratios of each `Compare` side by side."""
-    columns = [
-        "question",
-        "configuration",
-        "first ratio",
-        "low",
-        "high",
-        "ratio",
-        "low",
-        "high",
-        "difference",
-    ]
-    ends = ["ratio_first", "low_first", "high_first", "ratio", "low", "high"]
-    rows: list[list[Any]] = []
-    for name, (first, other) in answers.items():
-        question = lab.question(name)
-        if isinstance(question, Compare) and first.table is not None and other.table is not None:
-            table = first.table
-            keys = [
-                key
-                for key in question.metric.columns
-                if key not in PLACES or table[key].nunique() > 1
-            ]
-            both = table.merge(other.table, on=keys, suffixes=("_first", ""))
-            for text, *values in zip(labels(both, keys), *(both[end] for end in ends), strict=True):
-                rows.append([name, text, *values, _difference(*values)])
-    return pd.DataFrame(rows, columns=columns)
-
-
-def _difference(
-    first: float, first_low: float, first_high: float, ratio: float, low: float, high: float
-) -> str:
-    """Return the direction of a difference if intervals are apart, by more than is usual from run
-    to run."""
-    is_apart = low > first_high or high < first_low
-    is_large = (
-        max(ratio / first, first / ratio) > USUAL_VARIATION
-        if first > 0 and ratio > 0
-        else first != ratio
-    )
-    if not (is_apart and is_large):
-        return NO_DIFFERENCE
-    return "higher" if ratio > first else "lower"
+    """Return the ratios of both runs side by side, and how they changed."""
+    runs = [{name: pair[index] for name, pair in answers.items()} for index in range(2)]
+    first, other = ratio_tables(lab, runs)
+    both = first.add_suffix("_first").join(other, how="inner")
+    return both.join(compare_ratios([first], [other])).reset_index()
 
 
 def write_comparison(

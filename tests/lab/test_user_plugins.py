@@ -22,13 +22,8 @@ from labkit.lab.user_models import (
     recorded_shapes,
     registered_models,
 )
-from labkit.lab.user_plugins import (
-    Plugins,
-    check_plugins,
-    registered,
-    with_plugin_names,
-    worker_with_plugins,
-)
+from labkit.lab.user_plugins import check_plugins, with_plugin_names, worker_with_plugins
+from labkit.lab.user_worker import Plugins, registered
 from labkit.machine.description import describe_machine
 from labkit.nn.training import TrainingStep, build_workload
 from labkit.studies import LABS, load_lab

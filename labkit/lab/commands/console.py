@@ -218,18 +218,15 @@ def answer_numbers(lab: "Lab", run: "Run") -> Iterator[dict[str, Any]]:
 def comparison_numbers(pairs: "Iterable[Pair]") -> Iterator[dict[str, Any]]:
     """Yield every ratio that two runs share: the later run's, with that of the first one."""
     for pair in pairs:
-        for question, configuration, *ends, difference in pair.ratios.itertuples(
-            index=False, name=None
-        ):
-            first, first_low, first_high, ratio, low, high = map(_finite, ends)
-            facts = {
+        for row in pair.ratios.to_dict("records"):
+            facts: dict[str, Any] = {
                 "run": pair.names[1],
-                "first": first,
-                "first_low": first_low,
-                "first_high": first_high,
+                "first": row["ratio_first"],
+                "first_low": row["low_first"],
+                "first_high": row["high_first"],
             }
-            name = f"{pair.lab.name}.{question}: {configuration}, {pair.names[1]}"
-            at = pair.runs[1].header.started
-            yield number(
-                name, ratio, "ratio", low=low, high=high, validity=difference, measured=at, **facts
-            )
+            facts |= {name: row[name] for name in ("low", "high", "change")}
+            facts |= {name: row[name] for name in ("change_low", "change_high")}
+            facts |= {"validity": row["difference"], "measured": pair.runs[1].header.started}
+            name = f"{pair.lab.name}.{row['question']}: {row['configuration']}, {pair.names[1]}"
+            yield number(name, row["ratio"], "ratio", **facts)

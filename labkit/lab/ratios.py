@@ -1,0 +1,88 @@
+"""Ratios of a lab's runs, those of each `Compare`, and how they changed between sets of runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtri
+
+from labkit.bench.changes import compare_levels
+from labkit.bench.intervals import CONFIDENCE
+from labkit.lab.answers import Compare
+from labkit.lab.declaration import Lab
+from labkit.lab.facts import Answer
+from labkit.lab.units import labels
+
+KEYS = ["question", "configuration"]
+PLACES = {"device", "backend"}
+"""Fields that may differ between machines if they share no point otherwise."""
+DRIFT = 0.018
+"""Standard deviation of a ratio from run to run on one quiet machine: two runs differ by up to
+5%."""
+USUAL_VARIATION = 1.05
+"""Smallest factor between two ratios that counts."""
+NO_DIFFERENCE = "none measurable"
+
+
+def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.DataFrame]:
+    """Return the ratios of each run's answers: `ratio`, `low` and `high` by question and
+    configuration, named alike in all runs."""
+    tables = [list[pd.DataFrame]() for _ in runs]
+    for question in lab.questions:
+        if not isinstance(question, Compare):
+            continue
+        answers = [run[question.id].table for run in runs]
+        known = [table for table in answers if table is not None]
+        # A device that is the only one of each run names no configuration.
+        columns = [
+            key
+            for key in question.metric.columns
+            if key not in PLACES or any(table[key].nunique() > 1 for table in known)
+        ]
+        for table, rows in zip(answers, tables, strict=True):
+            if table is not None:
+                ratios = table[["ratio", "low", "high"]].astype(float)
+                rows.append(
+                    ratios.assign(question=question.id, configuration=labels(table, columns))
+                )
+    empty = pd.DataFrame(columns=[*KEYS, "ratio", "low", "high"])
+    return [pd.concat(rows or [empty]).set_index(KEYS) for rows in tables]
+
+
+def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return how ratios changed from one set of runs to another, for those that both have.
+
+    Columns: `change`, a ratio of ratios, with `change_low` and `change_high`, which hold for all
+    rows together; `difference`, "higher", "lower" or `NO_DIFFERENCE`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):  # counts may be 0
+        sets = [
+            pd.concat([np.log(table["ratio"]) for table in tables], axis="columns")
+            for tables in (before, after)
+        ]
+        errors = pd.concat([_squared_error(table) for table in (*before, *after)], axis="columns")
+    shared = sets[0].index.intersection(sets[1].index)
+    table = compare_levels(
+        sets[0].loc[shared],
+        sets[1].loc[shared],
+        errors.loc[shared].mean(axis="columns"),
+        drift=DRIFT,
+        n_compared=max(len(shared), 1),
+    )
+    change = table["change"]
+    least = np.maximum(table["reach"], math.log(USUAL_VARIATION))
+    difference = np.select([change > least, change < -least], ["higher", "lower"], NO_DIFFERENCE)
+    logs = {
+        "change": change,
+        "change_low": change - table["reach"],
+        "change_high": change + table["reach"],
+    }
+    return np.exp(pd.DataFrame(logs)).assign(difference=difference)
+
+
+def _squared_error(table: pd.DataFrame) -> pd.Series:
+    """Return the variance of a ratio's logarithm by its interval: 0 for counts, infinite for a
+    ratio without one."""
+    width = (np.log(table["high"]) - np.log(table["low"])) / (2 * ndtri((1 + CONFIDENCE) / 2))
+    return (width**2).fillna(math.inf).mask(table["high"] == table["low"], 0.0)
