@@ -19,6 +19,7 @@ from labkit.lab.answers import Compare
 from labkit.lab.declaration import Lab
 from labkit.lab.facts import Answer
 from labkit.lab.project import notebook_path
+from labkit.lab.ratios import NO_DIFFERENCE, compare_ratios, ratio_tables
 from labkit.lab.runs.store import Run
 from labkit.lab.units import counted
 from labkit.lab.user_checks import Correctness, verdicts
@@ -26,6 +27,8 @@ from labkit.studies import load_lab
 
 MANY_BUSY = 0.1
 """Share of busy points from which a run is flagged."""
+MIN_CLASS = 4
+"""Students from which one can be unlike the others."""
 MAY_DIFFER = ("seed", "timeout_s", "device", "implementations", "algorithms", "alternatives")
 """Parameters that may differ in a class, among them the lists with a student's own name."""
 MIN_COPIED_LINES = 3
@@ -102,6 +105,7 @@ def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
             student.flag(Severity.UNREADABLE, problem)
     for lab in labs:
         _grade_lab(load_lab(lab), students)
+        _flag_outliers(load_lab(lab), students)
     _read_work(students, list(labs))
     _flag_copies(students)
     for student in students:
@@ -111,6 +115,7 @@ def grade_class(hand_ins: Sequence[HandIn]) -> list[Student]:
 
 def _grade_lab(lab: Lab, students: Sequence[Student]) -> None:
     """Add the grade of a lab to each student, and the flags of its run."""
+    # What most students set is what the teacher asked for.
     runs = [one.hand_in.runs[lab.name] for one in students if lab.name in one.hand_in.runs]
     usual = pd.DataFrame(map(_values, runs)).mode().iloc[0].to_dict() if runs else {}
     for student in students:
@@ -190,6 +195,32 @@ def _run_flags(lab: Lab, run: Run, usual: Mapping[str, str]) -> Iterator[Flag]:
     if len(run.busy) > MANY_BUSY * len(run.header.planned):
         points = f"{len(run.busy)} of {len(run.header.planned)} points"
         yield Flag(Severity.BUSY, f"busy machine during {points}")
+
+
+def _flag_outliers(lab: Lab, students: Sequence[Student]) -> None:
+    """Flag a student whose ratios are unlike those of the others' runs: another machine, or
+    another measurement than the class's."""
+    known = [student for student in students if lab.name in student.answers]
+    if len(known) < MIN_CLASS:
+        return
+    # A student's own code is compared with nobody's.
+    names = {name for one in known for name in one.hand_in.runs[lab.name].header.user_alternatives}
+    tables = ratio_tables(lab, [student.answers[lab.name] for student in known])
+    shared = [table[~_mentions(table, names)] for table in tables]
+    for index, student in enumerate(known):
+        changes = compare_ratios([*shared[:index], *shared[index + 1 :]], [shared[index]])
+        odd = changes[changes["difference"] != NO_DIFFERENCE]
+        if len(odd):
+            text = f"{len(odd)} of {len(changes)} ratios unlike the others'"
+            student.flag(Severity.PARAMETERS, f"{lab.name}: {text}")
+
+
+def _mentions(table: pd.DataFrame, names: set[str]) -> pd.Series:
+    """Return which rows of a table of ratios are about one of these alternatives."""
+    configurations = table.index.get_level_values("configuration")
+    return pd.Series(
+        [bool(names & set(text.split(", "))) for text in configurations], index=table.index
+    )
 
 
 def _values(run: Run) -> dict[str, str]:

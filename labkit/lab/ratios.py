@@ -47,7 +47,9 @@ def ratio_tables(lab: Lab, runs: Sequence[Mapping[str, Answer]]) -> list[pd.Data
                     ratios.assign(question=question.id, configuration=labels(table, columns))
                 )
     empty = pd.DataFrame(columns=[*KEYS, "ratio", "low", "high"])
-    return [pd.concat(rows or [empty]).set_index(KEYS) for rows in tables]
+    named = [pd.concat(rows or [empty]).set_index(KEYS) for rows in tables]
+    # Rows that are named alike cannot be told apart in another run.
+    return [table[~table.index.duplicated(keep=False)] for table in named]
 
 
 def compare_ratios(before: Sequence[pd.DataFrame], after: Sequence[pd.DataFrame]) -> pd.DataFrame:

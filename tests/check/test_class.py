@@ -52,7 +52,7 @@ def test_a_students_notebook_has_a_task_and_neither_answers_nor_implementations(
     assert not promised or "lab.guesses(" in text
 
 
-def _record(home, *, minutes=0, own=None, wrong=False, busy=False, **header):
+def _record(home, *, minutes=0, own=None, wrong=False, busy=False, slower=1.0, **header):
     """Put a recorded run of all_reduce among this machine's: begun later, with the ring as the
     student's own code."""
     source = max((recorded_directory() / "all_reduce").glob("*.jsonl"))
@@ -65,6 +65,8 @@ def _record(home, *, minutes=0, own=None, wrong=False, busy=False, **header):
             values["algorithm"] = own
             if wrong:
                 values |= {"status": "wrong", "reason": "element 3"}
+        if values.get("algorithm") == "butterfly" and "seconds" in values:
+            values["seconds"] = [slower * seconds for seconds in values["seconds"]]
         if line["kind"] == "end":
             line["load"] = {"average": 3.0, "busy_cores": 1.0 if busy else 0.0}
     path = home / "data/runs/all_reduce" / f"{started:%Y%m%dT%H%M%SZ}-x-quick.jsonl"
@@ -143,6 +145,15 @@ def test_without_a_check_the_run_grades(home):
         ("Bo", "wrong"),
         ("Ann", "right"),
     ]
+
+
+def test_a_student_whose_ratios_are_unlike_the_others_is_flagged(home):
+    for number, name in enumerate(("Ann", "Bo", "Cleo", "Dan")):
+        slower = 3.0 if name == "Dan" else 1.0
+        _hand_in(home, home / "class", name, minutes=number, slower=slower)
+    students = write_class_page(home / "class", home / "class.html").students
+    odd = [one.name for one in students if any("unlike" in flag.text for flag in one.flags)]
+    assert odd == ["Dan"]
 
 
 def _zip(path, name, folder="", **files):
