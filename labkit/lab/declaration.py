@@ -77,6 +77,11 @@ class Lab:
     task: Task | None = None
     """What a class writes in the place of an alternative."""
     register: Register = lambda name, alternative: {}
+    verify: Callable[[Any], Callable[[], tuple[bool, str]] | None] | None = None
+    """Returns what a rank calls to compare a user's alternative with one process.
+
+    It returns whether the alternative is right, and what is off. None: it is measured instead.
+    """
     model_parameters: tuple[str, ...] = ()
     """Parameters that name models; the profile `smoke` takes the smallest model in each."""
     preload: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from labkit.lab.task import Task
 from labkit.lab.units import format_factor, labels
 from labkit.lab.user_calls import Calls, describe_calls, last_calls, read_calls
 from labkit.lab.user_worker import Plugins
+from labkit.parallel.launch import RankError, run_ranks
 
 EVERY = "every alternative"
 """Name of the alternatives of a point that failed as a whole."""
@@ -131,17 +132,40 @@ def check_alternative(lab: Lab, alternative: Callable[..., Any]) -> AlternativeC
     ParameterError, before anything starts, for a lab that compares nothing of the kind, and for a
     value that is no function.
     """
+    if not callable(alternative):
+        raise ParameterError(f"{lab.name}: expected a function, got {alternative!r:.80}")
     names = lab.config.model_fields
+    compare = None if lab.verify is None else lab.verify(alternative)
     result = AlternativeCheck("right")
     for ranks in RANKS if "world_sizes" in names else (1,):
         wanted = {"sizes_bytes": [UNEVEN_BYTES], "world_sizes": [ranks], **SHORTEST}
         settings = {name: value for name, value in wanted.items() if name in names}
-        result = _check(lab, alternative, settings)
+        if lab.plugin_parameter is not None or compare is None:
+            result = _check(lab, alternative, settings)
+        if compare is not None and result.verdict in ("right", "wrong"):
+            result = _compare_with_one_process(compare, ranks, result)
         if ranks > 1 and result.details:
             result = replace(result, details=f"{result.details}, on {ranks} ranks")
         if not result:
             break
     return result
+
+
+def _compare_with_one_process(
+    compare: Callable[[], tuple[bool, str]], ranks: int, measured: AlternativeCheck
+) -> AlternativeCheck:
+    """Return what measuring found, unless a whole training differs from one process."""
+    try:
+        results = run_ranks(compare, world_size=ranks, timeout_s=DEADLINE_S)
+    except RankError as error:
+        reason = error.failure.reason
+        if error.failure.status == "timeout":
+            return AlternativeCheck("hangs", f"{reason}, in {NAME}")
+        return AlternativeCheck("fails", reason)
+    is_right, text = results[0]
+    if is_right:
+        return measured
+    return AlternativeCheck("wrong", "; ".join(filter(None, [measured.details, text])))
 
 
 def _check(

@@ -38,6 +38,7 @@ from labkit.parallel.tensor import TensorParallel
 from labkit.parallel.transport import member_group
 from labkit.parallel.verify_causes import Case, explain_gradient, explain_parameter
 from labkit.parallel.verify_training import (
+    SGD_SETTINGS,
     STEPS,
     Batch,
     Key,
@@ -49,7 +50,7 @@ from labkit.parallel.verify_training import (
     train_whole,
 )
 
-__all__ = ["Parallel", "Verification", "over_sequence", "verify"]
+__all__ = ["SGD_SETTINGS", "Parallel", "Verification", "over_sequence", "verify"]
 
 Group = dist.ProcessGroup | None
 Verdict = Literal["equal", "different", "refused"]
@@ -132,7 +133,7 @@ def verify(
             return Verification("refused", cause=reason)
     first = next(p for p in start.parameters() if p.is_floating_point())
     tolerances = derive_tolerances(exact, rough, dtype or first.dtype)
-    record = train_parallel(parallel, batches, members, max_norm)
+    record = train_parallel(parallel, batches, members, max_norm, exact.parameters[0])
     result = _compare(record, exact, tolerances, case, members)
     if result is None:
         result = _check_dropout(parallel, batches[0], members)

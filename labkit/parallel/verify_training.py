@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,12 @@ random sums; over all elements of a model the largest of one is rarely four time
 """
 
 
+SGD_SETTINGS: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer of the training in one process."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    return torch.optim.SGD(parameters, **SGD_SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +119,16 @@ def train_whole(
 
 
 def train_parallel(
-    parallel: Parallel, batches: Sequence[Batch], group: dist.ProcessGroup, max_norm: float
+    parallel: Parallel,
+    batches: Sequence[Batch],
+    group: dist.ProcessGroup,
+    max_norm: float,
+    names: Container[str],
 ) -> Record:
-    """Train on all ranks. Losses are means over ranks; norms are this rank's."""
+    """Train on all ranks. Losses are means over ranks; norms are this rank's.
+
+    `names`: of the parameters in one process.
+    """
     model = parallel.model
     optimizer = parallel.optimizer(model.parameters())
     record = Record()
@@ -126,7 +136,7 @@ def train_parallel(
     def named() -> dict[str, nn.Parameter]:
         return dict(model.named_parameters(remove_duplicate=False))
 
-    record.parameters.append(_gather(parallel, named()))
+    record.parameters.append(_gather(parallel, named(), names))
     with _without_dropout(model):
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -134,7 +144,7 @@ def train_parallel(
             losses = gather_json(loss, group)
             record.losses.append(sum(losses) / len(losses))
             grads = {name: p.grad for name, p in named().items() if p.grad is not None}
-            record.gradients.append(_gather(parallel, grads))
+            record.gradients.append(_gather(parallel, grads, names))
             if parallel.clip is not None:
                 norm = parallel.clip(max_norm)
             else:
@@ -142,7 +152,7 @@ def train_parallel(
             norm = getattr(norm, "full_tensor", lambda norm=norm: norm)()
             record.norms.append(float(norm))
             optimizer.step()
-            record.parameters.append(_gather(parallel, named()))
+            record.parameters.append(_gather(parallel, named(), names))
     return record
 
 
@@ -156,21 +166,32 @@ def _local_batch(
 
 
 @torch.no_grad()
-def _gather(parallel: Parallel, values: Mapping[str, Any]) -> Values:
-    """Return whole tensors by the names of the model in one process."""
+def _gather(parallel: Parallel, values: Mapping[str, Any], names: Container[str]) -> Values:
+    """Return whole tensors by their `names` in one process."""
     local = {}
     for name, value in values.items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         local[name] = whole.detach().to_dense()
     inner: Any = parallel.model
     if parallel.gather is not None:
-        return {name: value.double().clone() for name, value in parallel.gather(local).items()}
-    while not hasattr(inner, "gather_state_dict") and hasattr(inner, "module"):
-        inner = inner.module
-        local = {name.removeprefix("module."): value for name, value in local.items()}
-    if hasattr(inner, "gather_state_dict"):
-        local = inner.gather_state_dict(local)
-    return {name: value.double().clone() for name, value in local.items()}
+        local = dict(parallel.gather(local))
+    else:
+        while not hasattr(inner, "gather_state_dict") and hasattr(inner, "module"):
+            inner = inner.module
+            local = {name.removeprefix("module."): value for name, value in local.items()}
+        if hasattr(inner, "gather_state_dict"):
+            local = inner.gather_state_dict(local)
+    return {_without_wrapper(name, names): value.double().clone() for name, value in local.items()}
+
+
+def _without_wrapper(name: str, names: Container[str]) -> str:
+    """Return a parameter's name without that of what a wrapper calls the model."""
+    shorter = name
+    while shorter not in names:
+        _, dot, shorter = shorter.partition(".")
+        if not dot:
+            return name
+    return shorter
 
 
 def derive_tolerances(exact: Record, rough: Record, dtype: torch.dtype) -> dict[Key, float]:

@@ -255,27 +255,6 @@ def tied_once(model: Any) -> Parallel:
     return Parallel(model=right.model, step=step, clip=right.clip)
 
 
-def by_tensor(whole: Any, **options: Any) -> Parallel:
-    model = tensor_parallel(whole, **options)
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = masked_mean(model(inputs), targets)
-        loss.backward()
-        return loss
-
-    def clip(max_norm: float) -> Tensor:
-        grads = [p.grad.as_subclass(Tensor) for p in model.parameters()]
-        matrices = torch.stack([grad.square().sum() for grad in grads if grad.dim() == 2]).sum()
-        dist.all_reduce(matrices)
-        norms = torch.stack([grad.square().sum() for grad in grads if grad.dim() == 1]).sum()
-        norm = (matrices + norms).sqrt()
-        for grad in grads:
-            grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
-        return norm
-
-    return Parallel(model=model, step=step, clip=clip)
-
-
 Make = Callable[[], Any]
 Plan = Callable[[Any], Any]
 
@@ -358,10 +337,10 @@ RIGHT: dict[str, tuple[Make, Plan, Tensor]] = {
     "torch": (unmasked, nn.parallel.DistributedDataParallel, TARGETS),
     "FSDP": (unmasked, FSDP, TARGETS),
     "FSDP, frozen": (frozen, partial(FSDP, reshard_after_backward=False), TARGETS),
-    "tensor": (transformer, by_tensor, MASKED),
+    "tensor": (transformer, tensor_parallel, MASKED),
     "tensor and sequence, float64": (
         partial(transformer, torch.float64),
-        partial(by_tensor, sequence_parallel=True),
+        partial(tensor_parallel, sequence_parallel=True),
         MASKED,
     ),
     "columns": (wide, partial(by_columns, fork=True), MASKED),

@@ -18,6 +18,7 @@ from labkit.studies.context_parallel import worker
 from labkit.studies.context_parallel.worker import ContextParallelPoint
 from labkit.studies.shared.cores import ALL_CORES
 from labkit.studies.shared.tables import join, predict_messages_s
+from labkit.studies.shared.verification import verify_attention
 
 
 class ContextParallelConfig(DeviceConfig):
@@ -118,6 +119,7 @@ LAB = Lab(
         "heads": 16,
     },
     worker=worker.measure,
+    verify=verify_attention,
     points=points,
     alternatives=("way",),
     names=NAMES,

@@ -34,6 +34,7 @@ from labkit.studies.data_parallel.worker import (
 )
 from labkit.studies.shared import tasks
 from labkit.studies.shared.tables import add_up
+from labkit.studies.shared.verification import verify_wrapper
 from labkit.studies.shared.wrapper_names import WRAPPER_NAMES
 
 BUCKETED = (TORCH, "bucketed")
@@ -240,6 +241,7 @@ LAB = Lab(
         "rounds_s": 3.0,
     },
     worker=measure,
+    verify=verify_wrapper,
     points=points,
     plugin_parameter="implementations",
     task=tasks.AVERAGE,

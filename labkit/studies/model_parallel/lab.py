@@ -31,6 +31,7 @@ from labkit.studies.model_parallel.trainings import AXES
 from labkit.studies.model_parallel.worker import measure
 from labkit.studies.shared.cores import ALL_CORES
 from labkit.studies.shared.tables import join, predict_messages_s
+from labkit.studies.shared.verification import verify_plan
 
 
 class ModelParallelConfig(DeviceConfig):
@@ -187,6 +188,7 @@ LAB = Lab(
         "model": "small",
     },
     worker=measure,
+    verify=verify_plan,
     points=points,
     alternatives=("way", "axis", "schedule"),
     names=NAMES,

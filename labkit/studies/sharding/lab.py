@@ -22,6 +22,7 @@ from labkit.studies.sharding.worker import OPTIMIZERS, ShardingPoint, measure
 from labkit.studies.shared import tasks
 from labkit.studies.shared.sharding_strategies import IMPLEMENTATIONS, TORCHS, register
 from labkit.studies.shared.tables import FIT_SHARE, add_up
+from labkit.studies.shared.verification import verify_sharding
 
 DDP, ZERO1, ZERO2, ZERO3 = STAGES
 TORCH_DDP, TORCH_ZERO1, TORCH_ZERO3 = TORCHS
@@ -37,11 +38,9 @@ class ShardingConfig(DeviceConfig):
     ]
     """The lab on data-parallel training measures torch's DDP."""
     optimizers: Some[Annotated[str, one_of(lambda: OPTIMIZERS)]] = ["AdamW"]
-    """Sharding saves time where the update is expensive (AdamW), and hardly any where it is cheap
-    (SGD)."""
+    """Sharding saves time if the update is expensive (AdamW), and hardly any with SGD."""
     transports: Some[Annotated[str, one_of(lambda: CHOICES)]] = [AUTO]
-    """Transports of labkit's implementations; "auto": shared memory where it can be had. torch's
-    use the backend."""
+    """Of labkit's implementations; "auto": shared memory if possible. torch's use the backend."""
     world_sizes: WorldSizes = [2]
     memory_world_sizes: WorldSizes = [2, 4]
     batch: Count = 1
@@ -51,9 +50,8 @@ class ShardingConfig(DeviceConfig):
 
 
 CONFIGURATION = ("size", "optimizer", "transport", "world_size", "device")
-PARTS_OF_STEP = Metric(
-    "seconds", "implementation", (*CONFIGURATION, "part"), where={"kind": "time"}
-)
+BY_PART = (*CONFIGURATION, "part")
+PARTS_OF_STEP = Metric("seconds", "implementation", BY_PART, where={"kind": "time"})
 
 
 def _add_parts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -216,6 +214,7 @@ LAB = Lab(
     },
     preload=("torch._dynamo",),
     worker=measure,
+    verify=verify_sharding,
     points=points,
     plugin_parameter="implementations",
     task=tasks.SHARD,

@@ -120,7 +120,7 @@ def register(name: str, alternative: Callable[..., Any]) -> dict[str, tuple[Wrap
             alternative(model.parameters(), optimizer, **settings),
         )
 
-    IMPLEMENTATIONS[name] = (_ddp, make) if _takes_an_optimizer(alternative) else (wrap, _plain)
+    IMPLEMENTATIONS[name] = (_ddp, make) if takes_an_optimizer(alternative) else (wrap, _plain)
     return IMPLEMENTATIONS
 
 
@@ -130,7 +130,8 @@ def _expect(kind: type[Any], name: str, result: Any) -> Any:
     return result
 
 
-def _takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
+def takes_an_optimizer(alternative: Callable[..., Any]) -> bool:
+    """Return whether a user's alternative is a sharded optimizer, not a wrapper."""
     if isinstance(alternative, type):
         return issubclass(alternative, Optimizer)
     parameters = inspect.signature(alternative).parameters.values()
