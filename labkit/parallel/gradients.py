@@ -63,7 +63,7 @@ def get_layouts(parameter: Tensor) -> tuple[Layout, ...]:
 
 
 def find_layout(parameter: Tensor, group: dist.ProcessGroup) -> Layout:
-    """Return the layout of a parameter for this group; without one, it is on this rank alone."""
+    """Return the layout of a parameter for a group; without one, it is on this rank alone."""
     layouts = (each for each in get_layouts(parameter) if each.group is group)
     return next(layouts, Layout(group))
 
@@ -78,9 +78,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`. A collective.
 
-    Returns the norm before, a float64 scalar, the same on all ranks: that of one process. `groups`: the
-    tensor-parallel one, the pipeline's, and FSDP's; not those whose ranks have equal gradients
-    after averaging. Each gradient counts once, however many ranks have it. A rank without
+    Returns the norm before, a float64 scalar, the same on all ranks: that of one process.
+    `groups`: the tensor-parallel one, the pipeline's, and FSDP's; not those whose ranks have equal
+    gradients after averaging. Each gradient counts once, however many ranks have it. A rank without
     gradients takes part, too. As `torch.nn.utils.clip_grad_norm_` otherwise.
     """
     parameters = list(parameters)
@@ -95,6 +95,7 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, grads in by_copies.items():
         norm = torch.nn.utils.get_total_norm(grads, norm_type).to(total)
+        # all copies are added below
         total = torch.maximum(total, norm) if is_max else total + norm**norm_type / copies
     for group in members:
         dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
@@ -123,6 +124,7 @@ def any_rank_overflowed(parameters: Iterable[Tensor], groups: Sequence[Group] = 
         dist.all_reduce(flag, dist.ReduceOp.MAX, member_group(group))
     overflowed = bool(flag)
     if overflowed and grads:
+        # the scaler looks at this rank's gradients only, and has no public way to be told
         grads[0].fill_(float("inf"))
     return overflowed
 
@@ -179,7 +181,7 @@ class CutGradient(Tensor):
 
 
 def mark_cut_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let the gradients of cut parameters be `CutGradient`s; those of FSDP are DTensors, and stay."""
+    """Let the gradients of cut parameters be `CutGradient`s; DTensors of FSDP stay as they are."""
     for parameter in parameters:
         for layout in get_layouts(parameter):
             grad: Any = parameter.grad

@@ -7,23 +7,23 @@
 
 Every rank gets the same inputs. A plan says what happens to each layer:
 
-    rule          torch's style       the layer
-    rows          ColwiseParallel     a Linear with some of its outputs on each rank, such as heads; or a
-                                      parameter or buffer cut in its first dimension
-    columns       RowwiseParallel     a Linear with some of its inputs on each rank; outputs are summed
-    vocabulary    RowwiseParallel     an Embedding with some of its rows, or the Linear to the logits
-    block         PrepareModuleInput  has rows and columns that share one input: it enters once, not per layer
-    heads         -                   whole on every rank, and applied to this rank's heads or features
-    tokens        SequenceParallel    whole on every rank, and applied to each token: norms, dropout
-    whole         -                   whole on every rank, and applied to what all ranks have
-    count         -                   an integer attribute that is divided by p, such as a number of heads
+    rule        torch's style       the layer
+    rows        ColwiseParallel     a Linear of which each rank has some outputs, such as heads; or
+                                    a parameter or buffer cut in its first dimension
+    columns     RowwiseParallel     a Linear of which each rank has some inputs; outputs are summed
+    vocabulary  RowwiseParallel     an Embedding with some of its rows, or the Linear to the logits
+    block       PrepareModuleInput  has rows and columns; its input enters once, not per layer
+    heads       -                   whole on every rank, and applied to its heads or features
+    tokens      SequenceParallel    whole on every rank, and applied to each token: norms, dropout
+    whole       -                   whole on every rank, and applied to what all ranks have
+    count       -                   an integer attribute, such as n_heads, to be divided by p
 
 With sequence parallelism, activations between blocks are cut over the tokens. It sends the same
 bytes, and each rank keeps 1/p of them. A norm then sees this rank's tokens only, and the gradients
 of its parameters are summed over ranks. All that works on these must be per token.
 
-The loss exchanges two numbers per token and rank. `labkit.costs.communication.tensor_parallel_calls`
-lists every collective of a step. p ranks.
+The loss exchanges two numbers per token and rank. Every collective of a step is in
+`labkit.costs.communication.tensor_parallel_calls`. p ranks.
 
 Sources: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4.2.
@@ -49,7 +49,7 @@ from labkit.parallel.agreement import (
     wait_for_ranks,
 )
 from labkit.parallel.data_parallel.consistency import broadcast
-from labkit.parallel.gradients import Layout, add_layout, mark_cut_gradients
+from labkit.parallel.gradients import Layout, add_layout, get_layouts, mark_cut_gradients
 from labkit.parallel.tensor_collectives import TORCH, Ranks, cut
 from labkit.parallel.tensor_layers import (
     IGNORED,
@@ -100,7 +100,7 @@ def tensor_parallel(
             raise ValueError(
                 f"expected a transport among {', '.join(TRANSPORTS)}, got {transport!r}"
             )
-        read_plan(model, plan, members.size(), sequence_parallel)
+        read_plan(model, plan, members.size(), sequence_parallel)  # raises what must be refused
         tensors = {name: describe_parameter(p) for name, p in model.named_parameters()}
         options = {"sequence_parallel": sequence_parallel, "transport": transport}
         return {**options, "plan": [*plan.items()], **tensors}
@@ -134,7 +134,7 @@ class TensorParallel(nn.Module):
     def _cut(self, rules: Rules) -> None:
         """Keep this rank's parts. A tensor that several layers have stays one."""
         group = self._ranks.group
-        parts: dict[Tensor, Layout] = {}
+        parts: dict[Tensor, Layout] = {}  # of tied weights, by the one tensor that has all names
         for name, tensor in named_tensors(self.module):
             if name not in rules.tensors:
                 continue  # a buffer
@@ -143,12 +143,14 @@ class TensorParallel(nn.Module):
             if tensor not in parts:
                 parts[tensor] = Layout(group, dim, copies, tensor.shape)
                 if dim is not None:
+                    # the parameter stays the same object: optimizers made before may have it
                     tensor.data = cut(tensor.data, parts[tensor])
                     tensor.grad = None
             self._layouts[name] = parts[tensor]
 
     def _mark(self) -> None:
         """Tell the parameters what they are."""
+        self._cut_parameters: list[nn.Parameter] | None = None
         for name, parameter in self.module.named_parameters():
             add_layout(parameter, self._layouts[name])
 
@@ -158,8 +160,21 @@ class TensorParallel(nn.Module):
         A hook per parameter takes longer, and FSDP refuses parameters with hooks.
         """
 
+        if self._cut_parameters is None:
+            # Once, since it takes longer than marking; not before FSDP has replaced its parameters,
+            # which would stay in memory.
+            self._cut_parameters = [
+                parameter
+                for parameter in self.module.parameters()
+                if not hasattr(parameter, "to_local")
+                if any(layout.dim is not None for layout in get_layouts(parameter))
+            ]
+        parameters = self._cut_parameters
+
+        # Autograd runs this when the pass is over and every gradient is there. A data-parallel
+        # wrapper averages after it, and keeps the class of gradients.
         def mark() -> None:
-            mark_cut_gradients(self.module.parameters())
+            mark_cut_gradients(parameters)
 
         for tensor in output if isinstance(output, tuple) else [output]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -174,6 +189,7 @@ class TensorParallel(nn.Module):
         Raises ValueError, on all ranks, for inputs and targets that differ between ranks, for other
         shapes, and with sequence parallelism for a sequence that p does not divide.
         """
+        # Ranks with other shapes would hang, and with other tokens compute nonsense.
         batch = {"tokens": inputs, "targets": targets, **options}
         agree_per_pass("tokens and targets", lambda: _describe_batch(batch), self._ranks.group)
         output = self._compute(inputs, targets, options)
@@ -191,6 +207,7 @@ class TensorParallel(nn.Module):
         head = self._heads[-1]
         rows = head.out_features
         check_indices("targets", targets.masked_fill(targets == IGNORED, 0), rows)
+        # All else in the model, such as a factor of the logits, works on parts, too.
         head.gathers = False
         try:
             parts = self.module(inputs, **options)  # (B, S, V / p)
@@ -205,6 +222,7 @@ class TensorParallel(nn.Module):
         `state`: this rank's parts, by name, if something else holds them: gradients, of which some
         may be None on all ranks, or FSDP's `consolidated_state_dict(to=None)`.
         """
+        # saving is what programs do on rank 0 alone
         wait_for_ranks("gather_state_dict()", self._ranks.group)
         parts = self.module.state_dict() if state is None else state
         whole: dict[str, Any] = {}
@@ -234,13 +252,13 @@ class TensorParallel(nn.Module):
 
 def _describe_batch(batch: Mapping[str, Any]) -> dict[str, object]:
     """Describe what all ranks must have alike: integers by value, activations by shape."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    return {
-        name: f"{tuple(value.shape)} {value.dtype}"
-        if value.is_floating_point()
-        else describe_values(value)
-        for name, value in tensors.items()
-    }
+    description: dict[str, object] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            description[name] = f"{tuple(value.shape)} {value.dtype}"
+            if not value.is_floating_point():
+                description[name] = describe_values(value)
+    return description
 
 
 # State dicts
@@ -254,7 +272,7 @@ def _make_mesh(group: dist.ProcessGroup, device: str) -> Any:
 
 
 def _save_parts(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put parts into a state dict as DTensors: as ordinary tensors they had one name on all ranks."""
+    """Put parts into a state dict as DTensors, which say where in the whole tensor they belong."""
     from torch.distributed.tensor import DTensor, Shard
 
     for name, layout in wrapper._layouts.items():
@@ -269,7 +287,7 @@ def _save_parts(wrapper: Any, state: dict[str, Any], prefix: str, _: Any) -> Non
 
 
 def _load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take this rank's parts of whole tensors and DTensors, by the wrapper's names or the model's."""
+    """Take this rank's parts of whole tensors and DTensors, by names of wrapper or model."""
     for name, tensor in named_tensors(wrapper.module):
         key = f"{prefix}module.{name}"
         if prefix + name in state:
@@ -284,6 +302,7 @@ def _load_parts(wrapper: Any, state: dict[str, Any], prefix: str, *_: Any) -> No
         elif value.shape == layout.shape:
             value = cut(value, layout)
         else:
+            # parts have one name on all ranks: a file of them may have another rank's
             got = f"a part, {tuple(value.shape)}"
             raise ValueError(f"expected all of {name}, {tuple(layout.shape)}, got {got}")
         state[key] = value

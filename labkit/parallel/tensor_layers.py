@@ -60,6 +60,7 @@ class ColumnsLinear(CutLayer, nn.Linear):
     """A linear layer's columns: of some inputs, summed over ranks. Megatron's RowParallelLinear."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # behind the sum all ranks have the same, as dropout of it must leave it
         self.ranks.end_local()
         y = self.ranks.leave(linear(x, self.weight))
         bias: Any = self.bias
@@ -102,7 +103,7 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
         padding = None  # whose row gets no gradient
         if self.padding_idx is not None and 0 <= self.padding_idx - first < len(self.weight):
             padding = self.padding_idx - first
-        rows = embedding(local, self.weight, padding)
+        rows = embedding(local, self.weight, padding)  # of other ranks' tokens: row 0, masked below
         return self.ranks.leave(rows.masked_fill(~is_here.unsqueeze(-1), 0))
 
 

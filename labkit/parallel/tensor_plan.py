@@ -43,7 +43,7 @@ TRANSFORMER_PLAN: Mapping[str, str] = {
     "norm": "tokens",
     "output": "vocabulary",
 }
-"""Of `labkit.nn.transformer.Transformer`. Add rules of your own at the end: the last match counts."""
+"""Of `labkit.nn.transformer.Transformer`. Add your rules at the end: the last match counts."""
 
 CUT_LAYERS: Mapping[tuple[str, type[nn.Module]], type[CutLayer]] = {
     ("rows", nn.Linear): RowsLinear,
@@ -67,7 +67,7 @@ class TensorRule(NamedTuple):
 
 @dataclass
 class Rules:
-    """A plan that fits a model: rules by the names of its layers, tensors and integer attributes."""
+    """A plan that fits a model: rules by names of layers, tensors and integer attributes."""
 
     layers: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, TensorRule] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Rules:
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, str], p: int, sequence_parallel: bool) -> Rules:
-    """Return the rules of a model on p ranks. ValueError, before any change, if they cannot work."""
+    """Return the rules of a model on p ranks. ValueError, before any change, if they cannot be."""
     layers = dict(model.named_modules())
     if any(isinstance(layer, ParallelLayer) for layer in layers.values()):
         raise ValueError("expected a model that is not cut")
@@ -120,12 +120,13 @@ def apply_rules(model: nn.Module, rules: Rules, ranks: Ranks) -> None:
             if rules.tensors[f"{name}.{attribute}".lstrip(".")].is_summed
         ]
         if kind is None and summed:
+            # a norm of heads, or with sequence parallelism of tokens; any class is fine
             kind = SummedLayer
             layer.summed = summed
         if kind is not None:
             layer.__class__ = cut_class(kind, type(layer))
             layer.ranks = ranks
-            layer.enters = not rules.is_in_block(name)
+            layer.enters = not rules.is_in_block(name)  # else the block has entered
         draws = rule == "heads" or (rule == "tokens" and ranks.sequence_parallel)
         if rule == "block":
             layer.register_forward_pre_hook(partial(_enter_block, ranks), with_kwargs=True)
@@ -143,6 +144,7 @@ def _enter_block(ranks: Ranks, block: nn.Module, inputs: Any, options: Any) -> A
     """Bring a block's first input into it; it leaves at the block's columns."""
     given = {**dict(enumerate(inputs)), **options}
     first, *others = given
+    # the gradient of a second input would be this rank's part only
     if any(isinstance(given[key], Tensor) and given[key].requires_grad for key in others):
         raise ValueError("expected a block of which only the first input requires a gradient")
     given[first] = ranks.enter(given[first])
@@ -173,6 +175,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def find_cut_layer(layer: nn.Module, rule: str) -> type[CutLayer] | None:
     """Return the class of a layer that a rule cuts; None if its forward pass is its own."""
+    # a class with a forward pass of its own may use its matrix in any way
     for (name, base), cut_layer in CUT_LAYERS.items():
         if name == rule and isinstance(layer, base) and type(layer).forward is base.forward:
             return cut_layer
@@ -187,7 +190,7 @@ def _match(
         f"{name}.{attribute}".lstrip(".")
         for name, layer in layers.items()
         for attribute, value in vars(layer).items()
-        if type(value) is int
+        if type(value) is int  # not a bool
     ]
     names = [*filter(None, layers), *tensors]
     by_name: dict[str, str] = {}
@@ -227,6 +230,10 @@ def _find_tensor_rule(
         if rule == "block":
             return None  # rules around a block are not for what is in it
         if rule in REPLICATED:
+            around = [by_name.get(other) for other in _ancestors(name)]
+            if each == name and rule != "heads" and "block" in around:
+                # layers are checked when they run (`_check_place`), a parameter cannot be
+                raise ValueError(f"expected the rule 'heads' for {name}, which is in a block")
             return TensorRule(None, rule == "heads" or (rule == "tokens" and sequence_parallel))
     return None
 
@@ -278,7 +285,7 @@ def _check_lengths(
 
 
 def _check_sequence_parallel(rules: Rules, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError unless tokens are cut before the first block, and all between is per token."""
+    """Raise ValueError unless tokens are cut before the first block, and all else is per token."""
     cut_embeddings = [
         name
         for name, rule in rules.layers.items()

@@ -317,6 +317,7 @@ def test_refused_plans() -> list[str]:
         ("patterns that match", cut({"*.quereis": "rows"})),
         ("a rule among", cut({"*.[qkv]": "diagonals"})),
         ("norm1", cut({"*.norm1": "whole"})),
+        ("attention.scale", cut({"*.scale": "tokens"})),
         ("a Linear or Embedding", cut({"*.norm1": "rows"})),
         ("same model", cut(None if dist.get_rank() else {"*.norm1": "heads"})),
         ("q_norm", lambda: misplaced(*own_batch())),
