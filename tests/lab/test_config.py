@@ -8,6 +8,8 @@ from pydantic import Field
 
 from labkit.lab.config import LabConfig, ParameterError, parse_assignments, resolve_config
 from labkit.lab.runs.store import RunFileError
+from labkit.machine.description import describe_machine
+from labkit.studies import load_lab
 
 
 class _Config(LabConfig):
@@ -72,6 +74,13 @@ def test_assignments_are_json_python_or_text():
         "nothing": None,
         "equal": "a=b",
     }
+
+
+def test_a_list_without_transports_measures_none():
+    study = load_lab("all_reduce")
+    config = study.configure("smoke", {"transports": []})
+    points = study.plan(config, describe_machine())
+    assert "transports" not in {point.sweep for point in points}
 
 
 @pytest.mark.parametrize("text", ["sizes", "=3", ""])

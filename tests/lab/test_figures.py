@@ -279,6 +279,19 @@ def test_bars_stand_in_natural_order():
     assert texts(axis.figure.legends[0].get_texts()) == ["nano", "mini"]
 
 
+def test_a_reference_is_a_dashed_line_of_its_own_rows_or_one_across_each_bar():
+    frame = FRAME.iloc[:2].assign(roof=[1.0, 2.0])
+    ridge = pd.DataFrame([{"n_bytes": 4096, "algorithm": "ring", "roof": 5.0}])
+    plot = draw(pd.concat([frame, ridge]), reference="roof")
+    dashed = [line for line in plot.figure.axes[0].get_lines() if line.get_linestyle() == "--"]
+    assert [line.get_ydata().tolist() for line in dashed] == [[1.0, 5.0, 2.0]]
+    assert len(plot.marks) == 2
+    assert texts(plot.figure.legends[0].get_texts()) == ["ring", "roof"]
+    bars = Bars(**BY_MODEL, reference="formula").plot(STEPS.assign(formula=[1.5, 2.5, 11.0, 19.0]))
+    (lines,) = [one for one in bars.figure.axes[0].collections if one.get_linestyle()[0][1]]
+    assert sorted(line[0][1] for line in lines.get_segments()) == [1.5, 2.5, 11.0, 19.0]
+
+
 def test_lines_over_a_single_number_are_dots_over_names():
     axis = draw(FRAME[FRAME["n_bytes"] == 1024]).figure.axes[0]
     assert texts(axis.get_xticklabels()) == ["torch", "ring"]

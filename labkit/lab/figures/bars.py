@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
 
 from labkit.lab.config import ParameterError
 from labkit.lab.figures import style
@@ -51,10 +52,12 @@ class Bars(Figure):
             names = [style.name_text(name) for name in in_order(rows[self.x])]
             style.place_names(axis, names, (width - style.MARGIN_INCHES) * places / sum(n_places))
         style.format_axis(axes[0].yaxis, self.value)
-        entries = style.patches(colors)
-        style.add_legend(
-            figure, self.color, dict(reversed(entries.items())) if self.stacked else entries
-        )
+        entries: dict[str, Any] = dict(style.patches(colors))
+        if self.stacked:
+            entries = dict(reversed(entries.items()))
+        if self.reference is not None:
+            entries[column(self.reference).axis] = Line2D([], [], **style.REFERENCE)
+        style.add_legend(figure, self.color, entries)
         return Plot(figure, data, marks)
 
     def _draw_panel(self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str]) -> list[Mark]:
@@ -80,6 +83,10 @@ class Bars(Figure):
             linewidth=0.8,
         )
         boxes = [patch.get_bbox() for patch in bars.patches]
+        if self.reference is not None:
+            left = [box.x0 for box in boxes]
+            right = [box.x1 for box in boxes]
+            axis.hlines(rows[self.reference], left, right, **style.REFERENCE)
         if not self.stacked:
             style.draw_intervals(axis, rows["place"] + shift, rows, [style.TEXT] * len(rows))
         pairs = zip(boxes, rows.to_dict("records"), strict=True)
@@ -165,7 +172,9 @@ class Timeline(Figure):
             axis.set_yticks(range(len(lanes)), [style.name_text(name) for name in lanes])
             style.format_axis(axis.xaxis, self.value)
         axes[0].set_ylim(len(lanes) - 0.4, -0.6)
-        name = column(self.value).axis if has_values else "time since the first event"
+        name = column(self.value if has_values else self.x).axis
+        if self.x == "start_s" and not has_values:
+            name = "time since the first event"
         # once: side by side, titles would touch
         figure.supxlabel(name, fontsize=style.FONT, color=style.TEXT)
         style.add_legend(figure, self.color, style.patches(colors))

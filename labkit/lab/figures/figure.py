@@ -151,6 +151,8 @@ class Figure:
     """Column of panels."""
     hue: str | None = None
     """Column of colors; by default the alternatives of the metric."""
+    reference: str | None = None
+    """Column of what a formula says: a dashed line, or one across each bar."""
     at: Mapping[str, Any] = field(default_factory=dict)
     """Column -> value of the rows to plot. If no row has it: the largest number, or the last
     name."""
@@ -173,7 +175,7 @@ class Figure:
     @property
     def keys(self) -> list[str]:
         """Columns that a frame must have."""
-        keys = dict.fromkeys((self.x, self.panel, self.value, self.color))
+        keys = dict.fromkeys((self.x, self.panel, self.value, self.color, self.reference))
         return [name for name in keys if name is not None and name != ALL]
 
     def draw(self, results: Results, answer_table: pd.DataFrame | None = None) -> Plot:
@@ -238,5 +240,7 @@ class Figure:
         # a frame has intervals of one column only
         if list(frame.columns[place + 1 : place + 3]) == ["low", "high"]:
             names[at + 1 : at + 1] = ["low", "high"]
-        rows = frame[list(dict.fromkeys(names))].dropna(subset=[self.x, self.value])
+        # a row of the reference alone continues its line
+        needed = [self.x, self.value if self.reference is None else self.reference]
+        rows = frame[list(dict.fromkeys(names))].dropna(subset=needed)
         return rows.assign(**{ALL: ""}) if self.color == ALL else rows

@@ -102,13 +102,19 @@ class Lines(Figure):
         style.draw_intervals(axis, rows[AT], rows, [colors[name] for name in rows[self.color]])
         if self.value in RATIOS:
             axis.axhline(1, color=style.TEXT, linewidth=1.0, zorder=1)
-        places = [(row, row[AT], row[self.value]) for row in rows.to_dict("records")]
+        if self.reference is not None:
+            line = rows.drop_duplicates(AT).sort_values(AT)
+            axis.plot(line[AT], line[self.reference], **style.REFERENCE)
+        measured = rows.dropna(subset=self.value)
+        places = [(row, row[AT], row[self.value]) for row in measured.to_dict("records")]
         return [Mark(axis, x, y, x, y, self._text(row)) for row, x, y in places]
 
     def _has_lines(self, rows: pd.DataFrame) -> bool:
-        """Return whether each color of a panel has one point at each number of the x axis."""
+        """Return whether colors have several points, and one at each number of the x axis."""
         keys = [name for name in (self.panel, self.x, self.color) if name in rows]
-        return _has_numbers(rows[self.x]) and not rows.duplicated(keys).any()
+        measured = rows.dropna(subset=self.value)
+        is_single = not measured.duplicated(self.color).any()
+        return _has_numbers(rows[self.x]) and not is_single and not measured.duplicated(keys).any()
 
     def _place_ticks(self, axis: Axes, places: list[float]) -> None:
         if "x" in self.log:
@@ -126,10 +132,13 @@ class Lines(Figure):
             "linestyle": "-" if self._has_lines(data) else "none",
             "markersize": 5,
         }
-        return {
+        handles = {
             str(name): Line2D([], [], color=colors[name], marker=markers[name], **look)
             for name in colors
         }
+        if self.reference is not None:
+            handles[column(self.reference).axis] = Line2D([], [], **style.REFERENCE)
+        return handles
 
 
 def _has_numbers(values: pd.Series) -> bool:

@@ -36,18 +36,20 @@ nano | mini | small | medium | large | xl | 2.7B | 10B
 _LINES = _TABLE.replace("\n  |", " |").strip().splitlines()
 GROUPS = tuple(tuple(line.split(" | ")) for line in _LINES)
 _PLACES = {name: place for group in GROUPS for place, name in enumerate(group)}
-_ORDER = {name: order for order, name in enumerate(dict.fromkeys(chain(*GROUPS)))}
 
 
 def in_order(values: Iterable[Any]) -> list[Any]:
-    """Return distinct values in natural order: numbers ascending, then names of `GROUPS`.
+    """Return distinct values in natural order: numbers ascending, then names as in `GROUPS`.
 
     Other names, such as a reader's own, come last, in the order in which they are given.
     """
     distinct = list(dict.fromkeys(values))
     numbers = sorted(value for value in distinct if not isinstance(value, str))
     names = [value for value in distinct if isinstance(value, str)]
-    return numbers + sorted(names, key=lambda name: _ORDER.get(name, len(_ORDER)))
+    # a name may stand in several groups: the one that knows most of these has their order
+    groups = sorted(GROUPS, key=lambda group: -len({*group} & {*names}))
+    order = {name: place for place, name in enumerate(dict.fromkeys(chain(*groups)))}
+    return numbers + sorted(names, key=lambda name: order.get(name, len(order)))
 
 
 def looks(values: Iterable[Any], choices: Sequence[str]) -> dict[Any, str]:

@@ -44,6 +44,8 @@ FONT = 9  # points
 WIDTH = 7.6
 WIDE = 9.6
 PANEL_HEIGHT = 2.9  # inches: a figure of one panel, of several, and the height of a panel
+REFERENCE: dict[str, Any] = {"color": TEXT, "linestyle": "--", "linewidth": 1.2, "zorder": 2}
+"""Look of what a formula says."""
 ALL = "all"
 """Column of colors of a figure in one color."""
 MAX_PANELS_IN_ROW = 3

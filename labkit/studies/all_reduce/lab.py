@@ -123,7 +123,7 @@ def _points(config: AllReduceConfig, backend: str) -> Iterator[AllReducePoint]:
     point = partial(AllReducePoint.of, config, backend=backend)
     for world_size, n_bytes in product(worlds, sizes):
         yield point(sweep="sizes", world_size=world_size, n_bytes=n_bytes, algorithms=algorithms)
-        if backend == "gloo":
+        if backend == "gloo" and config.transports:
             yield point(
                 sweep="transports",
                 world_size=world_size,

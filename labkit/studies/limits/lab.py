@@ -172,8 +172,25 @@ def roofline(results: Results) -> pd.DataFrame:
         bound=bound,
         of_operators_percent=share,
         measured_over_limit=table["seconds"] / limits.max(axis=1),
+        roof_flops_per_s=table["flops"] / limits[["arithmetic", "memory"]].max(axis=1),
     )
     return table.sort_values("intensity", ignore_index=True)
+
+
+def roof(results: Results) -> pd.DataFrame:
+    """Return the operators with the ridge, at which the roof of arithmetic meets that of memory."""
+    table = roofline(results)
+    if table.empty:
+        return table
+    lowest = table.iloc[0]
+    per_byte = lowest["roof_flops_per_s"] / lowest["intensity"]
+    highest = table["roof_flops_per_s"].max()
+    ridge = {
+        "intensity": highest / per_byte,
+        "roof_flops_per_s": highest,
+        "operator": lowest["operator"],
+    }
+    return pd.concat([table, pd.DataFrame([ridge])]).sort_values("intensity", ignore_index=True)
 
 
 LAB = Lab(
@@ -261,7 +278,13 @@ LAB = Lab(
                 "By FLOPs and bytes, {of_operators_percent}% of the operators of {model} are"
                 " limited by {bound}."
             ),
-            figure=Lines(x="intensity", y="flops_per_s", hue="bound"),
+            figure=Lines(
+                source=roof,
+                x="intensity",
+                y="flops_per_s",
+                hue="operator",
+                reference="roof_flops_per_s",
+            ),
         ),
         Report(
             id="smallest_difference",

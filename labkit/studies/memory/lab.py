@@ -13,7 +13,7 @@ from labkit.lab.config import DeviceConfig, Seconds, Some, one_of
 from labkit.lab.declaration import Lab
 from labkit.lab.figures import Areas, Bars, Lines
 from labkit.lab.metric import Metric, Results
-from labkit.lab.units import labels
+from labkit.lab.units import format_bytes, labels
 from labkit.lab.user_models import find_shape, model_names
 from labkit.machine.description import Machine
 from labkit.studies.memory import worker
@@ -156,6 +156,9 @@ def parts_of_peak(results: Results) -> pd.DataFrame:
     model = labels(
         long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"]
     )
+    # a bar ends at 100%, so its size stands in its name
+    sizes = long["peak_bytes"].map(format_bytes)
+    model = [f"{name}: {size}" for name, size in zip(model, sizes, strict=True)]
     long = long.assign(part=long["part"].str.removesuffix("_bytes"), model=model)
     long = long.assign(
         of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float)

@@ -135,15 +135,19 @@ def pipelines(results: Results) -> pd.DataFrame:
 
 
 def tasks(results: Results) -> pd.DataFrame:
-    """Tasks by schedule: two ranks, four micro-batches, one second forward through a rank's layers
-    and two backward."""
+    """Return simulated tasks by schedule, of two ranks and four micro-batches.
+
+    The unit of time is a forward pass through a rank's layers; a backward pass takes two.
+    """
     rows = [
         (f"{name}, rank {rank}", task.kind, start_s / chunks, (end_s - start_s) / chunks)
         for name, chunks in ((name, 1 + (name == "interleaved")) for name in SCHEDULES)
         for rank, times in enumerate(simulate(make_schedule(name, 2, 4, chunks=chunks)))
         for task, start_s, end_s in times
     ]
-    table = pd.DataFrame(rows, columns=["lane", "task", "start_s", "duration_s"])
+    table = pd.DataFrame(
+        rows, columns=["lane", "task", "time_in_forward_passes", "duration_in_forward_passes"]
+    )
     return table.replace({"F": "forward", "B": "backward"})
 
 
@@ -161,8 +165,16 @@ WIDTH = "At what width does splitting a model across ranks pay off?"
 TRANSPORT = "Is tensor parallelism faster through shared memory than with torch's collectives?"
 SENDS = "Does tensor parallelism send the bytes that the formula says?"
 WORKS = "Does each rank of a pipeline work for the share of a step that the formula says?"
-BUSY = Bars(source=pipelines, x="kind", y="busy", hue="rank", panel="world_size")
-GANTT = Timeline(source=tasks, lane="lane", hue="task")
+BUSY = Bars(
+    source=pipelines, x="kind", y="busy", hue="rank", panel="world_size", reference="formula_busy"
+)
+GANTT = Timeline(
+    source=tasks,
+    x="time_in_forward_passes",
+    y="duration_in_forward_passes",
+    lane="lane",
+    hue="task",
+)
 HOLDS = "Does a pipeline hold as many micro-batches at once as its schedule says?"
 LAB = Lab(
     name="model_parallel",

@@ -110,7 +110,7 @@ LAB = Lab(
             among=(LABKIT,),
             topic="batch_norm",
             keep="Synchronize batch norm only if the rows of one rank are too few for statistics.",
-            figure=Lines(source=TIME, x="features", panel="world_size"),
+            figure=Lines(source=TIME, x="features", panel="world_size", at={"batch": None}),
         ),
         Report(
             id="split",
