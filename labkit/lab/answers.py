@@ -101,8 +101,8 @@ class Question:
             lacks_calibration = self.needs_calibration and results.calibration is None
             reason = NO_CALIBRATION if lacks_calibration else NO_ROWS
             return Answer(verdict="not measured", reason=reason, notes=results.missing)
-        # Other programs change ratios, too: 3 of 7 of a quiet run lay outside a busy run's
-        # intervals.
+        # Other programs change ratios, too: of seven, three quiet ones lay outside of the intervals
+        # of a busy run.
         return replace(answer, advice=None) if results.is_busy else answer
 
     def find(self, results: Results) -> Answer | None:
@@ -126,6 +126,7 @@ class Compare(Question):
 
     def find(self, results: Results) -> Answer | None:
         metric = self.metric
+        # The lab cannot know the names that a reader adds.
         among = None if self.among is None else (*self.among, *results.user_alternatives)
         compared = None if among is None else {self.baseline, *among}
         notes = (*metric.failures(results.frame, compared), *results.missing)
@@ -141,7 +142,8 @@ class Compare(Question):
         counts = Counts(len(rows), len(better), len(worse))
         has_p_values = bool(rows["p"].notna().any())
         verdict = _decide(counts, has_p_values=has_p_values, has_winner=bool(leaders))
-        # The range covers exactly the rows that are counted.
+        # The range covers exactly the rows that are counted. Without the uncertain ones it once
+        # said "3 to 3.4 times in 7 of 8", and the seven spanned 2.4 to 3.4.
         ratios = (better if len(better) else worse)["ratio"].astype(float)
         answer = Comparison(
             verdict=verdict,
@@ -178,6 +180,7 @@ class Compare(Question):
             return None
         if answer.is_better:
             return self.advice if answer.counts.better > answer.counts.worse else None
+        # A gain that is not shown may still be there: keeping the default needs evidence, too.
         excludes_gain = bool((table["low"] >= 1 - RELEVANT_GAIN).all())
         return self.keep if excludes_gain else None
 
@@ -193,6 +196,7 @@ class Compare(Question):
         fastest = others.loc[others.groupby(keys, dropna=False)["ratio"].idxmin()]
         at = rows[[*keys, "low"]].reset_index().rename(columns={"low": "named_low"})
         pairs = fastest.merge(at, on=keys)
+        # Where intervals overlap, the order of two alternatives may be chance.
         pairs = pairs[pairs["high"] < pairs["named_low"]]
         return tuple(
             (self._name(name, results), find_region(rows, rows.loc[some["index"]], keys))
@@ -212,6 +216,7 @@ def _decide(counts: Counts, *, has_p_values: bool, has_winner: bool) -> Verdict:
         return "no clear difference"
     if not counts.better:
         return "no"
+    # "Yes" is for a change that a reader can make everywhere without losing.
     if counts.worse or not has_winner or not counts.is_mostly_better:
         return "it depends"
     return "yes"

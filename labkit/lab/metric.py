@@ -160,6 +160,7 @@ class Metric:
         keys = list(self.configuration)
         if table[name].nunique() == 1:
             return [table[name].iloc[0]]
+        # One that was measured only where everything is fast must not win for that.
         shared = table
         if keys:
             n_measured = table.groupby(keys, dropna=False)[name].transform("nunique")

@@ -71,6 +71,7 @@ class Topic:
         for name, value in {**self.at, "device": device}.items():
             table = table[table[name] == value]
         column = question.metric.compare
+        # The printed script can only name what labkit has.
         own = table[column].isin(run.header.user_alternatives)
         choice = self._fastest(question, table[~own], model, context_length)
         best = self._fastest(question, table, model, context_length)

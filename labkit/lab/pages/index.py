@@ -93,6 +93,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
             entries.append(_read_entry(lab, path))
         else:
             missing.append(lab.title)
+    # Pages may be copied together from several machines: only this one's runs recommend.
     here = [entry for entry in entries if entry.run is not None and entry.is_here]
     busy = [entry.lab.title for entry in here if entry.run and entry.run.is_busy]
     usable = [entry for entry in here if entry.run and not entry.run.is_busy]
@@ -100,6 +101,7 @@ def write_index(labs: Iterable[Lab], output: Path, to_come: Sequence[Lab] = ()) 
     code = next(filter(None, (combined_code(entry.run) for entry in usable if entry.run)), None)
     # until all labs are measured, whose answers it combines
     combined = None if to_come or code is None else _find(answers, GAIN)
+    # The parts of a combination whose gain is not shown may still gain, each by itself.
     replaces_single = combined is not None and combined.answer.verdict == "yes"
     machine = machine_rows(describe_machine())
     html = render(
