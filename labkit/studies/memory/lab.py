@@ -149,19 +149,16 @@ def full_steps(results: Results) -> pd.DataFrame:
 
 def parts_of_peak(results: Results) -> pd.DataFrame:
     """Return parts of the peak of each counted full step: bytes and percent, one row per part."""
-    table = full_steps(results)
-    long = table.melt(
-        ["size", "context_length", "batch", "peak_bytes"], PART_BYTES, "part", "bytes"
-    ).dropna()
-    model = labels(
-        long.replace({"context_length": {MODEL_BATCH: None}}), ["size", "context_length"]
-    )
-    # a bar ends at 100%, so its size stands in its name
+    keys = ["size", "context_length", "batch", "peak_bytes"]
+    long = full_steps(results).melt(keys, PART_BYTES, "part", "bytes").dropna()
+    named = long.replace({"context_length": {MODEL_BATCH: None}})
+    steps = labels(named, ["size", "context_length"])
+    # every bar ends at 100%, so its name has its size
     sizes = long["peak_bytes"].map(format_bytes)
-    model = [f"{name}: {size}" for name, size in zip(model, sizes, strict=True)]
-    long = long.assign(part=long["part"].str.removesuffix("_bytes"), model=model)
     long = long.assign(
-        of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float)
+        part=long["part"].str.removesuffix("_bytes"),
+        model=[f"{step}: {size}" for step, size in zip(steps, sizes, strict=True)],
+        of_peak_percent=100 * long["bytes"].astype(float) / long["peak_bytes"].astype(float),
     )
     visible = long[long["of_peak_percent"] > 100 * VISIBLE_SHARE]
     return visible.sort_values("peak_bytes", kind="stable", ignore_index=True)
