@@ -167,17 +167,29 @@ class CutGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if func is torch.linalg.vector_norm and isinstance(args[0], cls):
-                return _norm_of_parts([args[0]], [result], *args[1:2], **(kwargs or {}))[0]
+            result = func(*args, **options)
+            if func not in _READ_BY_TRAINERS:
+                return result  # first, since optimizers call some operators per gradient
             if func is torch._foreach_norm:
-                return _norm_of_parts(args[0], result, *args[1:2], **(kwargs or {}))
-            # the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13)
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                for group in {each.group for each in args[0] if isinstance(each, cls)}:
-                    dist.all_reduce(args[1], dist.ReduceOp.MAX, group)
-        return result
+                return _norm_of_parts(args[0], result, *args[1:2], **options)
+            if func is torch.linalg.vector_norm:
+                if isinstance(args[0], cls) and not {*options} - {"ord", "dtype"}:
+                    return _norm_of_parts([args[0]], [result], *args[1:2], **options)[0]
+                return result
+            # `GradScaler`: args[1] is the flag of an overflow, which has been set in place
+            for group in dict.fromkeys(each.group for each in args[0] if isinstance(each, cls)):
+                dist.all_reduce(args[1], dist.ReduceOp.MAX, group)
+            return result
+
+
+_READ_BY_TRAINERS = {
+    torch.linalg.vector_norm,
+    torch._foreach_norm,
+    # the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13)
+    torch._amp_foreach_non_finite_check_and_unscale_,
+}
 
 
 def mark_cut_gradients(parameters: Iterable[Tensor]) -> None:
