@@ -10,6 +10,7 @@ import pytest
 from labkit.lab.figures import Areas, Bars, Lines, Timeline
 from labkit.lab.figures.names import GROUPS
 from labkit.lab.figures.style import PALETTE, log_ticks
+from labkit.lab.metric import Metric, Results
 
 FRAME = pd.DataFrame(
     {
@@ -295,3 +296,14 @@ def test_a_reference_is_a_dashed_line_of_its_own_rows_or_one_across_each_bar():
 def test_lines_over_a_single_number_are_dots_over_names():
     axis = draw(FRAME[FRAME["n_bytes"] == 1024]).figure.axes[0]
     assert texts(axis.get_xticklabels()) == ["torch", "ring"]
+
+
+def test_a_metric_at_one_x_has_its_alternatives_there():
+    rows = [
+        {"n_bytes": 1024, "way": way, "rank": 0, "repeat": repeat, "seconds": 1.0 + repeat}
+        for way in ("gloo", "shared")
+        for repeat in range(3)
+    ]
+    metric = Metric("seconds", "way", ("n_bytes",))
+    plot = Lines(source=metric, x="n_bytes").draw(Results(pd.DataFrame(rows)), None)
+    assert set(plot.data["way"]) == {"gloo", "shared"}

@@ -44,7 +44,8 @@ class Lines(Figure):
 
     def draw_rows(self, data: pd.DataFrame) -> Plot:
         if self.color not in (self.x, style.ALL) and _has_one_number(data[self.x]):
-            return replace(self, x=self.color).draw_rows(data)
+            # with `hue`: a metric as source gives the color of another column than `x` only
+            return replace(self, x=self.color, hue=self.color).draw_rows(data)
         names = None if _has_numbers(data[self.x]) else in_order(data[self.x])
         hues = in_order(data[self.color])
         at = data[self.x]
