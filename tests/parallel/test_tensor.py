@@ -24,6 +24,7 @@ from labkit.parallel import tensor_collectives, tensor_layers
 from labkit.parallel.data_parallel import BucketedDDP
 from labkit.parallel.gradients import clip_grad_norm_
 from labkit.parallel.overlap import BackgroundAllReduce
+from labkit.parallel.pipeline import Pipeline
 from labkit.parallel.sharding import FSDP, gather
 from labkit.parallel.tensor import TensorParallel, tensor_parallel
 from labkit.parallel.traffic import recorded_traffic
@@ -448,3 +449,25 @@ def test_a_rank_that_gathers_alone_says_so() -> list[str]:
         warnings.showwarning = show  # type: ignore[assignment]
         model.gather_state_dict()
     return [] if len(texts) == 1 and "gather_state_dict()" in texts[0] else texts
+
+
+@on_ranks(4)
+def test_stages_of_a_pipeline() -> list[str]:
+    """Layers that are cut over two ranks are stages of a pipeline: loss and norm of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    groups = [mesh.get_group("pipeline"), mesh.get_group("tensor")]
+    outside = ("embedding", "head", "norm")
+    plan = {name.replace("*.", "*"): r for name, r in own_model.PLAN.items() if name not in outside}
+    inputs, targets = torch.linspace(-1, 1, 2 * 4 * 6 * own_model.D).double().view(2, 4, 6, -1)
+
+    one = own_model.build().blocks
+    expected = nn.functional.mse_loss(one(inputs), targets)
+    expected.backward()
+    expected_norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+
+    layers = [tensor_parallel(each, groups[1], plan=plan) for each in own_model.build().blocks]
+    pipeline = Pipeline(layers, micro_batches=2, group=groups[0])
+    loss = pipeline.step(inputs, targets, nn.functional.mse_loss)
+    norm = clip_grad_norm_(pipeline.parameters(), 1e9, groups)
+    error = max(float(abs(loss - expected)), float(abs(norm - expected_norm)))
+    return [] if error <= EXACT else [f"off by {error}"]
