@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pandas as pd
@@ -34,10 +35,9 @@ _VARIABLES = {color.lower(): f"var(--labkit-{index})" for index, color in enumer
     GRID.lower(): "var(--labkit-grid)",
     PAGE.lower(): "var(--labkit-page)",
 }
-_HEAD = re.compile(
-    r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", re.DOTALL
-)
-_TAG = re.compile(r"<[^>]*>")
+FONT_FAMILY = "'DejaVu Sans', sans-serif"
+_NAMESPACE = "{http://www.w3.org/2000/svg}"
+_HREF = "{http://www.w3.org/1999/xlink}href"
 _LONG_NUMBER = re.compile(r"(\d+\.\d\d)\d+")
 
 
@@ -78,26 +78,42 @@ class Plot:
         """The figure as a file; text stays text."""
         ConstrainedLayoutEngine().execute(self.figure)
         buffer = io.StringIO()
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.data.to_csv()}):
+        with mpl.rc_context(
+            {
+                "svg.fonttype": "none",
+                "font.sans-serif": ["DejaVu Sans"],  # alone, not with all that may stand in for it
+                "svg.hashsalt": self.data.to_csv(),
+            }
+        ):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         return buffer.getvalue()
 
     def page_svg(self) -> str:
         """Return the figure as an element of a page: without a size, in the page's font and
         colors."""
-        text = _HEAD.sub("", self.svg)
-        text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1>", text, count=1)
-        text = text.replace("xlink:href", "href")
-        # to a hundredth of a point
-        text = _TAG.sub(lambda tag: _LONG_NUMBER.sub(r"\1", tag[0]), text)
-        text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
-        text = re.sub(r"#[0-9a-f]{6}\b", lambda color: _VARIABLES.get(color[0], color[0]), text)
-        referred = set(re.findall(r"(?:url\(|href=\")#([\w.]+)", text))
-        text = re.sub(
-            r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", text
-        )
-        text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--labkit-font, sans-serif)", text)
-        return re.sub(r"\s*\n\s*", " ", text).strip()
+        root = ElementTree.fromstring(self.svg)
+        root.attrib = {"viewBox": root.attrib["viewBox"]}
+        # the page has a style sheet, and metadata of its own
+        for unwanted in ("metadata", "defs/{*}style/.."):
+            for child in root.findall(f"{{*}}{unwanted}"):
+                root.remove(child)
+        targets = set()
+        for element in root.iter():
+            element.tag = element.tag.removeprefix(_NAMESPACE)
+            if _HREF in element.attrib:
+                element.set("href", element.attrib.pop(_HREF))
+            element.attrib = {name: _page_value(value) for name, value in element.items()}
+            if element.get("transform", "").startswith("rotate(-0 "):
+                del element.attrib["transform"]
+            targets.add(element.get("href", "").removeprefix("#"))
+            targets.add(element.get("clip-path", "").removeprefix("url(#").removesuffix(")"))
+        for element in root.iter():
+            if element.get("id") not in targets:
+                element.attrib.pop("id", None)
+            # a text and its end stay together; white space between elements means nothing
+            element.text = (element.text or "").strip()
+            element.tail = (element.tail or "").strip()
+        return ElementTree.tostring(root, encoding="unicode")
 
     def places(self) -> str:
         """Marks as JSON, once the figure is drawn: left, top, right, bottom in percent of its size,
@@ -125,6 +141,14 @@ class Plot:
         # a stem may have a dot, as in a model's size
         write_file(stem.with_name(stem.name + ".svg"), self.svg)
         write_file(stem.with_name(stem.name + ".csv"), self.csv())
+
+
+def _page_value(value: str) -> str:
+    """Return the value of an attribute for a page: short numbers, and its colors and font."""
+    value = _LONG_NUMBER.sub(r"\1", " ".join(value.split()))  # to a hundredth of a point
+    for color, variable in _VARIABLES.items():
+        value = value.replace(color, variable)
+    return value.replace(FONT_FAMILY, "var(--labkit-font, sans-serif)")
 
 
 def mark_text(names: Iterable[str], y: str, row: Mapping[str, Any]) -> str:
