@@ -234,6 +234,7 @@ def _find_baseline_folder(machine: Machine) -> Path:
     own = baseline_folder(machine)
     if any(own.glob("*.jsonl")):
         return own
+    # The newest baseline of equal hardware: memory and disk do not change what is compared.
     for path in sorted(own.parent.glob("*/*.jsonl"), key=lambda path: path.name, reverse=True):
         with suppress(RunFileError):
             if describe_hardware(Run.load(path).header.machine) == describe_hardware(machine):

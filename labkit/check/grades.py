@@ -152,6 +152,7 @@ def _grade(
     machine = "" if run is None else run.header.machine.label
     own = () if run is None else run.header.user_alternatives
     ratio = _typical_ratio(lab, own, answers)
+    # A run cannot tell: what hangs is never measured, and who measures may call anything.
     if check is not None:
         return Grade(lab.name, check["verdict"], check["details"], ratio, machine)
     results = [one for one in verdicts(lab, run) if one.name in own] if run is not None else []
@@ -255,6 +256,7 @@ def _flag_copies(students: Sequence[Student]) -> None:
     groups = defaultdict[Any, list[Student]](list)
     for student in students:
         for lab, run in student.hand_in.runs.items():
+            # The start has microseconds: two runs that share it are one.
             groups["run", lab, run.header.started, tuple(run.header.planned)].append(student)
         for text in {text.strip() for kind, text in student.work if kind == "code"}:
             if text.count("\n") >= MIN_COPIED_LINES:

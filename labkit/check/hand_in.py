@@ -44,6 +44,7 @@ def write_hand_in(
         raise ParameterError(
             f"nothing to hand in: no run of {', '.join(labs)} in {runs_directory()}"
         )
+    # Notebooks are read before anything is written: a refusal leaves no half of a zip.
     card = {"name": name, "labs": handed_in, "labkit": str(describe_machine().source)}
     files = {CARD: json.dumps(card)}
     for path, file_name, text in zip(notebooks, _file_names(notebooks), texts, strict=True):
@@ -86,6 +87,7 @@ def file_name_of(name: str) -> str:
     safe = re.sub(r"[^A-Za-z0-9]+", "-", plain).strip("-")
     if safe == name.replace(" ", "-"):
         return safe
+    # José and Jose are two students, and a name in Hindi leaves no letter at all.
     digest = hashlib.sha256(name.encode()).hexdigest()[:6]
     return f"{safe}-{digest}".strip("-")
 

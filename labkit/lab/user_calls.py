@@ -107,6 +107,7 @@ class CallCounter(TorchDispatchMode):
     def _add(self, kind: str, n_bytes: int, line: str) -> None:
         self.calls[kind] += 1
         self.n_bytes += n_bytes
+        # Messages are not limited per pass: a ring has as many as it needs.
         if kind not in ("send", "receive", "exchange"):
             self._in_pass += 1
             self.most_per_pass = max(self.most_per_pass, self._in_pass)
