@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters, gradients and optimizer state in shards; a layer is unsharded while it computes.
+"""ZeRO-3: parameters, gradients and optimizer state in shards; layers are unsharded to compute.
 
     model = FSDP(model)                                  cuts each layer into one shard per rank
     optimizer = torch.optim.AdamW(model.parameters())    updates this rank's shards

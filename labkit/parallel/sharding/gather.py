@@ -53,8 +53,8 @@ def plan_all_gather(
     Ranks that call it for another `name` raise.
 
     The caller puts its own rows in place. Rank r then sends them to every other rank, r+1 first,
-    and receives theirs in place (`all_gather_round`): n (p-1)/p bytes sent per rank, on average, for n
-    bytes of tensors.
+    and receives theirs in place (`all_gather_round`). For n bytes of tensors, a rank sends
+    n (p-1)/p bytes on average.
     """
     tensors = [tensor for tensor in tensors if tensor.dim() and tensor.numel()]
     p = transport.world_size
@@ -122,7 +122,7 @@ def _reduce_scatter(
     bytes of gradients.
     """
     p = transport.world_size
-    # so that a mean cannot overflow on the way
+    # A sum of float16 could overflow where the mean does not.
     is_divided_first = gradients[0].dtype == torch.float16 or p == 1
     whole = [
         (gradient / p if is_divided_first else gradient).to(transport.device)

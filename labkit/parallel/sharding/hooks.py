@@ -1,4 +1,4 @@
-"""What FSDP puts into autograd's graph: calls when a unit's outputs and inputs get their gradients."""
+"""Hooks in autograd's graph: a unit's outputs, or its inputs, have their gradients."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,9 @@
 """ZeRO-1: an optimizer whose state and update are sharded over data-parallel ranks.
 
-    model = BucketedDDP(model)                          gradients become the mean over ranks
+    model = BucketedDDP(model)         gradients become the mean over ranks
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     ...
-    optimizer.step()                                    each rank updates its rows, then all gather all rows
+    optimizer.step()                   each rank updates its rows, then gathers the others'
 
 Every rank has all parameters and all gradients, which must be the same everywhere when `step` is
 called. A rank keeps 1/p of the optimizer's state, two values per parameter for AdamW. On top of

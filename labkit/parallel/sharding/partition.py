@@ -60,7 +60,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 @dataclass
 class ManagedParameter:
-    """A parameter, its name in the model, and the modules that have it, each with its name there."""
+    """A parameter, its name in the model, and its owners: modules, and its name in each."""
 
     parameter: nn.Parameter
     name: str

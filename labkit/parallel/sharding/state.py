@@ -1,20 +1,20 @@
 """When FSDP communicates, as `FSDPState` of torch's FSDP2: the schedule of all units of a model.
 
-    forward     pre_forward: unshard the unit and prefetch those that followed it in the last pass;
-                post_forward: reshard it
-    backward    pre_backward, when an output of the unit gets its gradient: unshard it again, prefetch;
-                post_backward, when its inputs get theirs: reshard it, reduce-scatter its gradients
-    its end     root_post_backward: reduce-scatter what is left, give shards their gradients
+    pre_forward           unshard the unit, and prefetch those that followed it in the last pass
+    post_forward          reshard it
+    pre_backward          an output of the unit has its gradient: unshard it again, prefetch
+    post_backward         its inputs have theirs: reshard it, reduce-scatter its gradients
+    root_post_backward    the pass ends: reduce-scatter what is left, give shards their gradients
 
 n units of which none stays in memory take n all-gathers in forward, n in backward, and n
 reduce-scatters. Ranks agree twice per step: on the model when a forward pass begins, and on the
-parameters that got gradients when a backward pass ends. All ranks must run the same units in the same
-order: messages through shared memory say which unit they belong to, and the agreement at the end of a
-backward pass compares the order.
+parameters that got gradients when a backward pass ends. All ranks must run the same units in the
+same order: messages through shared memory say which unit they belong to, and the agreement at the
+end of a backward pass compares the order.
 
 A forward pass during a backward pass recomputes for activation checkpointing: its units stay
-unsharded until their post_backward. Second derivatives (`create_graph`) and backward passes during a
-forward pass would keep all units in memory, and are refused.
+unsharded until their post_backward. Second derivatives (`create_graph`) and backward passes during
+a forward pass would keep all units in memory, and are refused.
 """
 
 from collections.abc import Callable, Sequence

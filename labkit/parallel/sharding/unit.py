@@ -8,8 +8,8 @@
     forward     unshard, wait_for_unshard, reshard
     backward    unshard, wait_for_unshard, post_backward, finalize_backward
 
-Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed and
-filled again in between, which autograd does not notice. Reading freed memory is an error: `reshard`
+Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed
+and filled again in between, which autograd does not notice. Reading freed memory is an error: `reshard`
 raises the version counter, as a change in place would, and `unshard` resets it.
 """
 
@@ -163,6 +163,7 @@ class Unit:
         for parameter in self.parameters:
             _resize_storage(parameter.all_rows, parameter.all_rows.nbytes)
         unsharded = tuple(parameter.unsharded for parameter in self.parameters)
+        # No public name sets a version; FSDP2 has a context around its writes for this.
         torch._C._autograd._unsafe_set_version_counter(unsharded, (0,) * len(unsharded))
         self._all_gather = self._channel.start(self._run_all_gather)
 
