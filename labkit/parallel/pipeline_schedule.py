@@ -1,13 +1,14 @@
-"""Schedules of a pipeline as data: which rank runs which task after which, and when if messages
-take no time.
+"""Schedules of a pipeline as data: the order of each rank's tasks, and when they run.
 
 A schedule lists each rank's tasks (stage, "F" or "B", micro-batch) in order. With p ranks, m
 micro-batches and stages of equal time:
 
-    schedule       order on rank r                                               idle share           holds at most
-    gpipe          all forward, then all backward                                (p-1) / (m+p-1)      m
-    1f1b           p-1-r forward, then one forward and one backward in turn      (p-1) / (m+p-1)      p-r
-    interleaved    the same with v stages, r, r+p, ..., in groups of p           (p-1) / (v m+p-1)    `peak_activations`
+    schedule       order on rank r                                    idle share          holds
+    gpipe          all forward, then all backward                     (p-1) / (m+p-1)     m
+    1f1b           p-1-r forward, then forward and backward in turn   (p-1) / (m+p-1)     p-r
+    interleaved    the same, v stages r, r+p, ..., in groups of p     (p-1) / (v m+p-1)   more
+
+`holds`: micro-batches whose activations a rank has at most; `peak_activations` counts them.
 
 Messages block until the other side takes part, so their order matters. `simulate` gives every task
 a time. A message is sent when its task ends, on both ranks before any task that starts then or
@@ -88,8 +89,10 @@ def _order_tasks(name: str, rank: int, ranks: int, micro_batches: int, chunks: i
 
 
 def simulate(schedule: Schedule) -> list[list[TaskTime]]:
-    """Return every rank's tasks, 1 s forward and 2 s backward, with instant messages; ValueError
-    for a deadlock."""
+    """Return when tasks run if forward takes 1 s, backward 2 s, and messages no time.
+
+    ValueError for a deadlock.
+    """
     last = max(task.stage for order in schedule for task in order)
     ends: dict[Task, float] = {}
     times: list[list[TaskTime]] = [[] for _ in schedule]
@@ -124,14 +127,12 @@ def _needed(task: Task, last: int) -> list[Task]:
 
 
 def peak_activations(order: Sequence[Task]) -> int:
-    """Return how many micro-batches of one stage a rank holds at most: forward done, backward
-    not."""
+    """Return how many micro-batches a rank holds at most: forward done, backward not."""
     return max(accumulate(1 if task.kind == "F" else -1 for task in order), default=0)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers with these costs into consecutive stages that minimize the largest stage's
-    cost."""
+    """Cut layers into consecutive stages that minimize the largest stage's cost."""
 
     @cache
     def cut(first: int, number: int) -> tuple[float, tuple[int, ...]]:
@@ -148,8 +149,10 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def plan_rank(schedule: Schedule, rank: int) -> list[tuple[bool, Task]]:
-    """Return a rank's tasks and messages in the order of all ranks: (is a message, task that runs
-    or sends)."""
+    """Return a rank's tasks and messages in the order of all ranks.
+
+    Each is (is a message, task that runs or sends).
+    """
     last = max(task.stage for order in schedule for task in order)
     events = []
     for task, start, end in (each for times in simulate(schedule) for each in times):
