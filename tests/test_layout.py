@@ -4,6 +4,7 @@ named once."""
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,14 +27,25 @@ TOUR = ROOT / "notebooks" / "00_start_here.ipynb"  # a function of the reader's 
 ALLOWED = {
     "__main__": {"check", "studies", "lab", "scaling", "machine", "__version__"},
     "check": {"check", "studies", "lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
-    "studies": {"studies", "lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
-    "lab": {"lab", "nn", "parallel", "scaling", "bench", "costs", "machine"},
-    "nn": {"nn", "machine", "costs"},
-    "parallel": {"parallel", "nn", "machine", "costs"},
+    "studies": {
+        "studies",
+        "lab",
+        "nn",
+        "parallel",
+        "scaling",
+        "bench",
+        "costs",
+        "machine",
+        "torch_private",
+    },
+    "lab": {"lab", "nn", "parallel", "scaling", "bench", "costs", "machine", "torch_private"},
+    "nn": {"nn", "machine", "costs", "torch_private"},
+    "parallel": {"parallel", "nn", "machine", "costs", "torch_private"},
     "scaling": {"scaling", "costs"},
-    "bench": {"bench"},
+    "bench": {"bench", "torch_private"},
     "costs": {"costs"},
     "machine": {"machine", "__version__"},
+    "torch_private": set(),
     "__init__": set(),
 }
 
@@ -130,6 +142,26 @@ def test_files_are_short_and_say_what_they_are_for():
         assert not text.strip() or ast.get_docstring(_tree(path)), (
             f"the first lines of {path} say what it is for"
         )
+
+
+TORCH_PRIVATE = ROOT / "labkit" / "torch_private.py"
+
+
+def test_private_names_of_torch_are_imported_in_one_file():
+    for path in MODULES:
+        if path != TORCH_PRIVATE:
+            assert not {*_private_names_of_torch(_tree(path))}, path
+
+
+def _private_names_of_torch(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = {alias.name for alias in node.names} | {*node.module.split(".")}
+            yield from (name for name in names if name.startswith("_"))
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            start = ast.unparse(node).split(".")[0]
+            if start in ("torch", "dist", "distributed_c10d", "nn", "Variable"):
+                yield ast.unparse(node)
 
 
 # torch's collectives of objects unpickle what a peer sends, and a pickle runs code.

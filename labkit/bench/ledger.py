@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from labkit.torch_private import TorchDispatchMode, current_autograd_node, tree_leaves
 
 RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 _autograd: Any = torch.autograd  # its sequence numbers are not in its types
@@ -124,7 +124,7 @@ class AllocationLedger(TorchDispatchMode):
         n_bytes = storage.nbytes()
         if key in self._alive or not n_bytes:
             return
-        recomputed = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+        recomputed = torch.is_grad_enabled() and current_autograd_node() is not None
         allocation = Allocation(n_bytes, self.moment, operator, line, self._phase, recomputed)
         self.moment += 1
         self.allocations.append(allocation)
@@ -139,7 +139,7 @@ class AllocationLedger(TorchDispatchMode):
 
         It is remembered for the backward pass of the operator that the line calls.
         """
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
         line = _calling_line(self._source)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from labkit.torch_private import TorchDispatchMode, tree_leaves
 
 # They read only the indexed rows of their first tensor, or none of it.
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward"})

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.lab.user_models import user_file
 from labkit.parallel.traffic import Collective, recorded_traffic
+from labkit.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
     import pandas as pd

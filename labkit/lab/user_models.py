@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from labkit.costs.transformer import SIZES, TransformerShape, n_parameters
 from labkit.lab.point import MODEL_FIELDS
 from labkit.nn.training import ModelAndBatch
 from labkit.parallel.ranks.results import is_out_of_memory
+from labkit.torch_private import tree_map
 
 if TYPE_CHECKING:
     import pandas as pd

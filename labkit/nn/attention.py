@@ -23,7 +23,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from labkit.torch_private import preserve_version_counter
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
@@ -131,7 +132,7 @@ class VersionWatch:
     def __init__(self, x: Tensor):
         self._token = x.detach()  # shares the version counter
         if not x.is_inference():
-            with _unsafe_preserve_version_counter(self._token):
+            with preserve_version_counter(self._token):
                 cast(Any, self._token).set_()
             self._version: int = self._token._version
 

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from labkit.nn.attention import Attention, check_attention_inputs, naive_attention, query_group
 from labkit.nn.tiled_attention import TiledAttention
+from labkit.torch_private import compiler_limits
 
 GRAPH_LIMIT = 256
 """Graphs that `torch.compile` may make of naive attention in a process; PyTorch's limit is 8."""
@@ -31,9 +32,7 @@ def _compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     `fullgraph` raises, and torch does not silently return to eager mode.
     """
     check_attention_inputs(q, k, v)
-    with torch._dynamo.config.patch(
-        recompile_limit=GRAPH_LIMIT, accumulated_recompile_limit=4 * GRAPH_LIMIT
-    ):
+    with compiler_limits(GRAPH_LIMIT):
         return _compiled_naive()(q, k, v, causal)
 
 

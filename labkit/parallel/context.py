@@ -21,8 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED
 from labkit.nn.transformer import RotaryPositions, Transformer
@@ -38,6 +36,7 @@ from labkit.parallel.context_layout import (
 )
 from labkit.parallel.losses import mean_loss, next_tokens
 from labkit.parallel.transport import AUTO, member_group
+from labkit.torch_private import ConvNd, NormBase
 
 __all__ = [
     "LAYOUTS",
@@ -109,7 +108,7 @@ def _check_model(model: Any) -> None:
                 " would be lost"
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention | nn.RNNBase | _ConvNd | _NormBase):
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase | ConvNd | NormBase):
             raise ValueError(
                 f"expected layers that treat each position alone, and {name} is a"
                 f" {type(module).__name__}, which would see this rank's positions only"

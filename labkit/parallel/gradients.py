@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.transport import member_group
+from labkit.torch_private import AMP_CHECK, FOREACH_NORM, DisableTorchFunctionSubclass
 
 Group = dist.ProcessGroup | None
 
@@ -168,11 +169,11 @@ class CutGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **options)
             if func not in _READ_BY_TRAINERS:
                 return result  # first, since optimizers call some operators per gradient
-            if func is torch._foreach_norm:
+            if func is FOREACH_NORM:
                 return _norm_of_parts(args[0], result, *args[1:2], **options)
             if func is torch.linalg.vector_norm:
                 if isinstance(args[0], cls) and not {*options} - {"ord", "dtype"}:
@@ -186,9 +187,9 @@ class CutGradient(Tensor):
 
 _READ_BY_TRAINERS = {
     torch.linalg.vector_norm,
-    torch._foreach_norm,
+    FOREACH_NORM,
     # the one function by which `GradScaler` reads gradients (torch 2.11 to 2.13)
-    torch._amp_foreach_non_finite_check_and_unscale_,
+    AMP_CHECK,
 }
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +26,7 @@ from labkit.parallel.collectives import all_reduce
 from labkit.parallel.transport import (
     make_separate_transport,
 )
+from labkit.torch_private import queue_callback
 
 Wait = Callable[[], object]  # waits for the end of an action, and raises its error
 TORCH = "torch"
@@ -53,7 +53,7 @@ class BackwardPass:
         """Ask autograd, during a pass, to call `at_end` when the pass is over."""
         # a new object, which lives as long as autograd's record of the pass
         callback = partial(at_end)
-        Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
         self._callback = weakref.ref(callback)
 
     def reset(self) -> None:

@@ -45,6 +45,7 @@ from labkit.parallel.pipeline_pass import (
 )
 from labkit.parallel.pipeline_schedule import TaskTime, balance, make_schedule, plan_rank
 from labkit.parallel.transport import AUTO, find_transport, member_group
+from labkit.torch_private import foreach_mul_
 
 __all__ = ["Pipeline", "measure_layers"]
 
@@ -314,6 +315,6 @@ class Pipeline(nn.Module):
         factor = divisor * data_ranks / count if count else 1.0
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
         loss = total / count if count else total
         return torch.tensor(loss, dtype=torch.float64, device=self.device)

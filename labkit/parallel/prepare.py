@@ -13,13 +13,17 @@ from inspect import signature
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
-from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from labkit.parallel.traffic import Call
 from labkit.parallel.transport import AUTO, Group, TransportLike, find_transport
 from labkit.parallel.transport.base import Transport, checksum
+from labkit.torch_private import (
+    current_dispatch_mode,
+    is_in_dispatch_mode,
+    skip_in_compiler,
+    without_dispatch_mode,
+)
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPS = ("mean", "sum")
@@ -177,16 +181,16 @@ def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if (
-            _len_torch_dispatch_stack()
-            and type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+            is_in_dispatch_mode()
+            and type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
         ):
-            with _pop_mode_temporarily():
+            with without_dispatch_mode():
                 return call(*args, **kwargs)
         if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes seconds
             return function(*args, **kwargs)
         if not disabled:
             # else it is compiled for each function and number of arguments
-            torch._dynamo.decorators.skip(call)
+            skip_in_compiler(call)
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 

@@ -36,12 +36,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from labkit.parallel.collectives import all_gather, all_reduce
 from labkit.parallel.prepare import disable_compile
 from labkit.parallel.transport import member_group
+from labkit.torch_private import BatchNorm
 
 # Newer versions of torch warn about the older name.
 _torch_all_gather: Callable[..., Any] = (
@@ -49,7 +49,7 @@ _torch_all_gather: Callable[..., Any] = (
 )
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalization of (batch, C, *) over the batches of a group's ranks; statistics are
     float32 or float64.
 
@@ -137,7 +137,7 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
     conversion misses all but the first). Raises ValueError, with nothing changed, for a lazy
     BatchNorm, another forward, and pruned or parametrized layers.
     """
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
     for layer in layers:
         _check_convertible(layer)
     for layer in layers:
@@ -146,13 +146,13 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
     return module
 
 
-def _check_convertible(layer: _BatchNorm) -> None:
+def _check_convertible(layer: BatchNorm) -> None:
     tensors = (*layer._parameters.values(), *layer._buffers.values())
     if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
         raise ValueError(
             f"expected layers that know their number of features: run a batch through {layer} first"
         )
-    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    plain_forwards = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if type(layer).forward not in plain_forwards or "forward" in layer.__dict__:
         raise ValueError(
             f"expected BatchNorm's forward, and {type(layer).__name__} has another: convert it by"

@@ -39,7 +39,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from labkit.parallel.agreement import (
     agree_once,
@@ -66,6 +65,7 @@ from labkit.parallel.tensor_plan import (
     read_plan,
 )
 from labkit.parallel.transport import AUTO, CHOICES, member_group
+from labkit.torch_private import queue_callback
 
 Group = dist.ProcessGroup | None
 # labkit's collectives over a transport, or those of torch.distributed
@@ -178,7 +178,7 @@ class TensorParallel(nn.Module):
 
         for tensor in output if isinstance(output, tuple) else [output]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(mark))
+                tensor.register_hook(lambda _: queue_callback(mark))
 
     def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
         """Compute the model's outputs; with targets (B, S), int64, the mean loss of its logits.

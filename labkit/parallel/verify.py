@@ -26,7 +26,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.parallel.context_layout import local_positions
 from labkit.parallel.data_parallel.consistency import broadcast
@@ -49,6 +48,7 @@ from labkit.parallel.verify_training import (
     train_parallel,
     train_whole,
 )
+from labkit.torch_private import DropoutNd
 
 __all__ = ["SGD_SETTINGS", "Parallel", "Verification", "over_sequence", "verify"]
 
@@ -246,7 +246,7 @@ def _check_dropout(parallel: Parallel, batch: Batch, group: dist.ProcessGroup) -
     modules = [
         (name, module)
         for name, module in parallel.model.named_modules()
-        if isinstance(module, _DropoutNd) and 0 < module.p < 1
+        if isinstance(module, DropoutNd) and 0 < module.p < 1
     ]
     if not modules or parallel.split is not None:
         return None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.parallel.losses import next_tokens
+from labkit.torch_private import DropoutNd
 
 UNKNOWN = "no known pattern"
 FORWARD = (
@@ -32,7 +33,7 @@ class Case:
     ) -> None:
         self.model = copy.deepcopy(start).double()
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, DropoutNd):
                 module.p = 0.0
         self.loss_function = loss_function
         inputs, targets = batch

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.parallel.messages import gather_json
+from labkit.torch_private import DropoutNd
 
 Batch = tuple[Tensor, Tensor]
 Values = dict[str, Tensor]
@@ -215,7 +215,7 @@ def derive_tolerances(exact: Record, rough: Record, dtype: torch.dtype) -> dict[
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    modules = [module for module in model.modules() if isinstance(module, _DropoutNd)]
+    modules = [module for module in model.modules() if isinstance(module, DropoutNd)]
     shares = [module.p for module in modules]
     for module in modules:
         module.p = 0.0

@@ -46,6 +46,7 @@ from labkit.parallel.overlap import (
 )
 from labkit.parallel.prepare import FLOAT_TYPES, disable_compile
 from labkit.parallel.transport import CHOICES, member_group
+from labkit.torch_private import foreach_mul_
 
 
 class UnusedParameterError(RuntimeError):
@@ -229,9 +230,7 @@ class DataParallel(nn.Module, UnevenInputs):
             [i for i, is_ready in enumerate(self._ready) if not (is_ready and self._overlaps)]
         )
         if self._mean_factor != 1:
-            torch._foreach_mul_(
-                [p.grad for p in parameters if p.grad is not None], self._mean_factor
-            )
+            foreach_mul_([p.grad for p in parameters if p.grad is not None], self._mean_factor)
         # new or accumulated; last: every rank starts the same collectives in the same order
         if self.find_unused:
             flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.join_device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.prepare import strides_like
+from labkit.torch_private import count_storage_references
 
 MIB = 2**20
 
@@ -58,7 +59,7 @@ class Bucket:
         self._places = {
             index: (view.data_ptr(), view.stride()) for index, view in self.views.items()
         }
-        self._references = count_references(self.memory)
+        self._references = count_storage_references(self.memory)
 
     def holds(self, index: int, gradient: Tensor) -> bool:
         """Return whether the gradient is in its place here. `.data = ...` and `.to(...)` move it
@@ -68,7 +69,7 @@ class Bucket:
     def has_outside_references(self) -> bool:
         """Return whether a user holds a gradient of an earlier pass that is no parameter's `.grad`
         any more."""
-        if (extra := count_references(self.memory) - self._references) == 0:
+        if (extra := count_storage_references(self.memory) - self._references) == 0:
             return False
         gradients = ((index, parameter.grad) for index, parameter in self.by_index.items())
         return extra > sum(
@@ -109,9 +110,3 @@ class Bucket:
         """Wait for a hook's result, and copy it into the memory."""
         result = average.wait()
         self.memory.copy_(result[0] if isinstance(result, list) else result)
-
-
-def count_references(tensor: Tensor) -> int:
-    """Count references to the tensor's storage: tensors, autograd's included, and Python's object
-    for it."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 
 from labkit.parallel.agreement import agree_per_pass, describe_parameter
 from labkit.parallel.transport import member_group
+from labkit.torch_private import broadcast_coalesced, disabled_join_config, preserve_version_counter
 
 # a broadcast packs small tensors into vectors of this size, two of which are in flight
 COALESCED_BYTES = 2**26
@@ -90,10 +90,8 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, source
     Version counters stay, as in torch's wrapper: an earlier graph may have saved a buffer.
     """
     if detached := tuple(tensor.detach() for tensor in tensors):
-        with _unsafe_preserve_version_counter(detached):
-            dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                member_group(group), list(detached), COALESCED_BYTES, source
-            )
+        with preserve_version_counter(detached):
+            broadcast_coalesced(member_group(group), detached, COALESCED_BYTES, source)
 
 
 class UnevenInputs(Joinable, JoinHook):
@@ -141,7 +139,7 @@ class UnevenInputs(Joinable, JoinHook):
         buffers = self.module.buffers() if self.broadcast_buffers else ()
         broadcast([*self.module.parameters(), *buffers], self.group, source)
         self._mean_factor = 1.0
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = disabled_join_config()
 
     def announce_forward(self, *, trains: bool, broadcasts: bool) -> int:
         """Announce a forward pass to joined ranks. Return the rank whose buffers are broadcast."""

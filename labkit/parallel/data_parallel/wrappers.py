@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.data_parallel.base import DataParallel
-from labkit.parallel.data_parallel.buckets import MIB, Bucket, assign_buckets, count_references
+from labkit.parallel.data_parallel.buckets import MIB, Bucket, assign_buckets
 from labkit.parallel.overlap import Wait
 from labkit.parallel.prepare import strides_like
+from labkit.torch_private import count_storage_references, foreach_copy_
 
 CommHook = Callable[[Any, Bucket], torch.futures.Future[Any]]
 ONE_BYTE_MB = 1 / MIB
@@ -38,9 +39,7 @@ class FlatDDP(DataParallel):
         for gradients in by_kind.values():
             flat = torch.cat(gradients)
             self._all_reduce.average(flat)
-            torch._foreach_copy_(
-                gradients, flat.split([gradient.numel() for gradient in gradients])
-            )
+            foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
 
 
 class BucketedDDP(DataParallel):
@@ -214,7 +213,10 @@ def _writable_gradient(parameter: Tensor) -> Tensor:
     elif gradient.stride() != strides_like(parameter) or gradient.is_conj() or gradient.is_neg():
         gradient = torch.empty_like(parameter).copy_(gradient)
     # two references: the tensor itself, and Python's object for its storage
-    elif count_references(gradient) > 2 and gradient.untyped_storage().nbytes() == gradient.nbytes:
+    elif (
+        count_storage_references(gradient) > 2
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    ):
         gradient = gradient.clone()
     parameter.grad = gradient
     return gradient

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.parallel.agreement import agree_once
 from labkit.parallel.data_parallel.consistency import broadcast, check_module, describe_model
@@ -49,6 +48,7 @@ from labkit.parallel.sharding.sharded import (
 from labkit.parallel.sharding.state import FSDPState
 from labkit.parallel.sharding.unit import Options, Unit
 from labkit.parallel.transport import AUTO, member_group
+from labkit.torch_private import BatchNorm
 
 PREFIX = "module."
 TORCH_ERRORS = {
@@ -146,7 +146,7 @@ class FSDP(nn.Module):
         for each in module.modules():
             each.register_state_dict_post_hook(partial(_save_shards, self._shard))
             each.register_load_state_dict_pre_hook(_load_shards)
-            if compute_dtype is not None and isinstance(each, _BatchNorm):
+            if compute_dtype is not None and isinstance(each, BatchNorm):
                 _compute_in_own_dtype(each, compute_dtype)
         self._state = FSDPState(self._units, options, channel, group, ignored)
 

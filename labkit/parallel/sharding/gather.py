@@ -16,6 +16,7 @@ from labkit.parallel.collectives import all_gather_round, all_reduce, reduce_sca
 from labkit.parallel.prepare import shard_sizes, strides_like
 from labkit.parallel.traffic import Call
 from labkit.parallel.transport.base import Transfer, Transport, checksum
+from labkit.torch_private import foreach_copy_
 
 SMALL_BYTES = 32 << 10  # of one rank's rows: copying them costs less than a message
 
@@ -181,4 +182,4 @@ def _fill(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
 
 def _unpack(packed: Sequence[tuple[Tensor, list[Tensor]]]) -> None:
     for vector, parts in packed:
-        torch._foreach_copy_(parts, list(vector.split([len(part) for part in parts])))
+        foreach_copy_(parts, list(vector.split([len(part) for part in parts])))

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.parallel.overlap import tensors_in
+from labkit.torch_private import apply_to_tensors, tree_flatten, tree_unflatten
 
 OF_EVERY_MODULE = vars(nn.Module()).keys()  # attributes that hold no outputs
 
@@ -100,6 +99,6 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Cast the floating-point tensors in a value, in containers, too; None: leave them."""
     if dtype is None:
         return value
-    return _apply_to_tensors(
+    return apply_to_tensors(
         lambda each: each.to(dtype) if each.is_floating_point() else each, value
     )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from labkit.parallel.data_parallel.consistency import check_values
 from labkit.parallel.prepare import FLOAT_TYPES, strides_like
 from labkit.parallel.sharding.gather import local_rows
+from labkit.torch_private import has_internal_overlap
 
 # key: in FSDP's metadata of "rank r of p", in an optimizer's state of {"rank r of p": True}
 SHARD = "shard"
@@ -99,11 +100,7 @@ def check_shardable(parameters: Iterable[tuple[str, Tensor]], *, are_averaged: b
     ranges = []
     for name, p in parameters:
         check_values(name, p)
-        if (
-            isinstance(p, DTensor)
-            or p.layout is not torch.strided
-            or torch._debug_has_internal_overlap(p) == 1
-        ):
+        if isinstance(p, DTensor) or p.layout is not torch.strided or has_internal_overlap(p):
             raise ValueError(
                 f"expected whole, dense parameters, each element with memory of its own; {name} is"
                 " none"

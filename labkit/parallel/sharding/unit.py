@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from labkit.parallel.overlap import Channel, Wait
 from labkit.parallel.sharding.gather import (
@@ -33,6 +32,7 @@ from labkit.parallel.sharding.gather import (
 )
 from labkit.parallel.sharding.partition import ManagedParameter, UnitMembers
 from labkit.parallel.sharding.sharded import accumulate_gradient, shard_parameter
+from labkit.torch_private import BatchNorm, foreach_copy_, set_version_counters
 
 # An operator, which the allocation ledger sees.
 _resize_storage = torch.ops.inductor.resize_storage_bytes_.default
@@ -59,7 +59,7 @@ class UnitParameter:
         value = managed.parameter.detach()
         # BatchNorm computes in its own dtype, and integers have no other.
         keeps_dtype = not value.is_floating_point() or any(
-            isinstance(owner, _BatchNorm) for owner, _ in managed.owners
+            isinstance(owner, BatchNorm) for owner, _ in managed.owners
         )
         dtype = value.dtype
         if compute_dtype is not None and not keeps_dtype:
@@ -163,8 +163,7 @@ class Unit:
         for parameter in self.parameters:
             _resize_storage(parameter.all_rows, parameter.all_rows.nbytes)
         unsharded = tuple(parameter.unsharded for parameter in self.parameters)
-        # No public name sets a version; FSDP2 has a context around its writes for this.
-        torch._C._autograd._unsafe_set_version_counter(unsharded, (0,) * len(unsharded))
+        set_version_counters(unsharded, (0,) * len(unsharded))
         self._all_gather = self._channel.start(self._run_all_gather)
 
     def wait_for_unshard(self) -> None:
@@ -216,7 +215,7 @@ class Unit:
         return self._may_step or has_gradients or self.is_changed
 
     def _run_all_gather(self) -> None:
-        torch._foreach_copy_(
+        foreach_copy_(
             [parameter.local_rows for parameter in self.parameters],
             [parameter.sharded._local_tensor for parameter in self.parameters],
         )

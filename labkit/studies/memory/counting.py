@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.bench.ledger import Allocation, AllocationLedger, Peak, peak_between, timeline_between
 from labkit.costs.transformer import TransformerShape
 from labkit.lab.user_models import user_file
 from labkit.nn.training import TrainingStep
+from labkit.torch_private import fake_tensor_mode
 
 PARTS = (
     "parameters",
@@ -107,7 +107,7 @@ def count_phases(phases: Sequence[str], **arguments: Any) -> CountedStep:
     On fake tensors if it has a shape.
     """
     is_named = isinstance(arguments["source"], TransformerShape)
-    mode: AbstractContextManager[Any] = FakeTensorMode() if is_named else nullcontext()
+    mode: AbstractContextManager[Any] = fake_tensor_mode() if is_named else nullcontext()
     with (
         mode,
         AllocationLedger(device=arguments.get("device", "cpu"), source=_name_source) as ledger,

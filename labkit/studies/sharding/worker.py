@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from labkit.bench.check import max_over_ranks
 from labkit.bench.memory import process_peak, return_memory_when_freed
@@ -30,6 +29,7 @@ from labkit.parallel.transport import AUTO, POINT_TO_POINT, transport_in_use
 from labkit.studies.shared.alternatives import check_and_time, row_of
 from labkit.studies.shared.checks import STEPS, Reference, train_in_one_process
 from labkit.studies.shared.sharding_strategies import LABKITS, shard
+from labkit.torch_private import tree_leaves
 
 COPIES = 5  # of the parameters per implementation: parameters, gradients, two states, messages
 OPTIMIZERS: Mapping[str, tuple[type[Optimizer], Mapping[str, Any]]] = {

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from labkit.bench.clock import time_parts_interleaved
 from labkit.lab.user_models import user_line
 from labkit.parallel.ranks.results import current_alternative, is_out_of_memory
 from labkit.parallel.traffic import Collective, recorded_traffic
+from labkit.torch_private import default_store
 
 PATIENCE_S = 2.0  # ranks that make the same mistake make it at about the same time
 
@@ -186,7 +186,7 @@ def _do_all_ranks_raise(call_id: str) -> bool:
 
     They meet in the store, since a rank that does not raise may be waiting in a collective.
     """
-    store = distributed_c10d._get_default_store()
+    store = default_store()
     key = f"raised in {call_id}"
     deadline = time.monotonic() + PATIENCE_S
     n_raised = store.add(key, 1)

@@ -20,6 +20,7 @@ from labkit.nn.attention_implementations import no_compiler_reason
 from labkit.nn.training import TrainingStep, adamw, gradients
 from labkit.studies.shared.alternatives import check_and_time
 from labkit.studies.shared.checks import TOLERANCES
+from labkit.torch_private import fake_tensor_mode, fresh_compiler_cache
 
 if TYPE_CHECKING:
     from labkit.bench.operators import OperatorCall
@@ -132,9 +133,6 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
 
     Starting the compiler is not counted.
     """
-    # takes seconds, which other points need not spend
-    from torch._inductor.utils import fresh_cache
-
     eager = _make_step(point)
 
     def check(name: str) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -144,8 +142,8 @@ def _measure_compiled(point: TrainingStepPoint) -> Iterator[dict[str, Any]]:
         # torch tries the C++ compiler once for each user, 15 s that are no part of compiling
         if point.device == "cpu":
             torch.compile(torch.neg)(torch.zeros(64))
-        torch._dynamo.reset()
-        with fresh_cache():
+        torch.compiler.reset()
+        with fresh_compiler_cache():
             compiled = _make_step(point, compiled=True)
             compile_s = time_once(partial(_run_forward_backward, compiled), point.device)[1]
         error = largest_difference(gradients(compiled.model), gradients(eager.model))
@@ -213,12 +211,10 @@ def list_operators(
     Traced on the CPU for every device: a torch without CUDA has no backward pass even of fake CUDA
     tensors. The optimizer is the device's.
     """
-    # ranks import this module, and need neither
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    # ranks import this module, and need no operators
     from labkit.bench.operators import record_operators
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor_mode(allow_non_fake_inputs=True):
         step = TrainingStep(shape, batch=batch, context_length=context_length, precision=precision)
         step.optimizer = adamw(step.model.parameters(), torch.device(device))
         step.run()
