@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from labkit.lab.facts import Note
 from labkit.lab.metric import Results
 from labkit.lab.project import kind_of_path, relative_to_project
+from labkit.lab.runs import format_1
 from labkit.lab.runs.records import (
     SCHEMA,
     End,
@@ -60,7 +61,7 @@ class Run:
             lines = path.read_bytes().split(b"\n")[:-1]
         except OSError as error:
             raise RunFileError(f"{path}: cannot be read ({error.strerror})") from None
-        header = _parse_header(path, lines[0] if lines else b"{}")
+        header, is_format_1 = _parse_header(path, lines[0] if lines else b"{}")
         rows: dict[str, list[Row]] = {}
         ends: dict[str, End] = {}
         resumptions: list[Resumption] = []
@@ -75,6 +76,8 @@ class Run:
                 ) from None
             match record:
                 case Row():
+                    if is_format_1:
+                        record.values = format_1.with_status(record.values)
                     rows.setdefault(record.point, []).append(record)
                 case End():
                     ends[record.point] = record
@@ -253,7 +256,8 @@ def find_run(directories: Iterable[Path], text: str) -> Path:
     return matches[0]
 
 
-def _parse_header(path: Path, line: bytes) -> RunHeader:
+def _parse_header(path: Path, line: bytes) -> tuple[RunHeader, bool]:
+    """Return a run's header, and whether its rows are of format 1."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict):
@@ -262,13 +266,16 @@ def _parse_header(path: Path, line: bytes) -> RunHeader:
         raise RunFileError(f"{path}, line 1: not a line of a run ({error})") from None
     if record.get("kind") != "header":
         raise RunFileError(f"{path}: not a run: it does not begin with a header line")
-    if (version := record.get("format_version")) != SCHEMA:
+    version = record.get("format_version")
+    if version == format_1.FORMAT:
+        record = record | {"format_version": SCHEMA}
+    elif version != SCHEMA:
         raise RunFileError(
             f"{path}: written by {_writer(record)} in format {version}; this one reads format"
             f" {SCHEMA}"
         )
     try:
-        return RunHeader.model_validate(record)
+        return RunHeader.model_validate(record), version == format_1.FORMAT
     except ValidationError as error:
         name, problem = first_problem(error)
         if error.errors()[0]["type"] == "extra_forbidden":
