@@ -224,8 +224,9 @@ def collectives_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def _noted(run: Callable[..., None], names: list[str]) -> Callable[..., None]:
-    def noting(transport: Any, steps: Any, depth: int = 1) -> None:
-        names.append(f"{len(steps)} message{'s' if len(steps) > 1 else ''}")
-        run(transport, steps, depth)
+    def noting(transport: Any, rounds: Any, call: int = 0) -> None:
+        n_messages = sum(map(len, rounds))  # a round may be empty
+        names.append(f"{n_messages} message{'s' if n_messages > 1 else ''}")
+        run(transport, rounds, call)
 
     return noting
