@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason))
     # Every process of `make test` reads the same file, and so has the same order. Without it, as in
     # a fresh clone, files with many tests come first.
-    seconds = config.cache.get(DURATIONS, {})
+    cache = getattr(config, "cache", None)  # None with `-p no:cacheprovider`
+    seconds = cache.get(DURATIONS, {}) if cache else {}
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (-seconds.get(_file_name(item.path), 0.0), -counts[item.path]))
 
@@ -79,9 +80,10 @@ def pytest_sessionfinish(session):
     """Keep how long each file took, in the process that all results come to."""
     config = session.config
     is_part = config.option.keyword or any("::" in argument for argument in config.args)
-    if "PYTEST_XDIST_WORKER" not in os.environ and not is_part:
-        before = config.cache.get(DURATIONS, {})
-        config.cache.set(DURATIONS, before | {name: round(s, 1) for name, s in _durations.items()})
+    cache = getattr(config, "cache", None)
+    if cache and "PYTEST_XDIST_WORKER" not in os.environ and not is_part:
+        before = cache.get(DURATIONS, {})
+        cache.set(DURATIONS, before | {name: round(s, 1) for name, s in _durations.items()})
 
 
 def _file_name(path):

@@ -55,9 +55,9 @@ def test_the_oldest_versions_are_the_least_that_are_allowed():
         "dependencies"
     ]
     least = {
-        name: least
+        name: bounds.partition(",")[0]
         for line in required
-        for name, _, least in [line.partition(";")[0].partition(">=")]
+        for name, _, bounds in [line.partition(";")[0].partition(">=")]
     }
     tested = re.findall(
         r"^(\w+)==(.*)\.\*$", (project.checkout() / ".ci" / "oldest.txt").read_text(), flags=re.M
