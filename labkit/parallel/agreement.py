@@ -118,7 +118,7 @@ def wait_for_ranks(call: str, group: Group = None) -> None:
 
 
 def describe_parameter(tensor: Tensor) -> str:
-    """Describe a parameter or buffer, except for its values: shape, dtype, strides of a gradient."""
+    """Describe a parameter or buffer without its values: shape, dtype, a gradient's strides."""
     trained = f"trained, strides {strides_like(tensor)}" if tensor.requires_grad else "not trained"
     return f"{tuple(tensor.shape)}, {tensor.dtype}, {trained}"
 

@@ -88,7 +88,7 @@ class _Call(NamedTuple):
     description: str
 
     def visible(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
-        """Return the queries that see keys of a rank's block, these keys, and whether with a mask."""
+        """Return the queries that see keys of a rank's block, these keys, and if with a mask."""
         everything = slice(0, length)
         rank = self.group.rank()
         if not self.is_causal or source == rank:
@@ -253,7 +253,7 @@ class _Gathered:
         return total
 
     def _compare_with_neighbor(self) -> None:
-        """Raise RuntimeError if the left neighbor makes another call, such as after a lost backward.
+        """Raise RuntimeError if the left neighbor makes another call, as after a lost backward.
 
         Its blocks may have the same size, so the numbers would be mixed up without a word.
         """

@@ -1,4 +1,4 @@
-"""What a pipeline does with layers, other than run them: measure, sum tied gradients, gather state."""
+"""Layers of a pipeline apart from their passes: measuring, tied gradients, state."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Pass:
         self.divisor = 0.0
 
     def run(self, plan: Plan) -> None:
-        """Carry out the tasks and messages of this rank. `error` is what a layer or the loss raised.
+        """Carry out the tasks and messages of this rank. `error`: what a layer or the loss raised.
 
         Errors of messages, as when a rank has ended, are raised at once: nothing can be sent.
         """

@@ -1,8 +1,7 @@
-"""Batch normalization over the batches of all ranks: one collective forward, one backward, on CPU
-and CUDA.
+"""Batch normalization over the batches of all ranks: one collective per pass.
 
-    model = convert_sync_batchnorm(model)         every BatchNorm of the model sees the batches of all ranks
-    model = BucketedDDP(model)                    averages the gradients of weight and bias
+    model = convert_sync_batchnorm(model)     every BatchNorm sees the batches of all ranks
+    model = BucketedDDP(model)                averages the gradients of weight and bias
 
 It behaves as torch.nn.SyncBatchNorm, which refuses CPU tensors; docstrings name the differences.
 
@@ -13,7 +12,8 @@ run over a channel's values.
 Forward. Each rank sends 3C+1 numbers to all: its rounded local mean (c_r), sums of deviations from
 it (D_r) and of their squares (Q_r), and n_r. With e_r = mean - c_r,
 
-    N = sum n_r     mean = sum (n_r c_r + D_r) / N     M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
+    N = sum n_r     mean = sum (n_r c_r + D_r) / N
+    M2 = sum (Q_r - 2 e_r D_r + n_r e_r^2)     variance = M2 / N
 
 No squares of large numbers are subtracted: a mean far above the standard deviation costs no digits
 (the corrected two-pass algorithm).

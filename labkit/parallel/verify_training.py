@@ -1,4 +1,7 @@
-"""The trainings that `verify` compares: in one process, and on all ranks; and what rounding explains."""
+"""The trainings that `verify` compares: in one process, and on all ranks.
+
+And the differences between them that rounding explains.
+"""
 
 from __future__ import annotations
 

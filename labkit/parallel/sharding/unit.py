@@ -9,8 +9,8 @@
     backward    unshard, wait_for_unshard, post_backward, finalize_backward
 
 Autograd saves the unsharded parameter, or views of it, for the backward pass. Its memory is freed
-and filled again in between, which autograd does not notice. Reading freed memory is an error: `reshard`
-raises the version counter, as a change in place would, and `unshard` resets it.
+and filled again in between, which autograd does not notice. Reading freed memory is an error:
+`reshard` raises the version counter, as a change in place would, and `unshard` resets it.
 """
 
 from collections.abc import Callable

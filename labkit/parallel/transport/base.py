@@ -1,7 +1,7 @@
 """What algorithms and transports promise each other.
 
-An algorithm is a list of rounds, and a round a list of transfers. A `Transfer` sends a vector to one
-rank and receives one from another, which is stored, or added to what is there. `Transport.run`
+An algorithm is a list of rounds, and a round a list of transfers. A `Transfer` sends a vector to
+one rank and receives one from another, which is stored, or added to what is there. `Transport.run`
 carries the rounds out. It cuts long messages into chunks, so that a chunk is added or sent on while
 the next one travels.
 
@@ -94,7 +94,7 @@ class Chunk(NamedTuple):
 
 
 def cut_rounds(rounds: Rounds, chunk_bytes: int) -> list[Chunk]:
-    """Return all chunks in the order in which transports take them: chunk k of round i in wave i + k.
+    """Return all chunks as transports take them: chunk k of round i in wave i + k.
 
     So while chunk k of a round is sent on, chunk k + 1 of the round before arrives.
     """
