@@ -36,6 +36,7 @@ from labkit.lab.commands.console import (
 from labkit.lab.commands.predict import predict
 from labkit.lab.config import PROFILES, ParameterError, parse_assignments
 from labkit.studies import LABS, load_lab
+from labkit.studies.your_training.command import try_training
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -283,6 +284,7 @@ def report(
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
+app.command("try")(try_training)
 app.command("predict")(predict)
 app.command("advise")(advise)
 app.command("compare")(compare)

@@ -1,0 +1,176 @@
+"""The lines of the reader's code that a training step waits for.
+
+Data set, forward and loss: a thread looks at the stack of the training every millisecond, as a
+sampling profiler does. The innermost line that is neither labkit's nor installed gets the sample.
+Backward runs no line of the reader's: each operator is timed, and belongs to the line of the
+forward pass that it differentiates.
+"""
+
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.lab.user_models import user_file
+from labkit.studies.your_training.loop import Loop
+from labkit.torch_private import TorchDispatchMode, current_autograd_node
+
+INTERVAL_S = 0.001
+UNUSED_SHARE = 0.9
+"""Share of a line's operators, by time, without a path to the loss.
+
+A line above it computes nothing that trains.
+"""
+_autograd: Any = torch.autograd  # its sequence numbers are not in its types
+
+
+@dataclass
+class StackSamples:
+    """Seconds of a thread by its place in the code: each sample counts the time since the last.
+
+    Samples are rare while operators keep all cores busy, so their number would say too little.
+    """
+
+    innermost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By the line that runs, "train.py:31"; "" if no line of the reader's is on the stack."""
+    outermost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By the line of the loss or data set through which labkit's loop came to it."""
+
+
+def _user_lines(frame: FrameType | None) -> list[str]:
+    """List the reader's lines on a stack, the innermost first."""
+    lines = []
+    while frame is not None:
+        if name := user_file(frame.f_code.co_filename):
+            lines.append(f"{name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return lines or [""]
+
+
+@contextmanager
+def sampled_stacks() -> Iterator[StackSamples]:
+    """Look at the stack of the calling thread every `INTERVAL_S` during the block."""
+    samples = StackSamples()
+    watched = threading.get_ident()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not is_over.wait(INTERVAL_S):
+            lines = _user_lines(sys._current_frames().get(watched))
+            now = time.perf_counter()
+            samples.innermost[lines[0]] += now - last
+            samples.outermost[lines[-1]] += now - last
+            last = now
+
+    # A thread in Python code hands the interpreter over every 5 ms: too rarely for samples.
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(INTERVAL_S / 4)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(switch_s)
+
+
+@dataclass
+class _ForwardCall:
+    """An operator of the forward pass for which autograd has made a node."""
+
+    outermost: str
+    seconds: float
+
+
+class OperatorClock(TorchDispatchMode):
+    """Times the operators of one forward and backward pass on a CPU, by the reader's line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backward_s: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        """Operators of the forward pass."""
+        self._forward_calls: dict[int, _ForwardCall] = {}
+        self._lines: dict[int, str] = {}
+        self._newest_node = _autograd._get_sequence_nr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = current_autograd_node()
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - start
+        if node is not None:
+            self.backward_s[self._lines.get(node._sequence_nr(), "")] += seconds
+            return result
+        lines = _user_lines(sys._getframe(1))
+        self.calls[lines[0]] += 1
+        # A node is numbered just before its operator runs.
+        newest = _autograd._get_sequence_nr()
+        if newest > self._newest_node:
+            self._newest_node = newest
+            self._lines[newest - 1] = lines[0]
+            self._forward_calls[newest - 1] = _ForwardCall(lines[-1], seconds)
+        return result
+
+    def unused_lines(self, reached: set[int]) -> set[str]:
+        """Outermost lines of which hardly anything has a path to the loss (`nodes_below`)."""
+        total: defaultdict[str, float] = defaultdict(float)
+        unused: defaultdict[str, float] = defaultdict(float)
+        for number, call in self._forward_calls.items():
+            total[call.outermost] += call.seconds
+            if number not in reached:
+                unused[call.outermost] += call.seconds
+        return {line for line in unused if line and unused[line] > UNUSED_SHARE * total[line]}
+
+
+def nodes_below(loss: Tensor) -> set[int]:
+    """Sequence numbers of the nodes through which gradients of the loss will pass."""
+    numbers: set[int] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        numbers.add(node._sequence_nr())
+        waiting += [edge for edge, _ in node.next_functions]
+    return numbers
+
+
+def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
+    """Run some steps of a loop whose turn it is; yield a row per line of the reader's.
+
+    `line_s`: seconds of a step at which the line runs, without what other lines of the reader's do
+    for it; `backward_s`: of its operators in the backward pass; `calls`: operators per step.
+    `unused_s`: of a line of the loss, with all that it calls, if nothing of it reaches the loss.
+    """
+    with sampled_stacks() as samples:
+        for _ in range(n_steps):
+            loop.step()
+    loop.take_batch()
+    with OperatorClock() as clock:
+        reached = nodes_below(loop.forward())
+        loop.backward()
+    loop.training.optimizer.zero_grad()
+    unused = clock.unused_lines(reached)
+    lines = {*samples.innermost, *clock.backward_s, *unused} - {""}
+    for line in lines:
+        unused_s = samples.outermost[line] / n_steps if line in unused else 0.0
+        yield {
+            "line": line,
+            "line_s": samples.innermost[line] / n_steps,
+            "backward_s": clock.backward_s[line],
+            "calls": clock.calls[line],
+            "unused_s": unused_s,
+        }

@@ -1,0 +1,128 @@
+"""A training that is run step by step, as its loop would: take a batch, forward, backward, update.
+
+loop = Loop(training)
+loop.begin()
+loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from labkit.studies.your_training.setup import Training, errors_in_one_line
+
+INPUT = "input"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+PARTS = (INPUT, FORWARD, BACKWARD, OPTIMIZER)
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Loop:
+    """Runs the steps of a training. Several loops take turns in one process."""
+
+    training: Training
+    call: Any = None
+    """What the loss gets as the model: the model itself, or a compiled one."""
+    forward_context: Context = nullcontext
+    """Around forward pass and loss: autocast."""
+    turn_contexts: list[Context] = field(default_factory=list)
+    """Around a whole turn: settings of the process, such as its number of threads."""
+    _batches: Iterator[Any] | None = None
+    _batch: Any = None
+    _loss: Tensor | None = None
+    _turn: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        if self.call is None:
+            self.call = self.training.model
+
+    @property
+    def prefetched(self) -> int:
+        """Batches that the loader's workers prepare ahead; 0 without workers."""
+        loader = self.training.batches
+        if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+            return 0
+        return loader.num_workers * (loader.prefetch_factor or 2)
+
+    def begin(self) -> None:
+        """Begin a turn: enter its settings, and bring the loader into the middle of an epoch.
+
+        Workers prepare batches while other loops have their turn. These batches would cost nothing,
+        so they are taken before the clock starts.
+        """
+        for context in self.turn_contexts:
+            self._turn.enter_context(context())
+        if self._batches is None:
+            self._batches = self.training.forever()
+        for _ in range(self.prefetched):
+            self.take_batch()
+
+    def end(self) -> None:
+        """End a turn. A loader's workers stop: they would work during the turns of others."""
+        if self.prefetched:
+            self._batches = None
+        self._batch = None
+        self._turn.close()
+
+    def take_batch(self) -> Any:
+        """Wait for the next batch; return it."""
+        assert self._batches is not None, "begin comes first"
+        with errors_in_one_line("taking a batch"):
+            self._batch = next(self._batches)
+        return self._batch
+
+    def use(self, batch: Any) -> None:
+        """Use this batch in the next forward pass."""
+        self._batch = batch
+
+    def forward(self) -> Tensor:
+        """Run the forward pass and the loss on the batch; return the loss."""
+        with errors_in_one_line("the forward pass"), self.forward_context():
+            self._loss = self.training.loss(self.call, self._batch)
+        return self._loss
+
+    def backward(self) -> None:
+        """Run the backward pass."""
+        assert self._loss is not None, "forward comes first"
+        with errors_in_one_line("the backward pass"):
+            self._loss.backward()
+        self._loss = None
+
+    def update(self) -> None:
+        """Update the parameters and drop the gradients."""
+        with errors_in_one_line("the optimizer's step"):
+            self.training.optimizer.step()
+            self.training.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Run one whole step, with its wait for input."""
+        self.take_batch()
+        self.forward()
+        self.backward()
+        self.update()
+
+    @property
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        """The parts of a step by name, in order."""
+        actions = (self.take_batch, self.forward, self.backward, self.update)
+        return dict(zip(PARTS, actions, strict=True))
+
+    def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
+        """Return loss and gradients on a batch, by parameter name; they are dropped here."""
+        self.use(batch)
+        loss = float(self.forward().detach())
+        self.backward()
+        gradients = {
+            name: parameter.grad.detach().float().clone()
+            for name, parameter in self.training.model.named_parameters()
+            if parameter.grad is not None
+        }
+        self.training.optimizer.zero_grad()
+        return loss, gradients

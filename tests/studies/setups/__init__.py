@@ -1,0 +1,1 @@
+"""Trainings as users write them, for the lab on one's own training."""

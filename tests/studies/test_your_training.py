@@ -1,0 +1,183 @@
+"""The lab on one's own training: setups as users write them, changes, and lines."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from labkit.studies.your_training.changes import CHANGES
+from labkit.studies.your_training.lines import line_rows
+from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
+from labkit.studies.your_training.worker import (
+    CHANGED,
+    TOGETHER,
+    YOURS,
+    YourTrainingPoint,
+    measure,
+)
+
+FOLDER = Path(__file__).parent / "setups"
+RIGHT = (
+    *("gpt", "returns_an_object", "images", "lstm", "tied_and_frozen", "dropout", "experts"),
+    *("dictionaries", "script"),
+)
+
+
+def rows_of(name: str, **values: Any) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {"warmup": 1, "repeats": 6, "rounds_s": 0.1}
+    point = YourTrainingPoint(setup=f"{FOLDER / name}.py", **options | values)
+    return list(measure(point))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_has_its_parts_and_their_sum(name: str) -> None:
+    rows = rows_of(name, sweep="step")
+    assert not [row for row in rows if row.get("status", "ok") != "ok"]
+    seconds = {row["part"]: row["seconds"] for row in rows if row["kind"] == "part"}
+    assert list(seconds) == ["input", "forward", "backward", "optimizer", "step"]
+    parts = zip(*(seconds[part] for part in list(seconds)[:4]), strict=True)
+    assert seconds["step"] == [pytest.approx(sum(each)) for each in parts]
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    _, without = check_first_step(build(load_setup(f"{FOLDER / 'experts'}.py")))
+    assert without == ["experts.2.weight", "experts.2.bias"]
+
+
+FEW = ("gpt", "images", "dropout")  # attention, batch norm and a loader, random numbers
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RIGHT if name not in FEW]
+
+
+@pytest.mark.parametrize("name", [*FEW, *OTHERS])
+def test_every_change_is_right_or_refused(name: str) -> None:
+    names = tuple(one for one in CHANGES if one != "torch.compile")
+    rows = rows_of(name, sweep="changes", changes=names)
+    assert {row["change"] for row in rows} - {TOGETHER} == set(names)
+    assert {row["status"] for row in rows} <= {"ok", "refused"}
+    by_variant = [row.get("variant") for row in rows if row["status"] == "ok"]
+    assert by_variant == [YOURS, CHANGED] * (len(by_variant) // 2)
+
+
+def test_two_optimizers_are_refused() -> None:
+    (row,) = rows_of("gan", sweep="step")
+    assert row["status"] == "refused"
+    assert "one torch optimizer" in row["reason"]
+
+
+def linear(batches: Any = None, loss: Any = None, **more: Any) -> tuple[Any, ...]:
+    batches = [torch.randn(4, 8)] if batches is None else batches
+    loss = loss or (lambda model, batch: model(batch).square().mean())
+    return nn.Linear(8, 8), batches, loss, *more.values()
+
+
+def _raise(*_: Any) -> Any:
+    raise RuntimeError("no such file")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda: None, "expected the setup to return"),
+    "no model": (lambda: (nn.Linear, [1], max), "expected the model to be an nn.Module"),
+    "frozen": (lambda: (nn.Linear(2, 2).requires_grad_(False), [1], max), "parameter to train"),
+    "a tensor for batches": (lambda: linear(torch.randn(4, 8)), "expected batches to be"),
+    "no batches": (lambda: linear([]), "there are none"),
+    "a loss of rows": (lambda: linear(loss=lambda model, x: model(x).mean(1)), "one number"),
+    "a float": (lambda: linear(loss=lambda model, x: model(x).mean().item()), "one number"),
+    "detached": (lambda: linear(loss=lambda model, x: model(x).mean().detach()), "depends on"),
+    "NaN": (lambda: linear(loss=lambda model, x: model(x).mean() * float("nan")), "finite"),
+    "a foreign optimizer": (
+        lambda: linear(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        "optimizer of the model's parameters",
+    ),
+    "raises": (_raise, "no such file"),
+    "the loss raises": (lambda: linear(loss=_raise), "no such file"),
+    "needs an argument": (lambda batch: linear(), "default for its argument 'batch'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_setup_is_one_line(case: str) -> None:
+    function, message = WRONG[case]
+    with pytest.raises(SetupError, match=message) as error:
+        check_first_step(build(function))
+    assert "\n" not in str(error.value)
+
+
+def test_an_error_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken_setup.py"
+    path.write_text("def setup():\n    return 1 / 0\n")
+    with pytest.raises(SetupError, match=r"^broken_setup\.py:2: ZeroDivisionError"):
+        build(load_setup(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("missing.py:setup", "no file"),
+        (f"{FOLDER / 'gpt'}.py:missing", "its functions are loss, setup"),
+    ],
+)
+def test_a_missing_setup_is_named(target: str, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        load_setup(target)
+
+
+def test_a_generator_that_ran_out_is_named() -> None:
+    training = build(lambda: linear(iter([torch.randn(4, 8)])))
+    batches = training.forever()
+    next(batches)
+    with pytest.raises(SetupError, match="return a list or a DataLoader"):
+        next(batches)
+
+
+def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scale_loss(loop: Loop) -> None:
+        loss = loop.training.loss
+        loop.training.loss = lambda model, batch: 1.1 * loss(model, batch)
+
+    change = CHANGES["one thread"]
+    wrong = type(change)(scale_loss, lambda training: None, "")
+    monkeypatch.setitem(CHANGES, "one thread", wrong)  # type: ignore[arg-type]
+    rows = rows_of("lstm", sweep="changes", changes=("one thread",))
+    assert rows[-1]["status"] == "wrong"
+
+
+def test_a_loader_of_workers_gives_the_same_batches() -> None:
+    loop = Loop(build(load_setup(f"{FOLDER / 'images'}.py")))
+    CHANGES["loader workers"].apply(loop)
+    loader = loop.training.batches
+    assert isinstance(loader, DataLoader)
+    assert loader.num_workers > 0
+    rows = rows_of("images", sweep="changes", changes=("loader workers",))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[1]["is_exact"]
+
+
+def slow_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    time.sleep(0.02)
+    return model(batch).square().mean()
+
+
+def test_the_slowest_line_is_named_with_its_time() -> None:
+    loop = Loop(build(lambda: linear(loss=slow_loss)))
+    loop.begin()
+    rows = {row["line"]: row for row in line_rows(loop, 10)}
+    line = f"{Path(__file__).name}:{slow_loss.__code__.co_firstlineno + 1}"
+    assert max(rows, key=lambda name: rows[name]["line_s"]) == line
+
+
+def twice(model: nn.Module, batch: Any) -> torch.Tensor:
+    model(batch).square().mean()
+    return model(batch).square().mean()
+
+
+def test_a_forward_pass_that_trains_nothing_is_named() -> None:
+    loop = Loop(build(lambda: linear(loss=twice)))
+    loop.begin()
+    unused = {row["line"] for row in line_rows(loop, 3) if row["unused_s"]}
+    first = twice.__code__.co_firstlineno
+    assert unused <= {f"{Path(__file__).name}:{first + 1}"}
