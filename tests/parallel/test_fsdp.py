@@ -728,7 +728,41 @@ def test_hooks() -> list[str]:
         )
     model(inputs()).sum().backward()
     wrong = [] if seen == ["0.0"] * len(shards) else [f"hooks saw {seen}"]
+    wrong += _find_hooks_per_call()
+    stepped = FSDP(plain())
+    for parameter in stepped.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(partial(_step_and_drop, optimizer))
+    stepped(inputs()).sum().backward()
+    wrong += ["a gradient stayed"] * any(p.grad is not None for p in stepped.parameters())
     alive = weakref.ref(model._units[0])  # and with it threads and transports
     del model, shards, shard
     gc.collect()
     return wrong if alive() is None else [*wrong, "not freed"]
+
+
+def _step_and_drop(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _find_hooks_per_call() -> list[str]:
+    """A hook runs once per backward pass, however often the model is called before."""
+    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+    found = list[str]()
+    gradients = list[list[Tensor]]()
+    for wrap in (lambda module: module, FSDP):
+        torch.manual_seed(0)
+        model = wrap(plain())
+        calls = list[int]()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) + 1)
+            parameter.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.append(1))
+        (model(x).sum() + model(-x).sum()).backward()
+        if len(calls) != len(list(model.parameters())):
+            found.append(f"{len(calls)} calls of hooks")
+        gradients.append(
+            [p.grad.full_tensor() if wrap is FSDP else p.grad for p in model.parameters()]
+        )
+    difference = furthest(*gradients)
+    return found if difference < 1e-6 else [*found, f"hooks differ by {difference}"]

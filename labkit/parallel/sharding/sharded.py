@@ -84,7 +84,8 @@ def accumulate_gradient(shard: Any, rows: Tensor) -> None:
     if shard._backward_hooks or shard._post_accumulate_grad_hooks:
         # Autograd runs hooks in its order, but takes five times as long.
         torch.autograd.backward(shard, gradient)
-        shard.grad.__class__ = Sharded
+        if shard.grad is not None:  # a hook may step and drop the gradient
+            shard.grad.__class__ = Sharded
     elif shard.grad is None:
         shard.grad = gradient
     else:

@@ -111,9 +111,14 @@ class UnitParameter:
         return with_strides(gradient.detach().to(dtype), self.strides)
 
     def accumulate_reduced(self) -> None:
-        """Add the mean gradients of this backward pass to the shard's `grad`."""
-        for rows in self.reduced:
-            accumulate_gradient(self.sharded, rows.to(self.sharded.dtype))
+        """Add the mean gradient of this backward pass to the shard's `grad`."""
+        if not self.reduced:
+            return
+        total, *others = [rows.to(self.sharded.dtype) for rows in self.reduced]
+        for rows in others:
+            total.add_(rows)
+        # Once, even if the unit was called twice: hooks on the shard see the whole gradient.
+        accumulate_gradient(self.sharded, total)
 
 
 class Unit:
