@@ -48,7 +48,10 @@ def on_ranks(*quick: int, slow: Sequence[int] = ()) -> Callable[[Check], Callabl
             if "world_size" in parameters:
                 arguments["world_size"] = world_size
             wrong = run_check(check, arguments, world_size)
-            assert [f"rank {rank}: {text}" for rank in sorted(wrong) for text in wrong[rank]] == []
+            texts = [f"rank {rank}: {text}" for rank in sorted(wrong) for text in wrong[rank]]
+            # pytest shows the values of an assert in files of tests only.
+            if texts:
+                pytest.fail("\n".join(texts))
 
         # pytest reads the names of a test's parameters off its signature.
         names = dict.fromkeys(["world_size", *parameters])
