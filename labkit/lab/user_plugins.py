@@ -40,8 +40,13 @@ def check_plugins(study: Lab, plugins: Plugins) -> None:
             raise ParameterError(
                 f"{study.name}: alternative {name!r}: expected a function, got {alternative!r:.80}"
             )
-    for name, model in plugins.models.items():
-        if name in (taken := (*SIZES, RESNET50)):
+    _check_models(study, plugins.models)
+
+
+def _check_models(study: Lab, models: Mapping[str, Any]) -> None:
+    taken = (*SIZES, RESNET50)
+    for name, model in models.items():
+        if name in taken:
             raise ParameterError(
                 f"{study.name}: model {name!r}: expected a name other than {', '.join(taken)}"
             )

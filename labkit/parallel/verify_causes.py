@@ -159,44 +159,39 @@ def explain_gradient(
     if not all(value.isfinite().all() for value in actual):
         return "not finite: a part of the batch without targets has no mean"
     within = 4 * case.ranks * tolerance  # a sum of ranks' rounding
+    if all(_equal(value, actual[0], within) for value in actual):
+        return _explain_value(case, name, actual[0], right, within)
+    return _explain_differences(case, name, actual, right, within)
 
-    def equal(a: Tensor, b: Tensor) -> bool:
-        return bool((a - b).abs().max() <= within)
 
-    p = case.ranks
-    if not all(equal(value, actual[0]) for value in actual):
-        total = torch.stack(actual).sum(0)
-        if equal(total / p, right):
-            return "not averaged: each rank has its local gradient, and their mean is right"
-        if equal(total, right):
-            return "not summed: each rank has its part of the gradient, and their sum is right"
-        if name in case.aliases():
-            return _explain_tied(case, name, actual, equal) or "ranks differ in a tied parameter"
-        return "drift: ranks differ in what they should have alike"
-    value = actual[0]
-    parts = case.part_gradients()
-    means = torch.stack([part[name] for part in parts]).sum(0) if parts else None
-    if equal(value, torch.zeros_like(value)):
-        return "zeros: nothing of the loss arrives"
-    if equal(value, right * p):
-        return f"times {p}: summed over the ranks, and not divided by their number"
-    if equal(value, right / p):
-        return f"divided by {p}: averaged twice, or the mean of a part and of nothing"
-    if means is not None:
-        if equal(value, means / p):
-            return "mean of means: ranks have different numbers of targets; add sums and counts"
-        for rank, part in enumerate(parts):
-            rest = means - part[name]
-            if equal(value, rest / p) or (p > 1 and equal(value, rest / (p - 1))):
-                return f"rank {rank}'s part of the batch is left out"
-    for shifted in case.shifted_after_split():
-        if equal(value, shifted[name]):
-            return "labels are shifted after the split: wrong at the borders of the parts"
-    tied = _explain_tied(case, name, actual, equal)
-    if tied:
-        return tied
+def _equal(a: Tensor, b: Tensor, within: float) -> bool:
+    return bool((a - b).abs().max() <= within)
+
+
+def _explain_differences(
+    case: Case, name: str, actual: Sequence[Tensor], right: Tensor, within: float
+) -> str:
+    """Return why ranks have different gradients of a parameter that they all have."""
+    total = torch.stack(list(actual)).sum(0)
+    if _equal(total / case.ranks, right, within):
+        return "not averaged: each rank has its local gradient, and their mean is right"
+    if _equal(total, right, within):
+        return "not summed: each rank has its part of the gradient, and their sum is right"
+    for cause, gradient in _tied_faults(case, name):
+        if any(_equal(value, gradient, within) for value in actual):
+            return cause
+    if name in case.aliases():
+        return "ranks differ in a tied parameter"
+    return "drift: ranks differ in what they should have alike"
+
+
+def _explain_value(case: Case, name: str, value: Tensor, right: Tensor, within: float) -> str:
+    """Return why all ranks have the same wrong gradient."""
+    for cause, gradient in _known_faults(case, name, right):
+        if _equal(value, gradient, within):
+            return cause
     factor = float((value * right).sum() / right.square().sum())
-    if equal(value, right * factor):
+    if _equal(value, right * factor, within):
         return f"{factor:.4g} times as large as in one process"
     if case.cuts_sequence:
         return FORWARD
@@ -204,15 +199,40 @@ def explain_gradient(
     return f"{UNKNOWN}; wrong at {places}"
 
 
-def _explain_tied(
-    case: Case, name: str, actual: Sequence[Tensor], equal: Callable[[Tensor, Tensor], bool]
-) -> str:
+def _known_faults(case: Case, name: str, right: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each known fault that gives all ranks one gradient, with this gradient.
+
+    The first that fits is named: those that explain more parameters come first.
+    """
+    p = case.ranks
+    yield "zeros: nothing of the loss arrives", torch.zeros_like(right)
+    yield f"times {p}: summed over the ranks, and not divided by their number", right * p
+    yield f"divided by {p}: averaged twice, or the mean of a part and of nothing", right / p
+    parts = [part[name] for part in case.part_gradients()]
+    if parts:
+        means = torch.stack(parts).sum(0)
+        yield (
+            "mean of means: ranks have different numbers of targets; add sums and counts",
+            means / p,
+        )
+        for rank, part in enumerate(parts):
+            cause = f"rank {rank}'s part of the batch is left out"
+            yield cause, (means - part) / p
+            if p > 1:
+                yield cause, (means - part) / (p - 1)
+    for shifted in case.shifted_after_split():
+        cause = "labels are shifted after the split: wrong at the borders of the parts"
+        yield cause, shifted[name]
+    yield from _tied_faults(case, name)
+
+
+def _tied_faults(case: Case, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of a tied parameter's single uses."""
     if name not in case.aliases():
-        return ""
+        return
     for use, gradient in case.uses_of_tied(name).items():
-        if any(equal(value, gradient) for value in actual):
-            return f"tied weights summed once: a rank has the gradient of its use as {use} only"
-    return ""
+        cause = f"tied weights summed once: a rank has the gradient of its use as {use} only"
+        yield cause, gradient
 
 
 def explain_parameter(

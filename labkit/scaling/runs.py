@@ -98,7 +98,7 @@ def counts_ends_as_layers(layers: Any, chunks: Any) -> Any:
     return (chunks > 1) & (layers % chunks != 0) & ((layers + 2) % chunks == 0)
 
 
-def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
+def _wrong_values(layout: Layout, seq_len: int) -> Iterator[str]:
     sizes = vars(layout) | {"seq_len": seq_len}
     for name in ("tp", "pp", "vp", "cp", "dp", "micro_batch", "global_batch", "seq_len"):
         if sizes[name] < 1:
@@ -108,6 +108,10 @@ def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
     for name, allowed in (("shard", SHARDS), ("recompute", RECOMPUTE), ("precision", PRECISIONS)):
         if getattr(layout, name) not in allowed:
             yield f"expected {name} among {', '.join(allowed)}, got {getattr(layout, name)!r}"
+
+
+def _reasons(layout: Layout, model: Model, seq_len: int) -> Iterator[str]:
+    yield from _wrong_values(layout, seq_len)
     if model.heads % layout.tp:
         yield f"{model.heads} heads cannot be divided over tp = {layout.tp}"
     if layout.sequence_parallel and seq_len % (layout.tp * layout.cp):

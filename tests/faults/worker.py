@@ -59,12 +59,10 @@ def act(action):
         torch.empty(1 << 60, dtype=torch.uint8)
     if action.startswith("fills memory"):
         fill_memory(parent_first=action != "fills memory")
-    if action == "loops":
-        while True:
-            pass
     if action == "prints 10 MB":
-        for _ in range(10_000):
-            print("x" * 1000)
+        print("\n".join(["x" * 1000] * 10_000))
+    while action == "loops":
+        pass
 
 
 def fill_memory(parent_first):
@@ -93,14 +91,29 @@ def act_meanwhile(action):
         act(action)
 
 
+def send_too_much():
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1000), dst=1)
+    else:
+        dist.recv(torch.ones(1), src=0)
+
+
+def all_reduce_meanwhile(point, faulty):
+    tensor = torch.ones(200_000)
+    transport = "shared" if point.moment == SHARED else "point_to_point"
+    all_reduce(tensor, transport=transport)
+    if faulty:
+        act_meanwhile(point.action)
+    hit_meanwhile = point.action.startswith("SIG") or point.action in ("exits", "aborts")
+    for _ in range(10**9 if hit_meanwhile else 3):
+        all_reduce(tensor, transport=transport)
+
+
 def measure_point(point):
     faulty = bool(point.action) and dist.get_rank() == point.world_size - 1
     if point.action == "sizes differ":
         yield {"value": 1.0}
-        if dist.get_rank() == 0:
-            dist.send(torch.ones(1000), dst=1)
-        else:
-            dist.recv(torch.ones(1), src=0)
+        send_too_much()
         return
     if faulty and point.action == "no JSON":
         yield {"value": object()}
@@ -114,14 +127,7 @@ def measure_point(point):
     else:
         yield {"value": float(point.number)}
     if point.moment in (INSIDE, SHARED):
-        tensor = torch.ones(200_000)
-        transport = "shared" if point.moment == SHARED else "point_to_point"
-        all_reduce(tensor, transport=transport)
-        if faulty:
-            act_meanwhile(point.action)
-        hit_meanwhile = point.action.startswith("SIG") or point.action in ("exits", "aborts")
-        for _ in range(10**9 if hit_meanwhile else 3):
-            all_reduce(tensor, transport=transport)
+        all_reduce_meanwhile(point, faulty)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     if point.moment == BETWEEN and faulty:

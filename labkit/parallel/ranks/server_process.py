@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -121,19 +121,7 @@ def _lead_group(directory: Path, group: int, content: int, *callers: int) -> NoR
             if connection.wait([reports, *callers], 0.0):
                 return  # type: ignore[misc]  # by way of `finally`
             ranks[rank] = _fork_rank(rank, directory, run_rank, reports, ended, waking)
-        while True:
-            ready = connection.wait([reports, ended, *callers])
-            if any(caller in ready for caller in callers):
-                break
-            if reports in ready:
-                if not reports.recv(1):
-                    break
-                for process in ranks.values():
-                    os.kill(process.pid, STACKS_SIGNAL)  # type: ignore[arg-type]  # it was started
-            if ended in ready:
-                ended.recv(4096)
-            for rank in [rank for rank, process in ranks.items() if process.exitcode is not None]:
-                _report(reports, {"rank": rank, "code": ranks.pop(rank).exitcode})
+        _report_ends(ranks, reports, ended, callers)
     except Exception as error:
         reason = f"the leader of the ranks failed: {type(error).__name__}: {error}"
         # Else it might be too long as JSON.
@@ -143,6 +131,29 @@ def _lead_group(directory: Path, group: int, content: int, *callers: int) -> NoR
         for process in ranks.values():
             process.join(1.0)  # else it may stay a zombie
         os._exit(0)
+
+
+def _report_ends(
+    ranks: dict[int, BaseProcess],
+    reports: socket.socket,
+    ended: socket.socket,
+    callers: Sequence[int],
+) -> None:
+    """Report ranks that end, and make them write their stacks when asked, until the caller ends or
+    closes the group."""
+    while True:
+        ready = connection.wait([reports, ended, *callers])
+        if any(caller in ready for caller in callers):
+            return
+        if reports in ready:
+            if not reports.recv(1):
+                return
+            for process in ranks.values():
+                os.kill(process.pid, STACKS_SIGNAL)  # type: ignore[arg-type]  # it was started
+        if ended in ready:
+            ended.recv(4096)
+        for rank in [rank for rank, process in ranks.items() if process.exitcode is not None]:
+            _report(reports, {"rank": rank, "code": ranks.pop(rank).exitcode})
 
 
 def _adopt_state(content: int) -> tuple[list[int], Callable[..., None]]:
