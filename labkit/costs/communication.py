@@ -18,7 +18,8 @@ from labkit.costs.transformer import TransformerShape
 
 
 class MessageCost(NamedTuple):
-    """Successive messages of one rank on the critical path, and the bytes sent in them."""
+    """Rounds of messages, one after another, and the bytes of the rank that sends most in each
+    round, added up."""
 
     messages: float
     n_bytes: float
