@@ -233,7 +233,7 @@ class Lossy(Transport):
     def run(self, rounds: Rounds, call: int = 0) -> None:
         self.transport.run([[self._filter(each) for each in round_] for round_ in rounds], call)
 
-    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def scratch(self, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         vectors = super().scratch(count, numel, dtype)
         for vector in vectors:
             vector.zero_()  # else it may still hold the message of the call before

@@ -11,7 +11,8 @@ from torch import Tensor
 from labkit.bench.check import status_columns
 from labkit.bench.checksums import first_wrong
 from labkit.costs.calibration import ALL_REDUCE, BURST, DOUBLING, IN_A_ROW, MESSAGE, NCCL, ROW
-from labkit.parallel.collectives import all_reduce, recursive_doubling_all_reduce
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.doubling import recursive_doubling_all_reduce
 from labkit.parallel.transport import SHARED, find_transport, transport_in_use
 from labkit.parallel.transport.base import POINT_TO_POINT, Rounds, Transfer, Transport
 from labkit.studies.shared.alternatives import row_of, timed_rows
