@@ -13,7 +13,7 @@ from labkit.lab.runs.store import Run
 from labkit.machine.description import GIB
 from labkit.studies import LABS, load_lab
 from tests.cases import thinned
-from tests.rehearsal.machines import MACHINES
+from tests.rehearsal.machines import KINDS, MACHINES, with_gpus
 from tests.rehearsal.pages import carry_out, kind_of_point, recorded
 
 # Labs whose points are about the ranks of a CPU wherever they run.
@@ -57,28 +57,32 @@ def _recommendations(model, context_length):
 
 @pytest.mark.parametrize("lab", LABS)
 def test_a_lab_uses_the_gpus_that_are_there_or_the_cpu(lab):
-    study = load_lab(lab)
     for (name, machine), profile in product(MACHINES.items(), PROFILES):
-        planned, reasons = _plan(study, machine, profile)
-        json.dumps([point.describe() for point in planned])
-        on_gpu = [
-            point
-            for point in planned
-            if point.backend == "nccl" or getattr(point, "device", "") == "cuda"
-        ]
-        is_too_large = (
-            profile == "paper" and not planned and all("needs" in reason for reason in reasons)
-        )
-        if machine.gpus:
-            assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
-        else:
-            assert planned, (name, profile)
-            assert not on_gpu, (name, profile)
-        for point in on_gpu:
-            assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
-        assert lab != "tuned_step" or all(
-            point.world_size <= len(machine.gpus) for point in on_gpu
-        ), name
+        _check_plan(lab, machine, profile, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lab", LABS)
+def test_a_lab_is_planned_on_one_to_eight_gpus_of_ten_kinds(lab):
+    for count, kind, profile in product(range(1, 9), KINDS, PROFILES):
+        _check_plan(lab, with_gpus(count, kind), profile, f"{count} {kind}")
+
+
+def _check_plan(lab, machine, profile, name):
+    """A plan has sizes and a time, and uses the GPUs; what cannot be measured has a reason."""
+    planned, reasons = _plan(load_lab(lab), machine, profile)
+    json.dumps([point.describe() for point in planned])
+    assert planned_s(planned) > 0 or not planned, (name, profile)
+    on_gpu = [point for point in planned if point.device_type == "cuda"]
+    is_too_large = not planned and all("needs" in reason for reason in reasons)
+    if machine.gpus:
+        assert on_gpu or is_too_large or (planned and lab in ON_THE_CPU), (name, profile)
+    else:
+        assert planned, (name, profile)
+        assert not on_gpu, (name, profile)
+    for point in on_gpu:
+        assert (point.backend == "nccl") <= (point.world_size <= len(machine.gpus)), name
+        assert lab != "tuned_step" or point.world_size <= len(machine.gpus), name
 
 
 @pytest.mark.parametrize("lab", LABS)
