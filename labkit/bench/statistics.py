@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from scipy.special import fdtri, ndtri, stdtr, stdtrit
-from scipy.stats import false_discovery_control
 
 from labkit.bench.intervals import CONFIDENCE, TAIL, Estimate, estimate_paired, median_interval
 
@@ -72,6 +71,9 @@ def with_verdicts(ratios: pd.DataFrame) -> pd.DataFrame:
     Rows without a p-value show no difference. Rates are those of Benjamini & Hochberg (1995), which
     hold for comparisons that share a baseline (positive dependence: Benjamini & Yekutieli 2001).
     """
+    # Here, as it takes a second to import, and only who answers needs it.
+    from scipy.stats import false_discovery_control
+
     p, ratio = (ratios[name].to_numpy(dtype=float, copy=True) for name in ("p", "ratio"))
     if (has_p := ~np.isnan(p)).any():
         p[has_p] = false_discovery_control(p[has_p])

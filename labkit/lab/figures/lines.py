@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
-import seaborn
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
@@ -90,6 +89,8 @@ class Lines(Figure):
     def _draw_panel(
         self, axis: Axes, rows: pd.DataFrame, colors: Mapping[Any, str], markers: Mapping[Any, str]
     ) -> list[Mark]:
+        import seaborn  # a second, with scipy.stats: a program that only measures is spared it
+
         seaborn.lineplot(
             rows, x=AT, y=self.value, hue=self.color, style=self.color, palette=colors,
             markers=markers,
