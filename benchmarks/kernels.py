@@ -30,9 +30,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from labkit.nn.flash_attention import KERNELS as TILED_KERNELS
-from labkit.nn.flash_attention import kernel_constants
 from labkit.nn.flash_backward_kernels import delta_kernel
+from labkit.nn.flash_launch import KERNELS as TILED_KERNELS
+from labkit.nn.flash_launch import kernel_constants
 from labkit.nn.flash_tiles import Tile, tiles_for
 
 KERNELS: dict[str, Any] = {**TILED_KERNELS, "delta": delta_kernel}

@@ -127,7 +127,7 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
 def kernel_rows() -> Iterator[dict[str, Any]]:
     """Yield registers, and spilled bytes per thread, of each Triton kernel of labkit that this
     process compiled."""
-    from labkit.nn.flash_attention import KERNELS  # needs Triton
+    from labkit.nn.flash_launch import KERNELS  # needs Triton
 
     for name, function in KERNELS.items():
         for compiled, *_ in function.device_caches.values():

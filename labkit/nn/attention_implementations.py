@@ -107,9 +107,10 @@ def unavailable_reason(
         return _try_reason(IMPLEMENTATIONS[name], device, dtype, head_dim)
     if name == "flash" and has_triton():
         from labkit.nn import flash_attention
+        from labkit.nn.flash_launch import INTERPRETED
 
         reason = flash_attention.unavailable_reason(device, dtype, head_dim)
-        return reason or (None if flash_attention.INTERPRETED else no_launch_reason())
+        return reason or (None if INTERPRETED else no_launch_reason())
     return NO_TRITON if name == "flash" else None
 
 

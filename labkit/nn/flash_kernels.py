@@ -1,6 +1,6 @@
 """Triton kernel of the FlashAttention-2 forward pass, and helpers that the backward kernels share.
 
-Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_attention.py` launches
+Source: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithm 1; `flash_launch.py` launches
 it. Read `tiled_attention.py` first: the same in plain PyTorch, with the same names.
 
 Dimension letters (see `attention.py` for the definition of causal):

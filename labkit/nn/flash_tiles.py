@@ -37,6 +37,11 @@ class Tile(NamedTuple):
             f" {self.stages}s{' special' * bool(self.specialize)}"
         )
 
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether it loads by tensor descriptors, from aligned addresses only."""
+        return self.specialize == 2
+
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of a kernel."""
         blocks = {"BLOCK_Q": self.block_q, "BLOCK_K": self.block_k}
@@ -79,4 +84,4 @@ def tiles_for(
         tiles = [
             Tile(*map(int, row[4:])) for row in islice(csv.reader(file), 1, None) if row[:4] == key
         ]
-    return tuple(tile for tile in tiles if is_aligned or tile.specialize < 2)
+    return tuple(tile for tile in tiles if is_aligned or not tile.has_descriptors)

@@ -19,8 +19,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from labkit.nn import flash_attention
+from labkit.nn import flash_checks
 from labkit.nn.flash_attention import FlashAttention, run_kernel
+from labkit.nn.flash_launch import INTERPRETED
 from labkit.nn.flash_tiles import INTERPRETER_TILES, Tile
 from tests.cases import thinned
 from tests.commands import carry_out
@@ -31,7 +32,6 @@ from tests.nn.against_oracle import (
     check_against_oracle,
 )
 
-INTERPRETED = flash_attention.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
 F32 = torch.float32
 F16 = torch.float16
@@ -165,8 +165,8 @@ def test_matches_the_oracle_at_length(case: Case) -> None:
     thinned(product(INTERPRETER_TILES, (True, False), TILES), lambda *case: case in QUICK_TILES),
 )
 def test_any_tile_agrees_with_float64(name: str, causal: bool, tile: Tile) -> None:
-    device = torch.device(DEVICE)
-    assert flash_attention._tile_fault(name, tile, 32, 2, F32, causal, device) is None
+    case = flash_checks.Case(name, 32, 2, F32, causal, torch.device(DEVICE))
+    assert flash_checks.tile_fault(case, tile) is None
 
 
 @pytest.mark.parametrize("name", INTERPRETER_TILES)
@@ -177,27 +177,25 @@ def test_a_tile_that_is_wrong_or_does_not_compile_is_left_out(
     good = Tile(64, 64, 4, 2)
     wrong = Tile(64, 32, 4, 2)
     broken = Tile(32, 32, 4, 2)
-    device = torch.device("cpu")
-    results = flash_attention._probe(32, 2, F32, True, device)[1][name]
+    case = flash_checks.Case(name, 32, 2, F32, True, torch.device("cpu"))
+    exact = flash_checks._probe(case._replace(kernel=""))[1][name]
 
-    def launch(
-        _: str, tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None, tile: Tile
-    ) -> None:
-        if tile == broken:
+    def launch(name, inputs, causal, scale, tiles):
+        if tiles == (broken,):
             raise RuntimeError("PassManager::run failed\nand more")
-        for tensor, result in zip(tensors[-len(results) :], results, strict=True):
-            tensor.copy_(result)
-        if tile == wrong:
-            tensors[-1].view(-1)[-16:] += 10
+        results = [result.float() for result in exact]
+        if tiles == (wrong,):
+            results[-1].view(-1)[-16:] += 10
+        return results
 
-    monkeypatch.setattr(flash_attention, "_launch", launch)
-    monkeypatch.setattr(flash_attention, "_delta", lambda output, grad: output.sum(-1))
+    monkeypatch.setattr(flash_checks, "launch", launch)
+    monkeypatch.setattr(flash_checks, "delta", lambda output, grad: output.sum(-1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     tiles = [good, wrong, broken]
-    monkeypatch.setattr(flash_attention, "tiles_for", lambda *_, **__: tiles)
-    choose = flash_attention._correct_tiles.__wrapped__
+    monkeypatch.setattr(flash_checks, "tiles_for", lambda *_, **__: tiles)
+    choose = flash_checks.usable_tiles.__wrapped__
     with pytest.warns(UserWarning, match="left out") as warned:
-        assert choose(name, 32, 2, F32, True, device) == (good,)
+        assert choose(case) == (good,)
     assert "relative error" in str(warned[0].message)
     assert str(warned[1].message).endswith("PassManager::run failed")
     tiles.remove(good)
@@ -205,7 +203,7 @@ def test_a_tile_that_is_wrong_or_does_not_compile_is_left_out(
         pytest.warns(UserWarning, match="left out"),
         pytest.raises(RuntimeError, match="no tile can be used: relative error"),
     ):
-        choose(name, 32, 2, F32, True, device)
+        choose(case)
 
 
 @runs_kernels

@@ -16,17 +16,14 @@ import triton
 
 from benchmarks import kernels
 from benchmarks.kernels import CHIPS, compile_tile
-from labkit.nn import flash_attention
-from labkit.nn.flash_attention import KERNELS
+from labkit.nn.flash_launch import INTERPRETED, KERNELS
 from labkit.nn.flash_tiles import DELTA_TILE, tiles_for
 from tests.cases import thinned
 
 # Tiles were chosen with this Triton.  Another one allots registers differently: there the
 # autotuner's check decides.
 pytestmark = [
-    pytest.mark.skipif(
-        flash_attention.INTERPRETED, reason="interpreted kernels cannot be compiled"
-    ),
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled"),
     pytest.mark.skipif(
         not triton.__version__.startswith("3.7."), reason="tiles were chosen with Triton 3.7"
     ),

@@ -4,6 +4,7 @@ autotuner, grids.
 What the kernels compute is the interpreter's to test; what it passes over is what stands here.
 """
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,11 +16,11 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from labkit.nn import flash_attention
+from labkit.nn import flash_attention, flash_checks, flash_launch
 from labkit.nn.flash_tiles import tiles_for
 
 pytestmark = [
-    pytest.mark.skipif(flash_attention.INTERPRETED, reason="interpreted kernels are not launched"),
+    pytest.mark.skipif(flash_launch.INTERPRETED, reason="interpreted kernels are not launched"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is here launches for itself"),
 ]
 
@@ -74,18 +75,17 @@ def h100(monkeypatch):
     there = Driver()
     monkeypatch.setattr(driver, "_active", there)
     monkeypatch.setattr(flash_attention, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(
-        flash_attention,
-        "_correct_tiles",
-        lambda name, head_dim, group, dtype, *_: tiles_for(
-            name, dtype=dtype, head_dim=head_dim, capability=(9, 0)
-        ),
-    )
+    monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
+    monkeypatch.setattr(flash_checks, "_ask_child", lambda case, tile: (None, False))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-    flash_attention._autotuned.cache_clear()
+    caches = (flash_launch._autotuned, flash_checks.usable_tiles)
+    for cached in caches:
+        cached.cache_clear()
     yield there
-    flash_attention._autotuned.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def _programs(kernel, dtype):
@@ -120,3 +120,65 @@ def test_every_kernel_is_tuned_compiled_and_launched(h100):
     flash_attention.run_kernel("forward", many, True, None)
     tiles = tiles_for("forward", dtype=torch.bfloat16, head_dim=HEAD_DIM, capability=(9, 0))
     assert len(h100.launches) == before + len(tiles) + 1, "more programs are tuned for themselves"
+
+
+CASE = flash_checks.Case("forward", HEAD_DIM, 1, torch.bfloat16, True, torch.device("cuda", 0))
+ask_child = flash_checks._ask_child
+SLEEPS = "print('compiled', flush=True); import time; time.sleep(600)"
+CRASHES = "print('compiled', flush=True); import os; os.abort()"
+RETURNS = "print('compiled'); print('null')"
+
+
+@pytest.fixture
+def tries(monkeypatch, tmp_path):
+    """The other process is a stand-in; `tries` lists those that were started."""
+    started = []
+    start = flash_checks.subprocess.Popen
+
+    def popen(command, **options):
+        started.append(command)
+        return start(command, **options)
+
+    monkeypatch.setattr(flash_checks.subprocess, "Popen", popen)
+    monkeypatch.setattr(flash_checks, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return started
+
+
+def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(h100, tries, monkeypatch):
+    monkeypatch.setattr(flash_checks, "_ask_child", ask_child)
+    tiles = tiles_for("forward", dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))
+    monkeypatch.setattr(flash_checks, "CHILD", SLEEPS)
+    monkeypatch.setattr(flash_checks, "DEADLINE_S", 0.2)
+    for _ in range(2):
+        flash_checks.usable_tiles.cache_clear()
+        with pytest.warns(UserWarning, match="special is left out: it did not return"):
+            usable = flash_checks.usable_tiles(CASE)
+        assert set(usable) == {tile for tile in tiles if not tile.specialize}
+    assert len(tries) == 1
+    monkeypatch.setattr(flash_checks, "driver_version", lambda: "590.1")
+    monkeypatch.setattr(flash_checks, "CHILD", RETURNS)
+    monkeypatch.setattr(flash_checks, "DEADLINE_S", 60)
+    flash_checks.usable_tiles.cache_clear()
+    assert flash_checks.usable_tiles(CASE) == tiles
+    assert len(tries) == 2
+
+
+def test_a_tile_whose_process_crashed_is_tried_again(tries, monkeypatch):
+    tile = tiles_for("forward", dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))[0]
+    monkeypatch.setattr(flash_checks, "CHILD", CRASHES)
+    assert "ended with status -6" in flash_checks.remembered_fault(CASE, tile)
+    monkeypatch.setattr(flash_checks, "CHILD", RETURNS)
+    assert flash_checks.remembered_fault(CASE, tile) is None
+    assert len(tries) == 2
+
+
+def test_the_other_process_compiles_before_its_deadline_runs(h100, monkeypatch, capsys):
+    question = json.dumps([*CASE[:3], "bfloat16", True, 0, [64, 64, 4, 2, 0]])
+    monkeypatch.setattr(flash_checks.sys, "argv", ["-c", question])
+    inputs = flash_checks._probe(CASE._replace(kernel="", device=torch.device("cpu")))
+    monkeypatch.setattr(flash_checks, "_probe", lambda case: inputs)
+    flash_checks.answer_parent()
+    assert capsys.readouterr().out == "compiled\nnull\n"
+    assert not h100.launches
