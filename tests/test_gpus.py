@@ -17,6 +17,7 @@ from labkit.machine import description, gpus
 from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.parallel.ranks.worker import use_device
+from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 H100 = ("NVIDIA H100 80GB HBM3", 9, 0)
@@ -259,12 +260,22 @@ def test_doctor_mentions_a_small_shared_memory(n_bytes, is_small, tmp_path, monk
     )
 
 
-def test_deterministic_math_can_be_read_inside_and_are_set_back():
-    before = torch.backends.cudnn.allow_tf32
-    with deterministic_math():
-        # Inductor reads it; torch raises if two settings contradict
-        assert not torch.backends.cudnn.allow_tf32
-    assert torch.backends.cudnn.allow_tf32 == before
+@pytest.mark.parametrize("is_tf32", [False, True])
+def test_deterministic_math_can_be_read_inside_and_is_set_back(is_tf32):
+    """True is what TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets. Inductor reads all; torch raises where
+    two names contradict."""
+    matmul = torch.backends.cuda.matmul
+
+    def settings():
+        older = (torch.get_float32_matmul_precision(), matmul.allow_tf32)
+        return (*older, torch.backends.cudnn.allow_tf32, matmul.fp32_precision == "tf32")
+
+    with float32_matmuls_in_tf32(is_tf32):
+        before = settings()
+        with deterministic_math():
+            assert settings() == ("highest", False, False, False)
+        assert settings() == before
+    assert before[1] == is_tf32
 
 
 def test_a_library_that_does_not_start_on_a_full_gpu_is_out_of_memory(monkeypatch):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-cudnn: Any = torch.backends.cudnn  # a module whose types are incomplete
+backends: Any = torch.backends  # modules whose types are incomplete
+cudnn = backends.cudnn
 
 
 OK = {"status": "ok"}
@@ -86,10 +87,16 @@ def deterministic_math() -> Iterator[None]:
     A check computes everything twice, and rounding alone can grow large, as in batch norm over two
     values.
     """
-    units = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    units = (backends.cuda.matmul, backends.mkldnn.matmul, cudnn.conv, cudnn.rnn)
     flags = (cudnn.deterministic, cudnn.benchmark)
     precisions = [unit.fp32_precision for unit in units]
-    cudnn.allow_tf32 = False  # the older name: reading it raises if it contradicts the others
+    # The older names set the newer ones too, and must be set first: torch.compile reads them, which
+    # raises where the newer ones alone were changed. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE sets both.
+    matmuls = "high" if precisions[0] == "tf32" else "highest"
+    with suppress(RuntimeError):
+        matmuls = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
     cudnn.deterministic = True
     cudnn.benchmark = False
     for unit in units:
@@ -97,10 +104,16 @@ def deterministic_math() -> Iterator[None]:
     try:
         yield
     finally:
-        cudnn.allow_tf32 = "tf32" in precisions[1:]
+        torch.set_float32_matmul_precision(matmuls)
+        cudnn.allow_tf32 = "tf32" in precisions[2:]
         cudnn.deterministic, cudnn.benchmark = flags
         for unit, precision in zip(units, precisions, strict=True):
             unit.fp32_precision = precision
+
+
+TF32_LIMIT = 2.0**-10
+"""Relative error of a matmul whose operands have TF32's ten bits. Rounding them is off by 2**-12,
+truncating them, as some GPUs do, by twice that."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +144,17 @@ def matrix_product(
     exact = left[-1, m // 2].double() @ right[-1].double()
     error = float((out[-1, m // 2].double() - exact).norm() / exact.norm())
     n_bytes = left.nbytes + right.nbytes + out.nbytes
-    return Work(
-        run, 2.0 * batch * m * k * n, n_bytes, describe_error(error, rounding_limit(dtype, k))
-    )
+    limit = rounding_limit(dtype, k)
+    if dtype == torch.float32 and left.is_cuda and backends.cuda.matmul.fp32_precision == "tf32":
+        limit = max(limit, TF32_LIMIT)
+    return Work(run, 2.0 * batch * m * k * n, n_bytes, describe_error(error, limit))
 
 
 def rounding_limit(dtype: torch.dtype, terms: int) -> float:
     """Return the relative error that rounding explains in sums of `terms` products.
 
     Successive additions of K terms are off by about sqrt(K)/6 units. Three times that is allowed,
-    and at least eight units for libraries that add in blocks. TF32 instead of float32 is off by
-    about 2**-12, which is wrong.
+    and at least eight units for libraries that add in blocks. TF32 is off by about 2**-12, which is
+    wrong where float32 was asked for.
     """
     return float(torch.finfo(dtype).eps) * max(8.0, terms**0.5 / 2)

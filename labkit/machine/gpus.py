@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def driver_version() -> str | None:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return versions that decide how fast GPUs are: torch, CUDA, cuDNN, NCCL, the driver."""
+    """Return what decides how fast GPUs are: versions, and the arithmetic of float32 matmuls."""
     cudnn = torch.backends.cudnn.version()
     nccl = None
     with suppress(Exception):  # a build without NCCL
@@ -112,7 +113,14 @@ def library_versions() -> dict[str, str | None]:
         "CUDA": torch.version.cuda,
         "cuDNN": cudnn and str(cudnn),
     }
-    return versions | {"NCCL": nccl, "driver": driver_version()}
+    # TF32 is faster and less exact; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 of some images asks for it.
+    matmul: Any = torch.backends.cuda.matmul
+    is_tf32 = matmul.fp32_precision == "tf32"
+    return versions | {
+        "NCCL": nccl,
+        "driver": driver_version(),
+        "float32 matmuls": "TF32" if is_tf32 else None,
+    }
 
 
 def free_memory_bytes() -> dict[str, int]:

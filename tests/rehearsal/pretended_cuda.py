@@ -271,3 +271,11 @@ def pretended_gpu():
         PretendedDevice(),
     ):
         yield
+
+
+@contextmanager
+def float32_matmuls_in_tf32(is_tf32=True):
+    """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets it before torch starts."""
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,14 +1,17 @@
 """`labkit check` on machines that are not here: what is planned, and what a GPU would measure."""
 
 import pytest
+import torch
 
+from labkit.bench.check import matrix_product
 from labkit.check import worker
 from labkit.check.checking import CHECK
 from labkit.check.commands import describe_peak_share
 from labkit.check.comparison import Change
 from labkit.check.worker import CheckPoint, Sizes
+from labkit.machine import gpus
 from tests.rehearsal.machines import MACHINES
-from tests.rehearsal.pretended_cuda import pretended_gpu
+from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32, pretended_gpu
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -43,3 +46,20 @@ def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
         rows = list(worker.measure_quantities(CheckPoint(device="cuda", repeats=1, warmup=0)))
     quantities = {row["quantity"] for row in rows if "quantity" in row}
     assert quantities == {"matmul float32", "matmul bfloat16", "copy", "call", "training step"}
+
+
+@pytest.mark.parametrize("is_tf32", [False, True])
+def test_a_matmul_in_tf32_is_right_only_where_the_environment_asks_for_it(is_tf32, monkeypatch):
+    exact = torch.mm
+
+    def tf32(left, right, out):
+        with torch._C.DisableTorchFunction():
+            bits = [(x.view(torch.int32) + 0x1000) & ~0x1FFF for x in (left, right)]
+            return exact(*(x.view(torch.float32) for x in bits), out=out)
+
+    monkeypatch.setattr(torch, "mm", tf32)
+    with float32_matmuls_in_tf32(is_tf32), pretended_gpu():
+        wrong = matrix_product("cuda", torch.float32, 64, 64, 64).wrong
+        said = gpus.library_versions()["float32 matmuls"]
+    assert (wrong is None) == is_tf32
+    assert said == ("TF32" if is_tf32 else None)
