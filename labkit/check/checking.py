@@ -14,7 +14,7 @@ from labkit.check.comparison import NOT_COMPARABLE, Change, compare
 from labkit.check.correctness import check_correctness
 from labkit.check.facts import Difference, describe_hardware, differences, has_lost_hardware
 from labkit.check.sessions import SessionTimes
-from labkit.check.worker import CheckPoint, measure_quantities
+from labkit.check.worker import CheckPoint, measure_quantities, sizes_on
 from labkit.lab.config import (
     ParameterError,
     RatioWithin,
@@ -57,10 +57,12 @@ class CheckConfig(TimedConfig):
 def _points(config: CheckConfig, machine: Machine) -> Iterator[Point]:
     """Yield one rank and all ranks on each device, in new processes for every session."""
     places: list[dict[str, Any]] = [{}, {"world_size": CPU_RANKS, "backend": "gloo"}]
-    for ranks in sorted({1, len(machine.gpus)}) if machine.gpus else ():
-        places.append(
-            {"device": "cuda"} | ({"world_size": ranks, "backend": "nccl"} if ranks > 1 else {})
-        )
+    if machine.gpus:
+        smallest = min(gpu.memory_bytes for gpu in machine.gpus)
+        on_gpu = {"device": "cuda", "sizes": sizes_on(smallest)}
+        places.append(on_gpu)
+        if len(machine.gpus) > 1:
+            places.append(on_gpu | {"world_size": len(machine.gpus), "backend": "nccl"})
     points = [CheckPoint.of(config, **place) for place in places]
     yield from points
     yield from repeat_in_sessions(points, config.sessions)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.bench.clock import time_interleaved
+from labkit.costs.memory import peak_bytes
 from labkit.costs.transformer import SIZES
 from labkit.lab.point import SessionPoint
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, has_triton, unavailable_reason
@@ -34,6 +35,9 @@ SHORT_CALLS = 20  # of an operator on one element, and of a short all-reduce
 HEAD_DIM = 64
 SHORT_BYTES = 4096
 LONG_BYTES = 4 * 2**20
+ALL_RANKS_BYTES = 2**28
+"""Of each rank: long all-reduces and a training step of the smallest model."""
+HEADROOM = 1.1  # over the formulas of memory
 FLOPS = "FLOP/s"
 BYTES = "B/s"
 
@@ -43,7 +47,20 @@ class CheckPoint(SessionPoint):
     """The fixed set on one rank or all ranks of a device."""
 
     device: str = "cpu"
+    sizes: str = "cpu"
+    """Name of its sizes in `SIZES_ON`."""
     number: int = SET
+
+    @property
+    def needed_bytes(self) -> float:
+        """Memory of all quantities of one rank, which are held at once."""
+        if self.world_size > 1:
+            return ALL_RANKS_BYTES
+        sizes = SIZES_ON[self.sizes]
+        matmuls = (4 + 2) * 4 * sizes.product**2  # two inputs, the result and what it replaces
+        attention = 12 * sizes.heads * sizes.sequence * HEAD_DIM * 4  # with gradients and float64
+        step = peak_bytes(SIZES[sizes.model], sizes.batch, sizes.context, device=self.device)
+        return HEADROOM * (matmuls + 2 * sizes.n_bytes + attention + step)
 
 
 class Sizes(NamedTuple):
@@ -62,7 +79,19 @@ class Sizes(NamedTuple):
 SIZES_ON = {
     "cpu": Sizes(512, 64_000_000, "tiled", 4, 512, "nano", 2, 32),
     "cuda": Sizes(8192, 2**30, "flash", 32, 4096, "small", 8, 512),
+    "small cuda": Sizes(4096, 2**28, "flash", 8, 4096, "mini", 8, 512),
 }
+MAX_SHARE = 0.75
+"""Share of a GPU's memory that may be needed; other programs and libraries take some."""
+
+
+def sizes_on(memory_bytes: int) -> str:
+    """Return the name of the sizes for a GPU of this memory, whatever is free of it now.
+
+    Always the same on one machine: other sizes are not comparable.
+    """
+    large = CheckPoint(device="cuda", sizes="cuda")
+    return large.sizes if large.needed_bytes <= MAX_SHARE * memory_bytes else "small cuda"
 
 
 class Quantity(NamedTuple):
@@ -93,7 +122,11 @@ def measure_quantities(point: CheckPoint) -> Iterator[dict[str, Any]]:
         if limit.isdecimal()
         else torch.get_num_threads()
     )
-    quantities = _one_rank(device) if point.world_size == 1 else dict(_all_ranks(device))
+    quantities = (
+        _one_rank(device, SIZES_ON[point.sizes])
+        if point.world_size == 1
+        else dict(_all_ranks(device))
+    )
     turns = {f"{name} {turn}": (name, turn) for name in quantities for turn in TURNS}
     spread = torch.zeros(PARALLEL_FLOATS)
 
@@ -135,10 +168,9 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
                 yield {"kernel": name, "registers": kernel.n_regs, "spills": kernel.n_spills}
 
 
-def _one_rank(device: str) -> Mapping[str, Quantity]:
+def _one_rank(device: str, sizes: Sizes) -> Mapping[str, Quantity]:
     """Matmuls by dtype, a copy, the cost of a call, attention forward and backward, a training
     step; on one core."""
-    sizes = SIZES_ON[torch.device(device).type]
     source, target = (torch.ones(sizes.n_bytes // 4, device=device) for _ in range(2))
     quantities = {
         f"matmul {dtype}": _matmul(device, dtype, sizes.product)

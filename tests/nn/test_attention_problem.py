@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from labkit.nn import attention_problem
 from labkit.nn.attention import naive_attention
 from labkit.nn.attention_implementations import IMPLEMENTATIONS
 from labkit.nn.attention_problem import ROWS_AT_ONCE, AttentionProblem, Passes, check
@@ -111,3 +112,16 @@ def test_another_shape_fails_and_a_problem_is_the_same_on_every_call():
     assert not torch.equal(first.q, first.k)
     _, verdict = check(first, [first.inputs[0][:, :-1]])
     assert "expected the shape (2, 30, 16), got (2, 29, 16)" in verdict
+
+
+def test_a_gpu_with_few_units_for_float64_compares_the_last_and_some_other_heads(monkeypatch):
+    problem = AttentionProblem((5, 30, 16), torch.float32, "cpu", causal=True)
+    assert set(problem.reference.heads.tolist()) == set(range(5))
+    few = AttentionProblem((5, 30, 16), torch.float32, "cpu", causal=True)
+    monkeypatch.setattr(
+        attention_problem, "_heads_to_compare", lambda problem: torch.tensor([4, 1])
+    )
+    results = Passes(few, naive_attention).run_checked()
+    assert check(few, results)[1] is None
+    results[2][4, 7] += 1
+    assert "gradient of k, sequence 4, row 7" in check(few, results)[1]

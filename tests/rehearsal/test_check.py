@@ -24,6 +24,9 @@ def test_the_plan_has_one_rank_and_all_ranks_of_each_device(name):
     expected |= {("cuda", len(machine.gpus), "nccl")} if len(machine.gpus) > 1 else set()
     assert places == expected
     assert len(points) == 3 * len(places)
+    assert not any(point.skip_reason(machine) for point in points)
+    sizes = {point.sizes for point in points} - {"cpu"}
+    assert sizes <= {"small cuda" if name in ("laptop", "MIG") else "cuda"}
 
 
 def test_a_known_gpu_says_its_share_of_the_peak_and_an_unknown_one_does_not():
@@ -42,8 +45,9 @@ def test_the_set_of_a_gpu_runs_on_one_that_is_pretended(monkeypatch):
     monkeypatch.setitem(worker.SIZES_ON, "cuda", Sizes(32, 2**16, "flash", 2, 64, "nano", 1, 16))
     for module in ("labkit.check.worker", "labkit.nn.attention_implementations"):
         monkeypatch.setattr(f"{module}.has_triton", lambda: False)
+    point = CheckPoint(device="cuda", sizes="cuda", repeats=1, warmup=0)
     with pretended_gpu():
-        rows = list(worker.measure_quantities(CheckPoint(device="cuda", repeats=1, warmup=0)))
+        rows = list(worker.measure_quantities(point))
     quantities = {row["quantity"] for row in rows if "quantity" in row}
     assert quantities == {"matmul float32", "matmul bfloat16", "copy", "call", "training step"}
 

@@ -20,7 +20,13 @@ from labkit.lab.point import SessionPoint
 from labkit.lab.units import format_bytes, format_seconds
 from labkit.machine.cgroups import available_memory_bytes
 from labkit.nn.attention_implementations import IMPLEMENTATIONS, RESERVED, unavailable_reason
-from labkit.nn.attention_problem import AttentionProblem, Passes, check
+from labkit.nn.attention_problem import (
+    MAX_REFERENCE_FLOP,
+    AttentionProblem,
+    Passes,
+    check,
+    reference_flop,
+)
 from labkit.studies.shared.alternatives import row_of, timed_rows
 
 EXPLICIT = "explicit"
@@ -33,6 +39,8 @@ SLOW_AT_FIRST = (COMPILED, FLASH)
 """Implementations whose first call compiles or tunes tiles."""
 COMPILE_S = 3.0
 """Planned seconds of such a first call."""
+FLOAT64_FLOP_PER_S = 5e11
+"""Planned rate of the check in float64: that of a GPU without units for it."""
 FORWARD = "forward"
 BACKWARD = "backward"
 BOTH = "forward and backward"
@@ -71,8 +79,13 @@ class AttentionPoint(SessionPoint):
 
     @property
     def planned_s(self) -> float:
-        slow = SLOW_AT_FIRST if self.device == "cuda" else (COMPILED,)
-        return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations})
+        slow: tuple[str, ...] = (COMPILED,)
+        check_s = 0.0
+        if self.device == "cuda":
+            slow = SLOW_AT_FIRST
+            flop = self.batch * reference_flop(self.sequence, self.head_dim)
+            check_s = min(flop, MAX_REFERENCE_FLOP) / FLOAT64_FLOP_PER_S
+        return super().planned_s + COMPILE_S * len({*slow} & {*self.implementations}) + check_s
 
     def needed_by(self, implementation: str) -> float:
         """Return the predicted memory of both passes, with inputs and a margin."""
