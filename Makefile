@@ -34,7 +34,7 @@ BESIDE_LINT = ($(LINT)) > $(VENV)/lint.txt 2>&1 & trap "kill $$!" INT TERM; $(1)
 .DEFAULT_GOAL := help
 # `make -j report test` would install into one environment twice at once, and measure beside the tests.
 .NOTPARALLEL:
-.PHONY: help install report test test-all stress faults torch-tests mutants versions versions-oldest versions-newest of-these-versions lab lint clean
+.PHONY: help install report test test-all stress faults gpu torch-tests mutants versions versions-oldest versions-newest of-these-versions lab lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,9 @@ stress: $(VENV)/installed-test ## messages through shared memory, 100,000 rounds
 
 faults: $(VENV)/installed-test ## every injected fault, two hundred kills, hosts in network namespaces: a line per case (some 20 minutes)
 	LABKIT_FAULTS=all $(BIN)/python -m pytest -v --numprocesses 2 tests/faults tests/hosts tests/parallel/test_leftovers.py
+
+gpu: $(VENV)/installed-test ## everything that a GPU can show, in at most 25 minutes; ends in one zip to send
+	$(BIN)/python -m benchmarks.first_gpu
 
 torch-tests: $(VENV)/installed-test ## torch's own tests of its wrapper and of SyncBatchNorm, on labkit's (docs/torch-tests.md)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch_tests/ddp.py

@@ -143,7 +143,7 @@ def remembered_fault(case: Case, tile: Tile) -> str | None:
     with suppress(OSError, ValueError, KeyError):
         answer: dict[str, str | None] = json.loads(path.read_text())
         return answer["fault"]
-    fault, is_final = _ask_child(case, tile)
+    fault, is_final = fault_in_child(case, tile)
     if is_final:
         with suppress(OSError):  # a folder that cannot be written: asked again next time
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _answer_path(about: str) -> Path:
     return Path(folder) / "labkit" / "tiles" / f"{digest}.json"
 
 
-def _ask_child(case: Case, tile: Tile) -> tuple[str | None, bool]:
+def fault_in_child(case: Case, tile: Tile) -> tuple[str | None, bool]:
     """Return the fault that another process finds, and whether it would find the same again."""
     question = json.dumps(
         [*case[:3], dtype_name(case.dtype), case.causal, case.device.index or 0, tile]

@@ -76,7 +76,7 @@ def h100(monkeypatch):
     monkeypatch.setattr(driver, "_active", there)
     monkeypatch.setattr(flash_attention, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(flash_checks, "tile_fault", lambda case, tile: None)
-    monkeypatch.setattr(flash_checks, "_ask_child", lambda case, tile: (None, False))
+    monkeypatch.setattr(flash_checks, "fault_in_child", lambda case, tile: (None, False))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
@@ -123,7 +123,7 @@ def test_every_kernel_is_tuned_compiled_and_launched(h100):
 
 
 CASE = flash_checks.Case("forward", HEAD_DIM, 1, torch.bfloat16, True, torch.device("cuda", 0))
-ask_child = flash_checks._ask_child
+fault_in_child = flash_checks.fault_in_child
 SLEEPS = "print('compiled', flush=True); import time; time.sleep(600)"
 CRASHES = "print('compiled', flush=True); import os; os.abort()"
 RETURNS = "print('compiled'); print('null')"
@@ -147,7 +147,7 @@ def tries(monkeypatch, tmp_path):
 
 
 def test_a_tile_that_never_returns_is_left_out_and_not_tried_again(h100, tries, monkeypatch):
-    monkeypatch.setattr(flash_checks, "_ask_child", ask_child)
+    monkeypatch.setattr(flash_checks, "fault_in_child", fault_in_child)
     tiles = tiles_for("forward", dtype=CASE.dtype, head_dim=HEAD_DIM, capability=(9, 0))
     monkeypatch.setattr(flash_checks, "CHILD", SLEEPS)
     monkeypatch.setattr(flash_checks, "DEADLINE_S", 0.2)
