@@ -21,10 +21,18 @@ from folds import Fold, make_folds, model_parts
 from scipy.optimize import least_squares
 
 from labkit.scaling import DATA, intervals, memory
-from labkit.scaling.communication import old_pipeline_s
+from labkit.scaling.calibration import soft_l1
 from labkit.scaling.constants import Constant, from_values, read_constants
-from labkit.scaling.intervals import OTHERS, SLOPES, SLOWER, Widths
-from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs, soft_l1
+from labkit.scaling.intervals import (
+    OTHERS,
+    PIPELINES,
+    SLOPES,
+    SLOWER,
+    UNKNOWN,
+    WIDE_TENSORS,
+    Widths,
+)
+from labkit.scaling.prediction import FITS_SHARE, UNSTABLE_SHARE, predict_runs
 from labkit.scaling.published import (
     WITHOUT_FRAMEWORK,
     WITHOUT_MODEL,
@@ -42,20 +50,24 @@ NOISE = 0.08
 """Errors below this count as squares, above as absolute values."""
 EVALUATIONS = 12
 MARGIN = 0.01
-COVERED = 0.9
-LEAST = 0.88
-LEAST_OF_FRAMEWORK = 0.82
+COVERED = 0.88
+LEAST = 0.8
+LEAST_OF_UNKNOWN = 0.785
 """Shares of left-out rows that intervals must hold: of each fold, and of its tables at each number
-of GPUs. The last is for frameworks without published runs: with 0.88 nanotron alone would widen
-them by another half."""
-LEVELS = [level / 200 for level in range(180, 198)]
+of GPUs. The last is for an unknown framework: with 0.8 nanotron alone would widen all of them by
+a third."""
+ABOVE_LOW = 0.97
+"""Share of rows above a source's low end, which is near: nothing is much faster than predicted."""
+LEVELS = [level / 100 for level in range(70, 100)]
 """Shares of rows that a width may be fitted to: it holds fewer of those that it has not seen."""
 MIN_ROWS = 30
 """Rows of a table with widths of its own, or of a group that is judged."""
-TABLES = "tables"
-"""Name of the level of all tables' widths."""
+MEMORY_ROWS = 20
+"""Rows of a table that judges memory of other frameworks."""
+UNKNOWN_SOURCES = (UNKNOWN, PIPELINES, WIDE_TENSORS)
+OF_SOURCE = (WITHOUT_MODEL, "without the run", "without the source")
+"""Folds that judge the width of a known source."""
 JUDGES: Mapping[str, tuple[str, ...]] = {
-    TABLES: (WITHOUT_MODEL,),
     "unstable": (WITHOUT_MODEL, "without the run"),
     "scale": (
         *("beyond 64 GPUs", "beyond 32 GPUs", "beyond 512 GPUs", "without the largest scale"),
@@ -63,11 +75,12 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     ),
     "outside": (
         *("without the largest models", "beyond 8192 tokens", "without the sharding"),
-        *("without the GPU", "without the GPU generation", WITHOUT_MODEL),
+        WITHOUT_MODEL,
     ),
-    "framework": (WITHOUT_FRAMEWORK,),
+    "hardware": ("without the GPU", "without the GPU generation"),
+    UNKNOWN: (WITHOUT_FRAMEWORK,),
 }
-"""Folds that judge each slope."""
+"""Folds that judge slopes, and the widths of unknown frameworks."""
 COLUMNS = [
     "fold",
     "key",
@@ -78,6 +91,7 @@ COLUMNS = [
     "low_s",
     "high_s",
     "distance",
+    "situation",
 ]
 """Columns of cross_validated.csv."""
 LARGE = 1000
@@ -142,7 +156,7 @@ def seconds(runs: Runs, values: Mapping[str, float]) -> np.ndarray:
 def fit_memory(runs: Runs) -> dict[str, float]:
     """Constants of memory: reserved memory of the first stage; what ran must fit, and what ran out
     must not."""
-    is_ok = runs.status == "ok"
+    is_ok = runs.status != "oom"
     reserved = runs.reserved_gib
     is_measured = is_ok & np.isfinite(reserved)
     memory.stage_bytes(runs)  # its columns are shared by every evaluation
@@ -162,60 +176,105 @@ def fit_memory(runs: Runs) -> dict[str, float]:
     return fit(MEMORY_CONSTANTS, errors)
 
 
-def cross_validate(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
-    """Every timed run that the fold judges, predicted by constants fitted without it, and its
-    slopes."""
+def fit_memory_widths(published: Runs, values: Mapping[str, float]) -> Widths:
+    """Widths of peak memory: 90% of each table with published peaks.
+
+    Those of other frameworks hold this share of each table when it is predicted without its
+    framework. A run that ended well fitted into its GPU, which bounds the low end.
+    """
+    others = with_values(
+        Runs([replace(run, framework="generic") for run in published.origin]), values
+    )
+    named = with_values(published, values)
+    errors = {}
+    for name, runs in (("named", named), ("others", others)):
+        stages = memory.stage_bytes(runs)
+        first = sum(part[:, 0] for part in stages.values()) / memory.GIB
+        peak = np.where(runs.table == "nanotron", first, memory.peak_gib(stages))
+        errors[name] = np.log(published.reserved_gib / peak)
+    limit = np.log(FITS_SHARE * published.memory_gib / memory.peak_gib(memory.stage_bytes(others)))
+    errors["others"] = np.where(
+        np.isnan(errors["others"]) & (published.status == "ok"),
+        np.minimum(limit, 0.0),
+        errors["others"],
+    )
+    rows = pd.DataFrame(errors).assign(table=published.table)
+    by_table = rows.groupby("table")
+    quantiles = by_table.quantile(0.05), by_table.quantile(0.95)
+    widths = {
+        intervals.MEMORY + table: (
+            max(-quantiles[0]["named"][table], 0.0),
+            quantiles[1]["named"][table],
+        )
+        for table in intervals.MEASURED_MEMORY
+    }
+    is_large = by_table.size() >= MEMORY_ROWS
+    low, high = (ends["others"][is_large] for ends in quantiles)
+    return {**widths, intervals.MEMORY + OTHERS: (-low.min(), high.max())}
+
+
+def cross_validate(published: Runs, fold: Fold) -> pd.DataFrame:
+    """Every timed run that the fold judges, predicted by constants fitted without it."""
     runs = fold.judged_runs(published)
-    rows = np.flatnonzero(fold.is_judged & is_timed(published))
+    return pd.DataFrame(
+        {
+            "fold": fold.name,
+            "row": np.flatnonzero(fold.is_judged & is_timed(published)),
+            "predicted_s": seconds(runs, fit_time(published, ~fold.is_hidden)),
+        }
+    )
+
+
+def describe_rows(published: Runs, fold: Fold, is_unstable: np.ndarray) -> pd.DataFrame:
+    """Source and slopes of every timed run that the fold judges, from what the fold has left."""
+    runs = fold.judged_runs(published)
     ground = measure_ground(published, ~fold.is_hidden)
     distances = intervals.measure_distances(runs, ground)
+    rows = fold.is_judged & is_timed(published)
     return pd.DataFrame(intervals.measure_slopes(distances, is_unstable[rows])).assign(
-        fold=fold.name,
-        row=rows,
-        predicted_s=seconds(runs, fit_time(published, ~fold.is_hidden)),
-        is_elsewhere=ground.is_elsewhere(runs),
+        source=intervals.find_sources(runs, ground),
         distance=np.sum(list(distances.values()), axis=0),
     )
 
 
-def collect_errors(published: Runs, values: Mapping[str, float]) -> tuple[pd.DataFrame, Runs]:
+def collect_errors(
+    published: Runs, predicted: pd.DataFrame, values: Mapping[str, float]
+) -> tuple[pd.DataFrame, Runs]:
     """The errors of all folds, and their runs as the folds predict them; `values` are constants
     fitted to all runs.
 
-    `home`: the table whose widths a row has. `low`, `high`: logarithms of predicted over measured
-    seconds and of the inverse, without the time of a slow engine that may explain it; nan at the
-    end that says nothing of the fast engine. `kind`: whether widths that judge a row have not seen
-    its model, or its table. `weight`: each table counts with the square root of its rows in a fold.
+    `low`, `high`: logarithms of predicted over measured seconds and of the inverse. `weight`: each
+    table counts with the square root of its rows in a fold.
     """
     peak_gib = memory.peak_gib(memory.stage_bytes(with_values(published, values)))
     is_unstable = peak_gib > UNSTABLE_SHARE * published.memory_gib
     folds = list(make_folds(published))
-    errors = pd.concat(
-        [cross_validate(published, fold, is_unstable) for fold in folds], ignore_index=True
+    described = pd.concat(
+        [describe_rows(published, fold, is_unstable) for fold in folds], ignore_index=True
     )
+    errors = pd.concat([predicted.reset_index(drop=True), described], axis=1)
     runs = with_values(
         Runs([run for fold in folds for run in fold.judged_runs(published).origin]), values
     )
     row = errors["row"].to_numpy()
-    predicted = errors["predicted_s"].to_numpy()
+    predicted_s = errors["predicted_s"].to_numpy()
     measured = published.step_s[row]
     table = published.table[row]
-    slower = old_pipeline_s(runs)
-    is_open = intervals.has_open_engine(runs)
-    is_slow = is_open & (measured - predicted > 0.5 * slower)
-    faster = np.maximum(measured - np.where(is_slow, slower, 0.0), 1e-9)
+    has_widths = errors["source"].isin([*home_tables(published), *UNKNOWN_SOURCES])
+    situations = np.select(
+        [errors["hardware"] > 0, errors["source"].isin(UNKNOWN_SOURCES)],
+        ["new GPU", "unknown framework"],
+        "known framework",
+    )
     errors = errors.assign(
+        situation=situations,
         table=table,
         gpus=runs.gpus.astype(int),
         measured_s=measured,
-        home=np.where(
-            errors["is_elsewhere"] | ~np.isin(table, home_tables(published)), OTHERS, table
-        ),
+        source=errors["source"].where(has_widths, OTHERS),
         model=model_parts(published)[row],
-        # there are too few frameworks to leave one out twice
-        kind=np.where(errors["is_elsewhere"] & (errors["framework"] == 0), "table", "model"),
-        low=np.where(is_slow, np.nan, np.log(predicted / measured)),
-        high=np.where(is_open & ~is_slow, np.nan, np.log(faster / predicted)),
+        low=np.log(predicted_s / measured),
+        high=np.log(measured / predicted_s),
     )
     return (
         errors.assign(weight=errors.groupby(["fold", "table"])["row"].transform("size") ** -0.5),
@@ -233,24 +292,31 @@ def home_tables(published: Runs) -> list[str]:
 
 
 def fit_width(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> Widths:
-    """The least width per unit of a slope that holds this share of what other widths leave out, or
-    those of tables.
+    """The least widths that hold this share of what other widths leave out.
 
-    A quantile regression through zero.
+    A known source has a width at each end, and so has an unknown framework, whose widths hold this
+    share of every table: it may be as far from known ones as any of them is from the rest. A slope
+    has one width per unit, by a quantile regression through zero.
     """
-    if name == TABLES:
-        quantile = (1 + level) / 2
-        return {
-            table: tuple(some[["low", "high"]].quantile(quantile))
-            for table, some in rows.groupby("home")
-        }
     if not len(rows):
         return {}
-    low, high = intervals.sum_widths(rows["home"].to_numpy(), rows, widths)
-    excess = (
-        rows["high"] - high if name == SLOWER else np.fmax(rows["low"] - low, rows["high"] - high)
-    )
-    excess = (excess / rows[name]).dropna().sort_values()
+    if name not in SLOPES:
+        # what slopes leave of the errors
+        bare = {**widths, **dict.fromkeys(rows["source"].unique(), (0.0, 0.0))}
+        low, high = intervals.sum_widths(rows["source"].to_numpy(), rows, bare)
+        by_table = rows.assign(low=rows["low"] - low, high=rows["high"] - high).groupby(
+            ["source", "table"] if name == UNKNOWN else ["source"]
+        )
+        ends = pd.DataFrame(
+            {"low": by_table["low"].quantile(ABOVE_LOW), "high": by_table["high"].quantile(level)}
+        )
+        ends = ends[by_table.size() >= MIN_ROWS / 2].clip(lower=0.0).groupby("source").max()
+        return {str(source): (low, high) for source, low, high in ends.itertuples()}
+    low, high = intervals.sum_widths(rows["source"].to_numpy(), rows, widths)
+    excess = rows["high"] - high
+    if name != SLOWER:
+        excess = np.fmax(rows["low"] - low, excess)
+    excess = (excess / rows[name]).sort_values()
     weight = (rows["weight"] * rows[name])[excess.index].cumsum()
     width = max(float(excess[weight >= level * weight.iloc[-1]].iloc[0]), 0.0)
     return {name: (0.0 if name == SLOWER else width, width)}
@@ -258,64 +324,83 @@ def fit_width(rows: pd.DataFrame, widths: Widths, name: str, level: float) -> Wi
 
 def is_judged(errors: pd.DataFrame, name: str) -> pd.Series:
     """Rows of the folds that judge a width, at this distance and at none that is fitted later."""
-    later = list(JUDGES)[list(JUDGES).index(name) + 1 :]
-    rows = errors["fold"].isin(JUDGES[name]) & (errors[later] == 0).all(axis=1)
-    return rows if name == TABLES else rows & (errors[name] > 0)
+    rows = errors["fold"].isin(JUDGES.get(name, OF_SOURCE))
+    is_unknown = errors["source"].isin(UNKNOWN_SOURCES)
+    if name == UNKNOWN:
+        return rows & is_unknown
+    if name in SLOPES:
+        later = SLOPES[SLOPES.index(name) + 1 :]
+        rows &= (errors[name] > 0) & ~is_unknown
+    else:
+        later = SLOPES
+        rows &= errors["source"] == name
+    return rows & (errors[list(later)] == 0).all(axis=1)
 
 
 def fit_intervals(errors: pd.DataFrame) -> tuple[np.ndarray, Widths]:
-    """Both ends' exponents of every row by widths that saw none of its part; and the largest of all
-    these widths.
+    """Both ends' exponents of every row by widths that saw no model of its part; and the largest of
+    all these widths.
 
-    A part is a sixth of the models, or a table in folds that leave tables out. Answers have the
-    largest widths, so that they are no narrower than the scored ones. Tables and slopes have, in
-    turn, the least level at which widths hold `COVERED` of the unseen rows of each fold, and
-    `LEAST` of each fold, table and number of GPUs; of those folds and cells that have `MIN_ROWS`.
+    A part is a sixth of the models. Answers have the largest widths, so that they are no narrower
+    than the scored ones. Each width has the least level at which widths hold `COVERED` of the
+    unseen rows of each fold, and `LEAST` of each fold, table and number of GPUs; of those folds and
+    cells that have `MIN_ROWS`.
     """
-    parts = [(kind, part) for kind, some in errors.groupby("kind") for part in some[kind].unique()]
-    widths: list[Widths] = [dict.fromkeys((OTHERS, *SLOPES), (0.0, 0.0)) for _ in parts]
-    exponents = np.empty((2, len(errors)))
-    for name in JUDGES:
-        rows = is_judged(errors, name)
-        least = {TABLES: 0.0, "framework": LEAST_OF_FRAMEWORK}.get(name, LEAST)
+    parts = errors["model"].unique()
+    names = (OTHERS, *UNKNOWN_SOURCES, *SLOPES)
+    widths: dict[int, Widths] = {part: dict.fromkeys(names, (0.0, 0.0)) for part in parts}
+    known = sorted(set(errors["source"]) - set(UNKNOWN_SOURCES))
+    for name in (*known, *JUDGES):
+        rows = errors[is_judged(errors, name)]
+        least = LEAST_OF_UNKNOWN if name == UNKNOWN else LEAST
         before = widths
         for level in LEVELS:
-            widths = []
-            for (kind, part), width in zip(parts, before, strict=True):
-                is_part = errors[kind] == part
-                is_seen = rows & (errors[kind] != part)
-                widths.append({**width, **fit_width(errors[is_seen], width, name, level)})
-                some = errors[is_part & (errors["kind"] == kind)]
-                exponents[:, some.index] = intervals.sum_widths(
-                    some["home"].to_numpy(), some, widths[-1]
-                )
-            is_inside = (~((errors["low"] > exponents[0]) | (errors["high"] > exponents[1])))[rows]
-            groups = (["fold"], ["fold", "table", "gpus"])
-            by_fold, by_cell = (find_least(is_inside, errors.loc[rows, by]) for by in groups)
+            widths = {
+                part: {**width, **fit_width(rows[rows["model"] != part], width, name, level)}
+                for part, width in before.items()
+            }
+            low, high = exponents_of_unseen(rows, widths)
+            is_inside = (rows["low"] <= low) & (rows["high"] <= high)
+            by_fold = find_least(is_inside, rows[["fold"]])
+            cells = (["fold", "table"], ["fold", "table", "gpus"])
+            by_cell = min(find_least(is_inside, rows[by]) for by in cells)
             if by_fold >= COVERED and by_cell >= least:
                 break
         print(
-            f"  {name:10} level {level:.3f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the"
-            " least cell"
+            f"  {name:17} level {level:.2f}: {by_fold:.1%} in the least fold, {by_cell:.1%} in the"
+            f" least cell of {len(rows)} rows"
         )
-    names = dict.fromkeys(name for width in widths for name in width)
     ends = {
-        name: np.max([width[name] for width in widths if name in width], axis=0) for name in names
+        name: np.max([width[name] for width in widths.values() if name in width], axis=0)
+        for name in dict.fromkeys(name for width in widths.values() for name in width)
     }
-    return exponents, {name: (float(low), float(high)) for name, (low, high) in ends.items()}
+    return (
+        exponents_of_unseen(errors, widths),
+        {name: (float(low), float(high)) for name, (low, high) in ends.items()},
+    )
+
+
+def exponents_of_unseen(rows: pd.DataFrame, widths: Mapping[int, Widths]) -> np.ndarray:
+    """Both ends' exponents of every row, by the widths that did not see its part."""
+    exponents = pd.DataFrame(0.0, rows.index, [0, 1])
+    for part, some in rows.groupby("model"):
+        ends = intervals.sum_widths(some["source"].to_numpy(), some, widths[part])
+        exponents.loc[some.index] = np.transpose(ends)
+    return exponents.to_numpy().T
 
 
 def find_least(is_inside: pd.Series, by: pd.DataFrame) -> float:
-    """The least share inside of all groups with enough rows."""
+    """The least share inside of all groups with enough rows; 1 if there is none."""
     groups = is_inside.groupby(list(by.to_numpy().T)).agg(["size", "mean"])
-    return float(groups[groups["size"] >= MIN_ROWS]["mean"].min())
+    return min(groups[groups["size"] >= MIN_ROWS]["mean"], default=1.0)
 
 
 def print_scores(rows: pd.DataFrame) -> None:
-    """By fold; by fold and table; of folds by scale by GPUs as well; and of all runs on 1,000 GPUs
-    or more."""
+    """By situation; by fold; by fold and table; of folds by scale by GPUs as well; and of all runs
+    on 1,000 GPUs or more."""
     by_scale = summarize(rows[rows["fold"].str.startswith("beyond")], "fold", "table", "gpus")
     tables = [
+        summarize(rows, "situation"),
         summarize(rows, "fold"),
         summarize(rows, "fold", "table"),
         by_scale[by_scale["rows"] >= MIN_ROWS],
@@ -339,7 +424,7 @@ def score_layouts(published: Runs) -> pd.DataFrame:
         "preference": preference_s(
             replace(predictions, columns={**predictions.columns, "step_s": step_s})
         ),
-        "is_too_large": ~predictions.fits,
+        "is_too_large": ~predictions.may_fit,
         "model_ranks": published.tp * published.pp,
         "batches": -published.micro_batch,
     }
@@ -400,8 +485,10 @@ def main() -> None:
     )
     for constant in FITTED:
         print(f"  {constant.name:32} {values[constant.name]:<10.4g} from {constant.prior:g}")
-    errors, runs = collect_errors(published, values)
+    predicted = pd.concat([cross_validate(published, fold) for fold in make_folds(published)])
+    errors, runs = collect_errors(published, predicted, values)
     exponents, widths = fit_intervals(errors)
+    widths = {**widths, **fit_memory_widths(published, values)}
     _, low, high = intervals.find_ends(runs, errors["predicted_s"].to_numpy(), exponents)
     scores = errors.assign(key=published.key[errors["row"]], low_s=low, high_s=high)[COLUMNS]
     print_scores(judge(scores))

@@ -27,7 +27,6 @@ SUMS = {
     "pipeline bubble and transfers": ("bubble_s", "pipeline_transfer_s", "engine_s"),
     "gradient reduction": ("data_parallel_s",),
     "optimizer": ("optimizer_s",),
-    "waiting for the slowest node": ("straggler_s",),
 }
 """Groups of parts that add up to the step."""
 

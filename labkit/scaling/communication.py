@@ -28,9 +28,13 @@ class Group:
         domain = np.maximum(runs.link_gpus, runs.gpus_per_node)
         local = np.clip(np.floor(domain / stride), 1, np.minimum(size, domain))
         inside = runs.link_gb_s * 1e9 * runs["link_efficiency"]
-        across = (
-            runs.network_gbps / 8 * 1e9 * runs["network_efficiency"] * local / runs.gpus_per_node
+        # a measured ring keeps every link of a node busy, as that of all ranks does
+        node = np.where(
+            runs.bus_gb_s > 0,
+            runs.bus_gb_s * 1e9,
+            runs.network_gbps / 8 * 1e9 * runs["network_efficiency"],
         )
+        across = node * local / runs.gpus_per_node
         self.runs, self.size, self.domains = runs, size, np.ceil(size / local)
         self.bytes_per_s = np.where(self.domains > 1, np.minimum(inside, across), inside)
 

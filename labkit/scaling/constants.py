@@ -7,7 +7,8 @@ likely value, `spread` the standard deviation of ln(value) around it, within `lo
 constants are declared, with a source.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,8 +17,6 @@ from labkit.scaling import read_table, validate
 BY_ARCHITECTURE = frozenset(
     {
         "gemm_efficiency",
-        "matmul_ceiling",
-        "attention_efficiency",
         "link_efficiency",
         "memory_efficiency",
     }
@@ -29,6 +28,51 @@ PARENTS: Mapping[str, str] = {"vtrain_node": "vtrain", "megatron": "vtrain", "ma
 megatron and vtrain run Megatron-LM of 2021 (unfused attention, no overlap); MaxText uses NeMo's
 cuDNN attention. vtrain_node is vTrain's single-node table, put together from profiled kernels.
 """
+
+TABLES: Mapping[str, str] = {
+    "nanotron": "nanotron",
+    "vtrain_multinode": "vtrain",
+    "vtrain_singlenode": "vtrain_node",
+    "bigscience": "vtrain",
+    "dlperf_megatron": "vtrain",
+    "megatron": "megatron",
+    "mosaic": "mosaic",
+    "dgxc": "nemo",
+    "dgxc_example": "nemo",
+    "nemo_b200_log": "nemo",
+    "maxtext": "maxtext",
+    "torchtitan": "torchtitan",
+    "titan_blog": "torchtitan",
+    "fms": "fms",
+    "internevo": "internevo",
+}
+"""Published table, or the name of a framework -> framework."""
+NEAREST: Sequence[tuple[str, str]] = (
+    ("bridge", "nemo"),
+    ("mlperf", "nemo"),
+    ("megatron-core", "nemo"),
+    ("nemo", "nemo"),
+    ("megatron-deepspeed", "vtrain"),
+    ("megatron", "megatron"),
+    ("titan", "torchtitan"),
+    ("fsdp2", "torchtitan"),
+    ("composer", "mosaic"),
+    ("foundry", "mosaic"),
+    ("mpt", "mosaic"),
+    ("maxtext", "maxtext"),
+    ("nanotron", "nanotron"),
+)
+"""Part of a framework's name -> the published framework whose code is nearest, first match."""
+
+
+def find_framework(name: str) -> str | None:
+    """The published framework that a name, or a table's name, means; None for an unknown one."""
+    words = re.sub("[ _]", "-", name.strip().lower())
+    if words.replace("-", "_") in TABLES:
+        return TABLES[words.replace("-", "_")]
+    if words in ("generic", *TABLES.values()):
+        return words
+    return next((nearest for part, nearest in NEAREST if part in words), None)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ class Hardware:
     architecture: str
     peak_tflops: float
     """bf16 and fp16 matmuls, 1e12 FLOP/s."""
+    matmul_tflops: float
+    """The highest rate of bf16 or fp16 matmuls that was published; no prediction is faster."""
     memory_gib: float
     memory_gb_s: float
     link_gb_s: float
@@ -32,12 +34,17 @@ class Hardware:
     source: str
     fp8_ratio: float = 1.0
     """Peak of fp8 matmuls over the peak of bf16; 1 without fp8 units."""
+    fp8_matmul_tflops: float = 0.0
+    """The highest published rate of fp8 matmuls; 0 without fp8 units."""
+    matmul_source: str = ""
     multiprocessors: int = 132
     gpus_per_node: int = 8
     link_gpus: int = 0
     """GPUs in one domain of fast links; 0 is one node."""
     clock_share: float = 1.0
     """Sustained clock over the clock of an uncapped card."""
+    bus_gb_s: float = 0.0
+    """Measured bus bandwidth of an all-reduce over the job's nodes; 0 if nobody measured it."""
 
     def check_precision(self, precision: str) -> None:
         """ValueError for matmuls in a precision that the GPU does not have."""
@@ -47,13 +54,18 @@ class Hardware:
             raise ValueError(f"{self.name} has no bf16 matmuls: expected fp16")
 
     def with_network(
-        self, *, network_gbps: float | None = None, gpus_per_node: int | None = None
+        self,
+        *,
+        network_gbps: float | None = None,
+        gpus_per_node: int | None = None,
+        bus_gb_s: float | None = None,
     ) -> "Hardware":
         """The same GPU in another node or network; None keeps the declared value."""
         return replace(
             self,
             network_gbps=network_gbps or self.network_gbps,
             gpus_per_node=gpus_per_node or self.gpus_per_node,
+            bus_gb_s=bus_gb_s or self.bus_gb_s,
             link_gpus=max(
                 gpus_per_node or 0, self.link_gpus if self.link_gpus > self.gpus_per_node else 0
             ),

@@ -20,12 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.costs.transformer import SIZES
-from labkit.scaling import Count, read_table, validate
+from labkit.scaling import Count, experts, read_table, validate
 
 Numbers = NDArray[np.float64]
 
-_EXPERTS = re.compile(r"mixtral|moe|\d+x\d+b|-a\d+b\b", re.IGNORECASE)
-"""Names of mixtures of experts: Mixtral-8x7B, Qwen3-30B-A3B."""
 _ENDINGS = re.compile(r"(instruct|chat|base|hf|it|pt|v\d+(\.\d+)?|\d{4})$")
 """What makers add to a name, once punctuation is gone, without changing a model's sizes."""
 
@@ -179,6 +177,10 @@ def _letters(name: str) -> str:
 NAMED, _BY_LETTERS = _read_models()
 
 
+def _sizes() -> dict[str, int]:
+    return {name: model.parameters for name, model in NAMED.items()}
+
+
 def find_model(name: str) -> Model:
     """Find a model by its name, as its maker or Hugging Face writes it.
 
@@ -192,9 +194,10 @@ def find_model(name: str) -> Model:
         words = shorter
     if words in _BY_LETTERS:
         return _BY_LETTERS[words]
-    if _EXPERTS.search(name):
-        # the nearest names are dense models, which nobody meant
-        raise ValueError(f"unknown model {name[:60]!r}: a mixture of experts is not predicted")
+    if experts.is_named(name):
+        # models with a similar name are dense, and nobody meant those
+        reason = experts.refusal_reason(experts.active_parameters(name), _sizes())
+        raise ValueError(f"unknown model {name[:60]!r}: {reason}")
     near = [model for model in NAMED if model.lower().endswith(f"-{name.strip().lower()}")]
     near = near or difflib.get_close_matches(
         name.strip().rpartition("/")[2].lower()[:60], NAMED, n=3, cutoff=0.5
@@ -226,6 +229,13 @@ def read_model(path: Path) -> Model:
     name = _folder_name(path.absolute().parent)
     kind = str(config.get("model_type"))
     text = config.get("text_config")
+    if dense := experts.dense_config(config):
+        values = {size: dense.get(key) for size, key in _LLAMA.items()}
+        try:
+            active = float(validate(Model, values).parameters)
+        except ValueError:
+            active = None  # its sizes have other names
+        raise ValueError(f"{name}, a {kind[:40]}: {experts.refusal_reason(active, _sizes())}")
     if kind in _ARCHITECTURES:
         return _model(config, name)
     if not isinstance(text, dict):

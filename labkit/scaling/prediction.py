@@ -1,19 +1,19 @@
-"""Predicts runs and tables: step time, parts, memory. `calibrate` fits a profile."""
+"""Predicts runs and tables: step time, its parts, memory."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.scaling import intervals, memory
-from labkit.scaling.constants import Constants, load_constants
+from labkit.scaling.constants import Constants
 from labkit.scaling.models import Numbers
 from labkit.scaling.published import Ground, load_ground, nearest_keys
 from labkit.scaling.runs import Layout, Run, Runs, impossible_reason
-from labkit.scaling.step_time import breakdown, predict_step_s
+from labkit.scaling.step_time import breakdown
 from labkit.scaling.table import Row
 
 FITS_SHARE = 0.94
@@ -24,34 +24,19 @@ UNSTABLE_SHARE = 0.88
 
 The allocator frees and allocates again inside the step.
 """
-OUT_OF_MEMORY_SPREAD = 0.07
-"""Standard deviation of ln(measured / predicted) of reserved memory."""
-FITS_RISK = 0.5
-SAFE_RISK = 0.05
-"""Risks of running out of memory below which a run fits, and needs no change."""
-MIN_RUNS = 3
-CALIBRATED = "calibrated"
-SPREADS: Mapping[str, float] = {
-    "slowdown": 0.2,
-    "attention_slowdown": 0.4,
-    "elementwise_traffic": 0.4,
-    "launch_s": 0.25,
-    "tp_exposed": 0.4,
-    "network_efficiency": 0.3,
-}
-"""Quantities that differ between frameworks and sites.
-
-With the standard deviation of ln(value) between them.
-"""
-NOISE = 0.08
-"""Standard deviation of ln(seconds) of one run around a calibrated model."""
-
+FITS_RISK = 0.05
+MAY_FIT_RISK = 0.5
+"""Risks of running out of memory below which a run fits, or may."""
+SIGMAS = 1.645
+"""Standard deviations from the middle of a normal distribution to an end of its 90%."""
 COLUMNS = (
     "step_s",
     "step_low",
     "step_high",
     "mfu_percent",
     "peak_gib",
+    "peak_low",
+    "peak_high",
     "fits",
     "unstable",
     "nearest",
@@ -84,13 +69,17 @@ class Prediction:
     memory_gib: Sequence[Mapping[str, float]]
     """By pipeline stage and part; each stage's parts add up to its reserved memory."""
     peak_gib: float
+    peak_90: tuple[float, float]
+    """The 90% interval of the peak."""
     out_of_memory: float
     """Probability of running out of memory."""
     is_unstable: bool
     """Memory is so full that steps become slow."""
     fits: bool
+    """Also the upper end of the peak fits."""
+    may_fit: bool
     has_room: bool
-    """Memory needs no change."""
+    """It fits, and steps are stable: memory needs no change."""
     warnings: tuple[str, ...]
 
 
@@ -126,6 +115,7 @@ class Predictions:
         return Prediction(
             layout=layout,
             interval_90=(float(self.low_90[row]), float(self.high_90[row])),
+            peak_90=(float(self.peak_low[row]), float(self.peak_high[row])),
             parts_s={name: float(values[row]) for name, values in self.parts_s.items()},
             memory_gib=[
                 {name: values[row, at].item() / memory.GIB for name, values in parts}
@@ -142,8 +132,10 @@ class Predictions:
     def warnings(self, row: int) -> Iterator[str]:
         """Yield where the prediction extrapolates, and whether memory is short."""
         yield from intervals.extrapolations(self.runs, row, self.ground, self.distances)
-        if self.out_of_memory[row] >= FITS_RISK:
+        if not self.may_fit[row]:
             yield "expected to run out of memory"
+        elif not self.fits[row]:
+            yield f"may run out of memory: the peak may be {self.peak_high[row]:.0f} GiB"
         elif self.is_unstable[row]:
             yield "unstable: memory is so full that steps often take 1.5 to 8 times as long"
 
@@ -182,12 +174,14 @@ def predict_runs(runs: Runs) -> Predictions:
     is_unstable = peak_gib > UNSTABLE_SHARE * runs.memory_gib
     distances = intervals.measure_distances(runs, ground)
     slopes = intervals.measure_slopes(distances, is_unstable)
-    exponents = intervals.sum_widths(runs.table, slopes, intervals.load_widths())
+    widths = intervals.load_widths()
+    sources = intervals.find_sources(runs, ground)
+    exponents = intervals.sum_widths(sources, slopes, widths)
     predicted = np.sum(list(parts.values()), axis=0)
     seconds, low, high = intervals.find_ends(runs, predicted, exponents)
     parts["gemm_s"] = parts["gemm_s"] + seconds - predicted
-    margin = np.log(peak_gib / (FITS_SHARE * runs.memory_gib)) / OUT_OF_MEMORY_SPREAD
-    risk = 1 / (1 + np.exp(-1.702 * np.clip(margin, -20, 20)))  # the normal distribution, to 0.01
+    peak_low, peak_high = intervals.memory_ends(runs, peak_gib, widths)
+    risk = _overflow_risk(peak_gib, peak_low, peak_high, FITS_SHARE * runs.memory_gib)
     columns = {
         "step_s": seconds,
         "low_90": low,
@@ -195,71 +189,26 @@ def predict_runs(runs: Runs) -> Predictions:
         "distance": np.sum(list(distances.values()), axis=0),
         "mfu": intervals.peak_s(runs) / seconds,
         "peak_gib": peak_gib,
+        "peak_low": peak_low,
+        "peak_high": peak_high,
         "out_of_memory": risk,
         "is_unstable": is_unstable,
-        "fits": risk < FITS_RISK,
-        "has_room": (risk < SAFE_RISK) & ~is_unstable,
+        "fits": risk <= FITS_RISK,
+        "may_fit": risk < MAY_FIT_RISK,
+        "has_room": (risk <= FITS_RISK) & ~is_unstable,
     }
     return Predictions(runs, ground, columns, distances, parts, stages)
 
 
-def calibrate(
-    runs: Sequence[Run], measured_s: Sequence[float], *, base: str = "generic"
-) -> Constants:
-    """Return constants with the most likely profile of these steps (maximum a posteriori).
+def _overflow_risk(peak: Numbers, low: Numbers, high: Numbers, limit: Numbers) -> Numbers:
+    """Return the probability that a peak with these ends of 90% is above the limit.
 
-    Given these times and the spread between frameworks.
-
-    Runs to predict have `CALIBRATED` as their framework. `base` is the framework that the profile
-    starts from. ValueError for fewer than three runs, or times that are not positive.
+    ln(peak) is taken as normal on either side of its middle.
     """
-    from scipy.optimize import least_squares  # half a second to import
-
-    times = np.asarray(measured_s, dtype=np.float64)
-    if (
-        len(runs) < MIN_RUNS
-        or len(times) != len(runs)
-        or not (np.isfinite(times) & (times > 0)).all()
-    ):
-        raise ValueError(
-            f"expected {MIN_RUNS} runs or more, each with a positive time; got {len(runs)} runs"
-        )
-    constants = load_constants()
-    columns = as_calibrated(runs)
-
-    def moved(shift: Numbers, unfused: float) -> Constants:
-        values = zip(SPREADS, np.exp(shift), strict=True)
-        changed = {
-            quantity: constants.value(quantity, base) * float(factor) for quantity, factor in values
-        }
-        return constants.with_profile(CALIBRATED, base, changed | {"unfused_attention": unfused})
-
-    def residuals(shift: Numbers, unfused: float) -> Numbers:
-        predicted = predict_step_s(columns.with_constants(moved(shift, unfused)))
-        return np.concatenate(
-            [soft_l1(np.log(predicted / times) / NOISE), shift / list(SPREADS.values())]
-        )
-
-    # A table of runs does not say whether attention is tiled: the better fit decides.
-    fits = [
-        (least_squares(residuals, np.zeros(len(SPREADS)), args=(unfused,)), unfused)
-        for unfused in (0.0, 1.0)
-    ]
-    best, unfused = min(fits, key=lambda fit: fit[0].cost)
-    return moved(best.x, unfused)
-
-
-def as_calibrated(runs: Sequence[Run], constants: Constants | None = None) -> Runs:
-    """A user's runs, of no published table, under the profile that `calibrate` fits."""
-    return Runs([replace(run, framework=CALIBRATED, table="") for run in runs], constants)
-
-
-def soft_l1(errors: Numbers) -> Numbers:
-    """Return residuals whose squares are twice the soft L1 loss.
-
-    So an outlier does not bend the others.
-    """
-    return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+    above = np.log(limit / peak) / np.maximum(np.log(high / peak), 1e-6)
+    below = np.log(limit / peak) / np.maximum(np.log(peak / low), 1e-6)
+    sigmas = SIGMAS * np.where(limit > peak, above, below)
+    return 1 / (1 + np.exp(1.79 * np.clip(sigmas, -20, 20)))  # exact at 0 and at 1.645
 
 
 def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -286,11 +235,21 @@ def _cells(predictions: Predictions) -> Iterator[dict[str, str]]:
             "step_high": f"{predictions.high_90[at]:.6g}",
             "mfu_percent": f"{100 * predictions.mfu[at]:.2f}",
             "peak_gib": f"{predictions.peak_gib[at]:.2f}",
-            "fits": str(int(predictions.fits[at])),
+            "peak_low": f"{predictions.peak_low[at]:.2f}",
+            "peak_high": f"{predictions.peak_high[at]:.2f}",
+            "fits": _fits_cell(predictions, at),
             "unstable": str(int(predictions.is_unstable[at])),
             "nearest": f"{key}, {away:.2g} away",
             "note": "; ".join(predictions.warnings(at)),
         }
+
+
+def _fits_cell(predictions: Predictions, at: int) -> str:
+    """1 if the upper end of memory fits, 0 if the lower end does not, else empty."""
+    if predictions.fits[at]:
+        return "1"
+    limit_gib = FITS_SHARE * predictions.runs.memory_gib[at]
+    return "0" if predictions.peak_low[at] > limit_gib else ""
 
 
 def _merge(row: Row, predicted: Mapping[str, str]) -> dict[str, str]:

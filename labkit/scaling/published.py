@@ -36,7 +36,7 @@ class PublishedRun(Run):
     key: str
     """File and line, "training_runs:17"."""
     status: str
-    """ok, or oom: out of memory."""
+    """ok; oom: out of memory; suspect: the job's network was broken."""
     step_s: float
     mfu: float
     """As printed, 0 to 1: conventions differ."""
@@ -71,7 +71,7 @@ def load_published() -> Runs:
             PublishedRun(
                 **vars(run),
                 key=f"{file}:{row.line}",
-                status=row.cells["status"],
+                status="suspect" if row.cells.get("suspect") else row.cells["status"],
                 step_s=row.step_s or np.nan,
                 mfu=float(row.cells.get("mfu_percent") or "nan") / 100,
                 reserved_gib=float(row.cells.get("peak_reserved_gib") or "nan"),
@@ -82,16 +82,16 @@ def load_published() -> Runs:
 
 
 def is_timed(published: Runs) -> Flags:
-    """Return which runs state the time of a step."""
-    return np.isfinite(published.step_s)
+    """Return which runs state the time of a step of a job that was not broken."""
+    return np.isfinite(published.step_s) & (published.status == "ok")
 
 
 @dataclass(frozen=True)
 class Ground:
     """Measured runs, and their limits by framework; those of `GENERIC` are of all runs.
 
-    Limits are the largest value of some columns, the "smallest" model, and 1 for each of
-    `layout_kinds` in use.
+    Limits are the largest value of some columns, the "smallest" model, and for each of
+    `layout_kinds` the largest number of GPUs it ran on, 0 if it never did.
     """
 
     runs: Runs
@@ -106,19 +106,13 @@ class Ground:
         """A framework's limits; those of all runs for an unknown one."""
         return self.limits.get(framework, self.limits[GENERIC])
 
-    def is_elsewhere(self, runs: Runs) -> Flags:
-        """Return whether each run is of no measured table."""
-        return ~np.isin(runs.table, self.runs.table)
-
 
 def measure_ground(published: Runs, rows: Flags) -> Ground:
     """The ground of the timed rows in a mask."""
     runs = published.take(rows & is_timed(published))
     names = set(runs.framework.tolist())
-    limits = {name: _limits(runs.take(runs.framework == name)) for name in names} | {
-        GENERIC: _limits(runs)
-    }
-    return Ground(runs, limits)
+    limits = {name: _limits(runs.take(runs.framework == name)) for name in names}
+    return Ground(runs, limits | {GENERIC: _limits(runs)})
 
 
 @cache
@@ -131,7 +125,10 @@ def _limits(runs: Runs) -> dict[str, float]:
     largest = {
         name: float(getattr(runs, name).max()) for name in ("gpus", "seq_len", "cp", "parameters")
     }
-    kinds = {name: float(is_used.any()) for name, is_used in layout_kinds(runs).items()}
+    kinds = {
+        name: float(np.max(runs.gpus, where=is_used, initial=0))
+        for name, is_used in layout_kinds(runs).items()
+    }
     return largest | {"smallest": float(runs.parameters.min())} | kinds
 
 

@@ -243,9 +243,7 @@ class Runs:
         """
         inside = np.maximum(self.gpus_per_node / (self.tp * self.cp), 1)
         replicas = np.where(self.shard == "hsdp", np.minimum(self.dp, inside), self.dp)
-        return np.where(
-            self.shard == "none", 1.0, np.minimum(replicas * self.cp, self["largest_shard_group"])
-        )
+        return np.where(self.shard == "none", 1.0, replicas * self.cp)
 
     @cached_property
     def sequence_share(self) -> Numbers:

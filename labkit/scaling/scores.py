@@ -34,7 +34,8 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 
     The rows are of `cross_validated.csv`.
 
-    `distance` is from measured runs; `high_over_low` is the interval's width.
+    `distance` is from measured runs; `high_over_low` is the interval's width; `situation` is what a
+    fold's fit knows of a run: its framework, only other frameworks, or no run on its GPU.
     """
     ratio = rows["predicted_s"] / rows["measured_s"]
     return rows.assign(
@@ -48,14 +49,15 @@ def judge(rows: pd.DataFrame) -> pd.DataFrame:
 def summarize(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
     """Count judged rows by these columns.
 
-    With median error and coverage in percent, and median width and distance.
+    With median error and coverage in percent, mean and median width, and median distance.
     """
     return rows.groupby(list(by), sort=False).agg(
         rows=("error_percent", "size"),
         median_error=("error_percent", "median"),
         error_of_nine_in_ten=("error_percent", lambda errors: errors.quantile(0.9)),
         covered=("is_covered", lambda covered: 100 * covered.mean()),
-        high_over_low=("high_over_low", "median"),
+        mean_width=("high_over_low", "mean"),
+        median_width=("high_over_low", "median"),
         distance=("distance", "median"),
     )
 
@@ -117,7 +119,7 @@ def compute_comm_ratio(runs: Runs) -> dict[str, Numbers]:
     """
     once = np.ones(len(runs))
     replicas = runs.dp * runs.cp
-    matmuls = step_time.matmuls_s(runs, once, once)
+    matmuls = step_time.matmuls_s(runs, once)
     ranks = communication.Group(runs, replicas, runs.tp)
     n_bytes = runs["gradient_bytes"] * runs.layer_parameters / runs.tp
     gathers = np.isin(runs.shard, ("zero3", "hsdp"))

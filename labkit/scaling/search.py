@@ -24,6 +24,8 @@ MIN_TOKENS = 4096
 CHUNKS = (2, 4)
 """Chunks per stage of interleaved schedules to try."""
 PROPOSED = 3
+RISK_EXPONENT = 0.25
+"""How strongly a risk of running out of memory counts against a layout."""
 CAUTION = 0.03
 """Share by which a layout must be faster, per unit of distance from measured runs."""
 
@@ -101,7 +103,7 @@ def rank(request: Request) -> Ranking:
     if reason := predictions.refusal_reason(nearest):
         raise ValueError(reason)
     preference = preference_s(predictions) * (1 + CAUTION * (away - away[nearest]))
-    is_candidate = predictions.fits & (away <= MAX_DISTANCE)
+    is_candidate = predictions.may_fit & (away <= MAX_DISTANCE)
     order = [int(row) for row in np.argsort(preference, kind="stable") if is_candidate[row]]
     return Ranking(predictions, order)
 
@@ -111,9 +113,10 @@ def preference_s(predictions: Predictions) -> Numbers:
 
     More with the chance of running out of memory, far more if unstable or too large.
     """
-    risk = 1 / (1 - np.minimum(predictions.out_of_memory, 0.99))
+    # all layouts share what is not known of a framework's memory, so risk counts little
+    risk = (1 - np.minimum(predictions.out_of_memory, 0.99)) ** -RISK_EXPONENT
     slow = np.where(predictions.is_unstable, 3.0, 1.0)  # published ones are 1.5 to 8 times slow
-    return predictions.step_s * risk * slow * np.where(predictions.fits, 1.0, 1e3)
+    return predictions.step_s * risk * slow * np.where(predictions.may_fit, 1.0, 1e3)
 
 
 def _layouts(request: Request) -> Iterator[Layout]:

@@ -1,7 +1,7 @@
 """The time of one optimizer step as a sum of named parts.
 
     step = m x slowest stage + (other stages) / vp + optimizer
-         + exposed data-parallel communication + stragglers
+         + exposed data-parallel communication
          + what nanotron's pipeline lost before a fix
 
 Letters in formulas: m micro-batches; T tokens and b sequences in one micro-batch on one rank; S
@@ -29,9 +29,6 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
     """Return seconds of each part of the step, which they add up to.
 
     Of collectives, only the exposed time.
-
-    Every node waits for the slowest; of n nodes whose times vary by a share s, it is late by about
-    s sqrt(2 ln n).
     """
     layer = _layer_s(runs)
     head = _head_s(runs)
@@ -46,8 +43,7 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         + exists * transfer[:, None]
     )
     slowest = np.arange(len(runs)), stage.argmax(axis=1)
-    busy, bubble = schedule_s(runs, stage)
-    spread = runs["node_spread"] * np.sqrt(2 * np.log(np.maximum(runs.nodes, 1)))
+    _, bubble = schedule_s(runs, stage)
     updated = rank_parameters(runs) / runs.shard_ranks
     return {
         name: runs.micro_batches * counts[slowest] * seconds for name, seconds in layer.items()
@@ -58,7 +54,6 @@ def breakdown(runs: Runs) -> dict[str, Numbers]:
         "bubble_s": bubble,
         "optimizer_s": updated * runs["optimizer_traffic"] / _memory_bytes_per_s(runs),
         "data_parallel_s": data_parallel_s(runs, stage[slowest]),
-        "straggler_s": spread * (busy + bubble),
     }
 
 
@@ -86,18 +81,16 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     that launches it. nanotron's engine adds CPU time per tensor-parallel rank to pipelines with
     tensor parallelism on several nodes.
     """
-    gemm, last, attention, elementwise = _forward_passes(runs)
+    gemm, attention, elementwise = _forward_passes(runs)
     exposed = runs["tp_exposed"] * np.where(runs.has("async_tp"), runs["async_tp_exposed"], 1.0)
     device = {
-        "gemm_s": matmuls_s(runs, gemm, last),
+        "gemm_s": matmuls_s(runs, gemm),
         "attention_s": attention_s(runs, attention),
         "elementwise_s": _elementwise_s(runs, elementwise),
         "tensor_parallel_s": tensor_parallel_s(runs, gemm) * exposed,
     }
-    both = soft_maximum(
-        device["attention_s"], context_ring_s(runs), softness=runs["overlap_softness"]
-    )
-    device["context_parallel_s"] = both - device["attention_s"]
+    # keys and values travel while attention computes with those before
+    device["context_parallel_s"] = np.maximum(context_ring_s(runs) - device["attention_s"], 0.0)
     running = np.sum(list(device.values()), axis=0)
     is_wide = (runs.pp > 1) & (runs.tp > 1) & (runs.nodes > 1)
     engine = np.where(is_wide, runs["engine_tp_s"] * runs.tp, 0.0)
@@ -105,31 +98,20 @@ def _layer_s(runs: Runs) -> dict[str, Numbers]:
     busy = np.where(
         runs.has("blocking_launch"), running + launching, np.maximum(running, launching)
     )
-    layer = soft_maximum(busy, parameter_gather_s(runs), softness=runs["overlap_softness"])
-    return device | {"launch_s": busy - running, "gather_s": layer - busy}
+    # the next layer's parameters are gathered while this one computes
+    gathering = np.maximum(parameter_gather_s(runs) - busy, 0.0)
+    return device | {"launch_s": busy - running, "gather_s": gathering}
 
 
-def soft_maximum(a: Numbers, b: Numbers, *, softness: Numbers) -> Numbers:
-    """Return (a^p + b^p)^(1/p), a soft maximum.
-
-    The maximum where one dominates, a little more where they are alike; never below it.
-    """
-    largest = np.maximum(np.maximum(a, b), 1e-30)
-    return np.asarray(
-        largest * ((a / largest) ** softness + (b / largest) ** softness) ** (1 / softness)
-    )
-
-
-def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers]:
     """Return how often a step runs the forward of each kind of operator, 1 to 2.
 
-    Matmuls, a layer's last matmul, attention, others.
+    Matmuls, attention, others.
 
     Full recomputation runs every forward twice; selective only attention (arXiv:2205.05198, section
     5), except in torchtitan, which keeps every second matmul and attention, and in fms, which
     recomputes a share of the layers. MaxText's save_qkv_proj keeps the query, key and value
-    matmuls. A layer's last matmul runs once if recomputation stops early (PyTorch's non-reentrant
-    checkpoints, dead code in XLA), since backward does not need its result.
+    matmuls.
     """
     full = runs.recompute == "full"
     selective = runs.recompute == "selective"
@@ -139,13 +121,12 @@ def _forward_passes(runs: Runs) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     gemm = np.select(
         [full & runs.has("save_qkv"), full, by_operator | by_layer], [0.8, 1.0, 0.5], 0.0
     )
-    stops = (runs["early_stop"] > 0) & ~runs.has("low_precision_master") & (full | by_layer)
     attention = np.select([full | only_attention, by_layer], [1.0, 0.5], 0.0)
     elementwise = np.select([full | by_operator, by_layer], [1.0, 0.5], 0.0)
-    return 1 + gemm, 1 + np.where(stops, 0.0, gemm), 1 + attention, 1 + elementwise
+    return 1 + gemm, 1 + attention, 1 + elementwise
 
 
-def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
+def matmuls_s(runs: Runs, forwards: Numbers) -> Numbers:
     """Query, key and value; output; into and out of the feed-forward part; and casts to fp8."""
     hidden = runs.hidden
     query = runs.query_width / runs.tp
@@ -153,8 +134,8 @@ def matmuls_s(runs: Runs, forwards: Numbers, last: Numbers) -> Numbers:
     matmuls = _training_matmul_s(runs, query + 2 * runs.kv_width / runs.tp, hidden, forwards)
     matmuls = matmuls + _training_matmul_s(runs, hidden, query, forwards)
     matmuls = matmuls + _training_matmul_s(runs, (1 + runs.ffn_gated) * ffn, hidden, forwards)
-    matmuls = (matmuls + _training_matmul_s(runs, hidden, ffn, last)) * runs["slowdown"]
-    return matmuls + np.where(runs.precision == "fp8", _casts_s(runs, forwards), 0.0)
+    matmuls = (matmuls + _training_matmul_s(runs, hidden, ffn, forwards)) * runs["slowdown"]
+    return matmuls + np.where(runs.has("fp8_rowwise"), _casts_s(runs, forwards), 0.0)
 
 
 def _training_matmul_s(
@@ -176,7 +157,7 @@ def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> N
     Arithmetic includes filling and draining: `gemm_k` more terms per sum, and `gemm_wave` more
     waves of 128 x 128 tiles. Both are latency, which fp8 does not shorten.
     """
-    rate = runs.peak_tflops * 1e12 * runs.clock_share * runs["gemm_efficiency"]
+    rate = _large_matmul_flops(runs)
     faster = np.where((runs.precision == "fp8") & fp8, runs.fp8_ratio * runs["fp8_efficiency"], 1.0)
     filling = (1 + runs["gemm_k"] / k) * (
         1 + runs["gemm_wave"] * runs.multiprocessors * 128**2 / (m * n)
@@ -186,26 +167,25 @@ def _matmul_s(runs: Runs, m: Numbers, n: Numbers, k: Numbers, *, fp8: bool) -> N
     return np.maximum(arithmetic, moved / _memory_bytes_per_s(runs))
 
 
+def _large_matmul_flops(runs: Runs) -> Numbers:
+    """Return FLOP/s of large bf16 matmuls: a share of the highest published rate."""
+    return runs.matmul_tflops * 1e12 * runs.clock_share * runs["gemm_efficiency"]
+
+
 def _memory_bytes_per_s(runs: Runs) -> Numbers:
     return runs.memory_gb_s * 1e9 * runs["memory_efficiency"]
 
 
 def _casts_s(runs: Runs, forwards: Numbers) -> Numbers:
-    """Return seconds of casts to fp8, which memory bounds.
+    """Return seconds of casts of every input and gradient to fp8, with a scale per row.
 
-    Weights each micro-batch; with a scale per row, every input and gradient as well.
-
-    Tensor-wise scales need no pass over activations: the cast is fused into the operator before it.
+    Memory bounds them. A scale per tensor needs no pass: the operator before it casts.
     """
-    hidden = runs.hidden
-    query = runs.query_width
-    ffn = runs.ffn
-    tp = runs.tp
-    weights = runs.layer_parameters / tp * runs["fp8_cast_traffic"]
-    inputs = 2 * hidden + (query + ffn) / tp
-    gradients = 2 * hidden + (query + 2 * runs.kv_width + (1 + runs.ffn_gated) * ffn) / tp
-    rows = runs.tokens * (inputs * forwards + gradients) * runs["fp8_rowwise_traffic"]
-    return (weights + np.where(runs.has("fp8_rowwise"), rows, 0.0)) / _memory_bytes_per_s(runs)
+    inputs = 2 * runs.hidden + (runs.query_width + runs.ffn) / runs.tp
+    wide = runs.query_width + 2 * runs.kv_width + (1 + runs.ffn_gated) * runs.ffn
+    gradients = 2 * runs.hidden + wide / runs.tp
+    moved = runs.tokens * (inputs * forwards + gradients) * runs["fp8_rowwise_traffic"]
+    return np.where(runs.precision == "fp8", moved / _memory_bytes_per_s(runs), 0.0)
 
 
 def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
@@ -220,11 +200,10 @@ def attention_s(runs: Runs, forwards: Numbers) -> Numbers:
     """
     scores = runs.micro_batch * runs.seq_len**2 / (runs.cp * runs.tp)
     flops = 4 * scores * runs.query_width
-    peak = runs.peak_tflops * 1e12 * runs.clock_share
-    tiled = 0.5 * flops * (forwards + 2.5) / (peak * runs["attention_efficiency"])
-    tiled = tiled * (1 + runs["attention_head"] / runs.head_dim)
+    best = runs.matmul_tflops * 1e12 * runs.clock_share
+    tiled = 0.5 * flops * (forwards + 2.5) / (best * runs["attention_efficiency"])
     aligned = np.where(runs.head_dim % 8 == 0, 1.0, runs["unaligned_rate"])
-    rate = peak * runs["gemm_efficiency"] * aligned
+    rate = _large_matmul_flops(runs) * aligned
     matmuls = flops * (forwards + 2) * (1 + runs["gemm_k"] / runs.head_dim) / rate
     moved = scores * runs.heads * (11 * forwards + 17) * runs["score_traffic"]
     unfused = matmuls + moved / _memory_bytes_per_s(runs)

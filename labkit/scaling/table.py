@@ -11,8 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from labkit.scaling import Count, Rate, validate
+from labkit.scaling.constants import find_framework
 from labkit.scaling.hardware import find_hardware
 from labkit.scaling.models import Model
 from labkit.scaling.runs import Layout, Run, impossible_reason
@@ -27,37 +29,13 @@ ENCODINGS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 SEPARATORS = (",", ";", "\t")
 _AMBIGUOUS = re.compile(r"\d{1,3},\d{3}")  # in a file with `;`: thousands, or decimals
 # where 2.345 may have decimals, whatever separates cells
-_FRACTIONS = ("step_s", "node_network_gbps")
+_FRACTIONS = ("step_s", "node_network_gbps", "measured_bus_bandwidth")
 
-_FRAMEWORKS = {
-    **{
-        "nanotron": "nanotron",
-        "vtrain_multinode": "vtrain",
-        "vtrain_singlenode": "vtrain_node",
-        "mosaic": "mosaic",
-    },
-    **{
-        "dgxc": "nemo",
-        "megatron": "megatron",
-        "torchtitan": "torchtitan",
-        "fms": "fms",
-        "titan_blog": "torchtitan",
-    },
-    **{
-        "nemo_b200_log": "nemo",
-        "dgxc_example": "nemo",
-        "bigscience": "vtrain",
-        "dlperf_megatron": "vtrain",
-    },
-    "internevo": "internevo",
-}
-"""Published table -> framework."""
 _SHARDS = {"distributed optimizer": "zero1", "fsdp": "zero3", "ddp": "none"}
 NOTES = {
     "async tp": "async_tp",
     "rowwise": "fp8_rowwise",
     "before a fix": "old_pipeline",
-    "after a fix": "new_pipeline",
     "16-bit master": "low_precision_master",
     "CUDA_LAUNCH_BLOCKING=1": "blocking_launch",
 }
@@ -76,6 +54,7 @@ class _Site:
     seq_len: Count
     gpus_per_node: Count | None = None
     node_network_gbps: Rate | None = None
+    measured_bus_bandwidth: Rate | None = None
     step_s: Rate | None = None
 
 
@@ -92,8 +71,8 @@ class Row:
     """Measured seconds of a step."""
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read every row of the file; `-` is standard input.
+def read_rows(path: Path, defaults: Mapping[str, str] = MappingProxyType({})) -> list[Row]:
+    """Read every row of the file; `-` is standard input. `defaults` fill empty cells.
 
     ValueError for another kind of file or a missing column.
     """
@@ -112,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
     filled = [(line, row) for line, row in content[1 + bool(stated) :] if any(map(str.strip, row))]
     if not filled:
         raise ValueError(f"{name} has no rows")
-    return [_row(line, columns, row, separator) for line, row in filled]
+    return [_row(line, columns, row, separator, defaults) for line, row in filled]
 
 
 def _decode(content: bytes, name: str) -> str:
@@ -148,14 +127,20 @@ def _columns(header: Sequence[str], name: str) -> list[str]:
     return columns
 
 
-def _row(line: int, columns: Sequence[str], row: Sequence[str], separator: str) -> Row:
+def _row(
+    line: int,
+    columns: Sequence[str],
+    row: Sequence[str],
+    separator: str,
+    defaults: Mapping[str, str],
+) -> Row:
     texts = {name: cell.strip() for name, cell in zip(columns, row, strict=False) if name}
     if len(row) > len(columns) and any(cell.strip() for cell in row[len(columns) :]):
         return Row(line, texts, None, "more cells than columns")
     assumptions: list[str] = []
     try:
         plain = {name: _plain(name, text, separator) for name, text in texts.items() if text}
-        run, step_s = _read_run(plain, assumptions)
+        run, step_s = _read_run({**defaults, **plain}, assumptions)
     except ValueError as error:
         return Row(line, texts, None, str(error))
     return Row(line, texts, run, assumptions=assumptions, step_s=step_s)
@@ -194,6 +179,8 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
         raise ValueError(
             "no run with optimizer states on the CPU was published; the nearest is zero3 without it"
         )
+    if re.search(r"\blora\b|\bqlora\b", note, re.IGNORECASE):
+        raise ValueError("LoRA is not modeled; the nearest is training all parameters")
     if missing := [name for name in REQUIRED if name not in texts and name != "micro_batch"]:
         raise ValueError(f"expected {missing[0]} to be stated")
     recompute, options = _recompute(texts, assumptions)
@@ -218,7 +205,9 @@ def _read_run(texts: Mapping[str, str], assumptions: list[str]) -> tuple[Run, fl
     assumptions += [words for name, words in defaults.items() if name not in texts]
     hardware = find_hardware(site.gpu)
     hardware = hardware.with_network(
-        network_gbps=site.node_network_gbps, gpus_per_node=site.gpus_per_node
+        network_gbps=site.node_network_gbps,
+        gpus_per_node=site.gpus_per_node,
+        bus_gb_s=site.measured_bus_bandwidth,
     )
     hardware.check_precision(layout.precision)
     if layout.gpus != site.gpus:
@@ -236,16 +225,17 @@ def _find_framework(texts: Mapping[str, str], assumptions: list[str]) -> str:
 
     "generic" for an unknown one.
     """
-    frameworks = {*_FRAMEWORKS.values(), "maxtext", "generic"}
-    if name := texts.get("framework"):
-        assumptions += [] if name in frameworks else [f"no published run of {name[:40]}"]
-        return name
+    name = texts.get("framework", "")
+    framework = find_framework(name or texts.get("group", ""))
+    if name and framework is None:
+        assumptions.append(f"no published run of {name[:40]}")
+    elif name and framework != name:
+        assumptions.append(f"{name[:40]} is like {framework}")
     if "maxtext" in texts.get("recompute", ""):
         return "maxtext"
-    group = texts.get("group", "")
-    if group == "megatron" and not texts.get("gpu", "").startswith("A100"):
+    if framework == "megatron" and not texts.get("gpu", "").startswith("A100"):
         return "nemo"  # Megatron-Core, as NeMo
-    return _FRAMEWORKS.get(group, group if group in frameworks else "generic")
+    return framework or "generic"
 
 
 def _precision(words: str) -> str:

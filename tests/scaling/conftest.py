@@ -31,13 +31,19 @@ def faster(one, **changes):
     values = {
         names[name]: getattr(one.hardware, names[name]) * factor for name, factor in changes.items()
     }
+    if "peak" in changes:
+        values["matmul_tflops"] = one.hardware.matmul_tflops * changes["peak"]
     return replace(one, hardware=replace(one.hardware, **values))
+
+
+def at_peak(one):
+    """The same run on a GPU whose best matmuls reach its peak."""
+    return replace(one, hardware=replace(one.hardware, matmul_tflops=one.hardware.peak_tflops))
 
 
 ONES = {
     "slowdown",
     "attention_slowdown",
-    "matmul_ceiling",
     "gemm_efficiency",
     "attention_efficiency",
 }
@@ -45,11 +51,9 @@ ONES |= {"link_efficiency", "network_efficiency", "memory_efficiency"}
 ZEROS = {
     "gemm_k",
     "gemm_wave",
-    "attention_head",
     "nccl_call_s",
     "network_step_s",
     "launch_s",
-    "node_spread",
 }
 
 

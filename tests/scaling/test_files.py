@@ -58,6 +58,7 @@ WRONG = [
         "too far from every published run",
     ),
     ({"note": "optimizer states kept on the CPU"}, "nearest is zero3"),
+    ({"note": "LoRA of rank 16"}, "nearest is training all parameters"),
     ({"layers": "900000000", "pp": "100000000", "gpus": "800000000"}, "pp of at most 512"),
 ]
 
@@ -173,6 +174,18 @@ def test_the_command_writes_predictions_and_names_refused_rows(tmp_path, command
     for name, words in (("out.csv", "output of labkit predict"), ("none.csv", "No such file")):
         status, _, complaints = command("predict", str(tmp_path / name))
         assert (status, words in complaints, "Traceback" in complaints) == (2, True, False)
+
+
+def test_a_measured_bandwidth_is_a_column_or_an_option(tmp_path, command):
+    nodes = GOOD | {"gpus": "64", "dp": "64", "global_batch": "256"}
+    slow = {**nodes, "measured_bus_bandwidth": "10"}
+    fast = {**nodes, "measured_bus_bandwidth": ""}
+    first, second = predict_rows(read_rows(_file(tmp_path, _text([slow, fast]))))
+    assert float(first["step_s"]) > 1.3 * float(second["step_s"])
+    path = _file(tmp_path, _text([nodes]))
+    status, out, _ = command("predict", str(path), "--measured-bus-bandwidth", "10")
+    assert status == 0
+    assert next(csv.DictReader(io.StringIO(out)))["step_s"] == first["step_s"]
 
 
 def test_a_terminal_without_unicode_gets_the_table_all_the_same(tmp_path):

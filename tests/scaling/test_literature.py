@@ -9,7 +9,7 @@ from labkit.scaling.models import Model, step_flops
 from labkit.scaling.runs import Runs
 from labkit.scaling.scores import compute_comm_ratio
 from labkit.scaling.step_time import predict_step_s, schedule_s
-from tests.scaling.conftest import ideal_constants, run
+from tests.scaling.conftest import at_peak, ideal_constants, run
 
 GIB = 2**30
 
@@ -155,6 +155,6 @@ def test_nccl_in_a_node_of_a100():
     ],
 )
 def test_when_parallelism_breaks_even(one, kind, ratio):
-    ratios = compute_comm_ratio(Runs([one], ideal_constants()))
+    ratios = compute_comm_ratio(Runs([at_peak(one)], ideal_constants()))
     assert ratios[kind][0] == pytest.approx(ratio, rel=0.01)
     assert {name for name, values in ratios.items() if np.isfinite(values[0])} == {kind}

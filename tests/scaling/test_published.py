@@ -11,33 +11,31 @@ import pytest
 
 from labkit.scaling import memory
 from labkit.scaling.constants import read_constants
-from labkit.scaling.prediction import predict, predict_runs
+from labkit.scaling.hardware import HARDWARE
+from labkit.scaling.prediction import FITS_SHARE, predict, predict_runs
 from labkit.scaling.published import held_out_s, is_timed, nearest, nearest_keys
 from labkit.scaling.scores import held_out
 from tests.scaling.conftest import LLAMA_8B, run
 
-# by fold: largest median error in percent, least share of rows inside the intervals, largest median
-# of high over low
+# by fold: largest median error in percent, least share of rows inside the intervals
 BOUNDS = {
-    **{
-        "beyond 64 GPUs": (9, 0.9, 2),
-        "beyond 32 GPUs": (10, 0.9, 2.2),
-        "beyond 512 GPUs": (6, 0.9, 1.5),
-    },
-    **{"without the largest scale": (11, 0.88, 1.8), "without the largest models": (11, 0.85, 2)},
-    **{"beyond 8192 tokens": (12, 0.9, 2.2), "without the sharding": (10, 0.9, 3.5)},
-    # these leave whole frameworks out, and nanotron is slower than any other
-    **{"without the framework": (20, 0.9, 7.5), "without the source": (11, 0.9, 6)},
-    **{"without the source, beyond 64 GPUs": (11, 0.9, 6)},
-    **{"without the GPU": (12, 0.9, 6.5), "without the GPU generation": (12, 0.9, 6.5)},
-    **{"without the model": (7, 0.85, 1.8), "without the run": (7, 0.9, 1.8)},
+    "beyond 64 GPUs": (8, 0.9),
+    "beyond 32 GPUs": (9.5, 0.88),
+    "beyond 512 GPUs": (6, 0.9),
+    "without the largest scale": (8, 0.88),
+    "without the largest models": (11, 0.9),
+    "beyond 8192 tokens": (10, 0.9),
+    "without the sharding": (10, 0.9),
+    "without the framework": (15, 0.9),
+    "without the source": (11, 0.9),
+    "without the source, beyond 64 GPUs": (11, 0.9),
+    "without the GPU": (12, 0.9),
+    "without the GPU generation": (12, 0.9),
+    "without the model": (6.9, 0.88),
+    "without the run": (6.9, 0.86),
 }
-MOST = {
-    "beyond 64 GPUs": 0.97,
-    "beyond 32 GPUs": 0.97,
-    "without the framework": 0.97,
-    "without the model": 0.95,
-}
+# by what a fold's fit knows: largest mean of high over low
+WIDTHS = {"known framework": 2, "unknown framework": 5.7, "new GPU": 5}
 MIN_ROWS = 30
 
 
@@ -49,37 +47,86 @@ def predictions(published):
 @pytest.mark.parametrize("fold", BOUNDS)
 def test_runs_that_a_fit_had_left_out_are_predicted_and_covered(fold):
     rows = held_out().query("fold == @fold")
-    median, least, width = BOUNDS[fold]
+    median, least = BOUNDS[fold]
     assert rows["error_percent"].median() <= median
     assert rows["is_covered"].mean() >= least
-    assert rows["high_over_low"].median() <= width
-    assert rows[rows["gpus"] >= 1000]["is_covered"].mean() >= 0.8
-    by_gpus = rows.groupby(["table", "gpus"])["is_covered"].agg(["size", "mean"])
-    by_gpus = by_gpus[by_gpus["size"] >= MIN_ROWS]["mean"]
-    assert rows["is_covered"].mean() <= MOST.get(fold, 1)
-    if fold in ("beyond 64 GPUs", "beyond 32 GPUs"):
-        assert by_gpus.between(0.82, 0.97).all()
-    if fold == "without the model":
-        assert rows[rows["table"] == "nanotron"]["error_percent"].median() <= 8
-    if fold in ("without the model", "without the framework"):
-        assert (by_gpus >= 0.82).all()
+    for cell in (["table"], ["table", "gpus"]):
+        shares = rows.groupby(cell)["is_covered"].agg(["size", "mean"])
+        assert (shares[shares["size"] >= MIN_ROWS]["mean"] >= 0.78).all()
+
+
+def test_intervals_are_as_narrow_as_what_is_known_allows():
+    rows = held_out()
+    assert 0.85 <= rows["is_covered"].mean() <= 0.95
+    widths = rows.groupby("situation")["high_over_low"].mean()
+    assert set(widths.index) == set(WIDTHS)
+    assert all(widths[situation] <= most for situation, most in WIDTHS.items())
 
 
 def test_nothing_is_predicted_to_be_faster_than_published_matmuls(published, predictions):
-    ceiling = published["matmul_ceiling"]
-    fastest = predictions.mfu * predictions.step_s / predictions.low_90
-    assert (fastest <= ceiling * (1 + 1e-9)).all()
-    assert (published.mfu[is_timed(published) & (published.table == "mosaic")] < 0.83).all()
+    for tflops, is_fp8 in (("matmul_tflops", False), ("fp8_matmul_tflops", True)):
+        rows = (published.precision == "fp8") == is_fp8
+        peak = published.peak_tflops * np.where(is_fp8, published.fp8_ratio, 1)
+        ceiling = getattr(published, tflops) / peak
+        fastest = predictions.mfu * predictions.step_s / predictions.low_90
+        assert (fastest <= ceiling * (1 + 1e-9))[rows].all()
+
+
+@pytest.mark.parametrize("card", HARDWARE.values(), ids=lambda card: card.name)
+def test_every_gpu_has_a_matmul_rate_with_a_source(card):
+    assert 0.5 * card.peak_tflops < card.matmul_tflops <= card.peak_tflops
+    assert card.fp8_matmul_tflops <= card.peak_tflops * card.fp8_ratio
+    assert card.matmul_source
+    assert (card.fp8_matmul_tflops > 0) == (card.fp8_ratio > 1)
+
+
+def test_a_gb300_is_a_fifth_faster_than_a_gb200():
+    layout = {"dp": 8, "global_batch": 512, "shard": "zero1", "framework": "nemo"}
+    slow, fast = (predict(run(LLAMA_8B, gpu, **layout)).step_s for gpu in ("gb200", "gb300"))
+    assert 1.1 <= slow / fast <= 1.25
+
+
+def test_broken_jobs_are_neither_fitted_nor_judged_nor_shown(published):
+    suspect = published.status == "suspect"
+    assert suspect.sum() == 63
+    assert not (suspect & is_timed(published)).any()
+    keys = set(published.key[suspect])
+    assert not keys & set(held_out()["key"])
+    near = nearest(published.origin[int(np.flatnonzero(suspect)[0])])
+    assert not keys & {row.run.key for row in near}
+
+
+def test_a_measured_bandwidth_slows_what_crosses_nodes_alone():
+    wide = run(dp=64, global_batch=64)
+    inside = run(dp=8, global_batch=8)
+
+    def slower(one, bus_gb_s):
+        measured = one.hardware.with_network(bus_gb_s=bus_gb_s)
+        return predict(replace(one, hardware=measured)).step_s / predict(one).step_s
+
+    assert slower(wide, 20) > 1.5
+    assert slower(wide, 340) == pytest.approx(1, abs=0.1)
+    assert slower(inside, 20) == 1
 
 
 def test_memory(published, predictions):
-    rows = np.char.startswith(published.key, "training_runs")
-    assert (predictions.fits == (published.status == "ok"))[rows].mean() >= 0.97
-    nanotron = published.table == "nanotron"
-    first_stage = sum(part[:, 0] for part in predictions.stages.values())
-    reserved = np.abs(first_stage / memory.GIB / published.reserved_gib - 1)
-    assert np.nanmedian(reserved[nanotron]) < 0.07
-    assert np.nanpercentile(reserved[nanotron], 90) < 0.18
+    is_oom = published.status == "oom"
+    too_large = predictions.peak_low > FITS_SHARE * published.memory_gib
+    answered = predictions.fits | too_large
+    for table, least in (("nanotron", 0.85), ("bigscience", 0.3)):
+        rows = (published.table == table) & answered
+        assert rows.sum() >= least * (published.table == table).sum()
+        assert (too_large == is_oom)[rows].mean() >= 0.95
+    first_stage = sum(part[:, 0] for part in predictions.stages.values()) / memory.GIB
+    is_first = published.table == "nanotron"
+    scale = published.reserved_gib / np.where(is_first, first_stage, predictions.peak_gib)
+    peak = scale * predictions.peak_gib
+    is_covered = (predictions.peak_low <= peak) & (peak <= predictions.peak_high)
+    for table in ("nanotron", "simumax"):
+        rows = (published.table == table) & np.isfinite(peak)
+        assert 0.85 <= is_covered[rows].mean() <= 0.97
+    assert is_covered[np.isfinite(peak)].mean() >= 0.85
+    assert np.nanmedian(np.abs(1 / scale - 1)[is_first]) < 0.07
 
 
 def test_every_constant_has_a_source():
@@ -87,7 +134,7 @@ def test_every_constant_has_a_source():
     assert len({constant.name for constant in constants}) == len(constants)
     assert all(constant.source and constant.value >= 0 for constant in constants)
     fitted = [constant for constant in constants if constant.is_fitted]
-    assert len(fitted) <= 29
+    assert len(fitted) <= 26
     assert all(constant.low <= constant.value <= constant.high for constant in fitted)
 
 
@@ -98,7 +145,7 @@ def _predict(gpu="h100", seq_len=8192, framework="nemo", **layout):
 WIDER = {
     "more GPUs": (
         {"dp": 16384, "global_batch": 16384},
-        "extrapolated: 16384 GPUs, fitted up to 2304 with nemo",
+        "extrapolated: 16384 GPUs, such layouts fitted up to 2304 with nemo",
     ),
     "another framework": ({"framework": "generic"}, "framework without published runs"),
     "another GPU": ({"gpu": "mi300x"}, "no published run on cdna3 GPUs"),
@@ -113,9 +160,9 @@ def test_intervals_widen_with_the_distance_and_the_answer_says_so(case):
     usual = {"dp": 1024, "global_batch": 1024, "shard": "zero1", "recompute": "full"}
     near = _predict(**usual)
     far = _predict(**usual | changes)
-    assert near.warnings == ()
+    assert not any("extrapolated" in warning for warning in near.warnings)
     assert any(words in warning for warning in far.warnings)
-    assert far.distance > near.distance
+    assert (far.distance > near.distance) == (case != "another framework")
     widths = [one.interval_90[1] / one.interval_90[0] for one in (near, far)]
     assert widths[1] > 1.05 * widths[0] or far.mfu > 0.8  # at the ceiling there is no room below
 
@@ -128,18 +175,6 @@ def test_intervals_widen_from_a_published_table_to_another_source_and_an_unknown
         np.array(ends) for ends in zip(*(predict(one).interval_90 for one in kinds), strict=True)
     )
     assert (np.diff(high / low) > 0.1).all()
-
-
-def test_an_unknown_pipeline_engine_is_in_the_interval():
-    """nanotron's pipelines on several nodes ran one of two engines; the upper end is the slow
-    one's."""
-    layout = {"framework": "nanotron", "pp": 8, "dp": 8, "global_batch": 256, "shard": "zero1"}
-    unknown, slow, fast = (
-        _predict(**layout, options=frozenset(options))
-        for options in ([], ["old_pipeline"], ["new_pipeline"])
-    )
-    assert unknown.step_s == fast.step_s < slow.step_s < unknown.interval_90[1]
-    assert fast.interval_90[1] < slow.step_s
 
 
 @pytest.fixture
@@ -161,7 +196,7 @@ def test_every_fold_has_bounds_judges_some_runs_and_is_fitted_to_others(publishe
 
 def test_a_fold_that_is_fitted_again_predicts_what_is_committed(published, fit_scaling):
     (fold,) = (fold for fold in fit_scaling.make_folds(published) if fold.name == "beyond 32 GPUs")
-    columns = fit_scaling.cross_validate(published, fold, np.zeros(len(published), dtype=bool))
+    columns = fit_scaling.cross_validate(published, fold)
     expected = held_out_s(fold.name)[columns["row"].to_numpy()]
     assert columns["predicted_s"].to_numpy() == pytest.approx(expected, rel=0.02)
 

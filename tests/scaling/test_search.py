@@ -30,7 +30,7 @@ def test_the_ranking_fits_is_possible_and_proposes_different_arrangements(model,
     ranking = rank(request(model, gpus))
     predictions = [ranking.predictions.prediction(row) for row in ranking.order]
     assert all(impossible_reason(one.layout, model, 4096) is None for one in predictions)
-    assert all(one.layout.gpus == gpus and one.fits for one in predictions)
+    assert all(one.layout.gpus == gpus and one.may_fit for one in predictions)
     best = ranking.first()
     proposed = ranking.proposed()
     assert best.step_s == pytest.approx(predict(Run(model, H100, best.layout, 4096)).step_s)

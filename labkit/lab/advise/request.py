@@ -12,10 +12,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from labkit.lab.project import kind_of_path
 from labkit.scaling import first_problem
 from labkit.scaling.advice import round_batch
+from labkit.scaling.calibration import CALIBRATED, as_calibrated, calibrate
+from labkit.scaling.constants import find_framework
 from labkit.scaling.hardware import Hardware, find_hardware
 from labkit.scaling.models import find_model, read_model
-from labkit.scaling.prediction import CALIBRATED, as_calibrated, calibrate, predict_runs
-from labkit.scaling.published import load_ground
+from labkit.scaling.prediction import predict_runs
+from labkit.scaling.published import GENERIC, load_ground
 from labkit.scaling.runs import Run
 from labkit.scaling.search import Request
 from labkit.scaling.table import read_rows
@@ -53,54 +55,31 @@ Percent = Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=100)]
 
 
 class Options(BaseModel, extra="forbid", frozen=True):
-    """Options of a question; None if left out."""
+    """Options of a question, as `labkit advise --help` describes them; None if left out."""
 
-    model: str | None = Field(
-        None, description="A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json."
-    )
-    gpus: Gpus | None = Field(None, description="Number of GPUs.")
-    gpu: str | None = Field(None, description="GPU: h100, a100-40gb, h200, b200, mi300x, 4090, ...")
-    gpus_per_node: Gpus | None = Field(None, description="GPUs that share a node; default 8.")
-    network_gbps: Amount | None = Field(
-        None, description="Gbit/s of all links of a node, in one direction."
-    )
-    tokens_per_step: Amount | None = Field(
-        None, description="Tokens per step of all GPUs together; default 4M."
-    )
-    sequence: Whole | None = Field(None, description="Tokens per sequence; default 4096.")
-    precision: Literal["bf16", "fp16", "fp8"] | None = Field(
-        None, description="bf16, fp16 or fp8; default bf16."
-    )
-    memory_reserve: Gib | None = Field(
-        None, description="Memory of each GPU to leave free, such as 8GiB."
-    )
-    tokens: Amount | None = Field(
-        None, description="Tokens to train on, such as 15T; default 20 per parameter."
-    )
-    framework: str | None = Field(
-        None, description="Framework: nanotron, nemo, torchtitan, mosaic, megatron, ..."
-    )
-    calibrate: str | None = Field(
-        None, description="A CSV of three or more of your runs, with step_s."
-    )
-    tokens_per_second: Amount | None = Field(
-        None, description="With --explain: measured rate of all GPUs."
-    )
-    mfu: Percent | None = Field(None, description="With --explain: measured MFU in percent.")
-    tp: Whole | None = Field(
-        None, description="Tensor-parallel ranks. This and the following are searched unless set."
-    )
-    pp: Whole | None = Field(None, description="Pipeline stages.")
-    vp: Whole | None = Field(None, description="Chunks per stage.")
-    cp: Whole | None = Field(None, description="Context-parallel ranks.")
-    dp: Whole | None = Field(None, description="Data-parallel ranks.")
-    shard: Literal["none", "zero1", "zero2", "zero3", "hsdp"] | None = Field(
-        None, description="Sharding: none, zero1, zero2, zero3 or hsdp."
-    )
-    micro_batch: Whole | None = Field(None, description="Sequences per micro-batch of a rank.")
-    recompute: Literal["none", "selective", "full"] | None = Field(
-        None, description="none, selective or full."
-    )
+    model: str | None = None
+    gpus: Gpus | None = None
+    gpu: str | None = None
+    gpus_per_node: Gpus | None = None
+    network_gbps: Amount | None = None
+    measured_bus_bandwidth: Amount | None = None
+    tokens_per_step: Amount | None = None
+    sequence: Whole | None = None
+    precision: Literal["bf16", "fp16", "fp8"] | None = None
+    memory_reserve: Gib | None = None
+    tokens: Amount | None = None
+    framework: str | None = None
+    calibrate: str | None = None
+    tokens_per_second: Amount | None = None
+    mfu: Percent | None = None
+    tp: Whole | None = None
+    pp: Whole | None = None
+    vp: Whole | None = None
+    cp: Whole | None = None
+    dp: Whole | None = None
+    shard: Literal["none", "zero1", "zero2", "zero3", "hsdp"] | None = None
+    micro_batch: Whole | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
 
     def named(self, *names: str) -> dict[str, Any]:
         """Options that are set, of these names or of all."""
@@ -162,6 +141,10 @@ def make_request(options: Options) -> AdviceRequest:
         read_model(Path(name)) if name.endswith(".json") or kind_of_path(name) else find_model(name)
     )
     hardware, gpus = _hardware(options)
+    if options.measured_bus_bandwidth and gpus <= hardware.gpus_per_node:
+        raise ValueError(
+            "expected --measured-bus-bandwidth with several nodes: these GPUs share one"
+        )
     seq_len = options.sequence or SEQUENCE
     tokens = options.tokens_per_step or TOKENS_PER_STEP
     if options.tokens is None:
@@ -169,11 +152,7 @@ def make_request(options: Options) -> AdviceRequest:
     global_batch = round_batch(tokens, seq_len, gpus)
     if global_batch * seq_len != tokens:
         assumptions.append(f"{global_batch} sequences per step, so that they divide")
-    framework = options.framework or "generic"
-    if framework not in (profiles := ("generic", *sorted(load_ground().frameworks))):
-        raise ValueError(
-            f"expected --framework among {', '.join(profiles)}; got {framework[:40]!r}"
-        )
+    framework = _framework(options.framework, assumptions)
     request = Request(
         model=model,
         hardware=hardware,
@@ -195,6 +174,25 @@ def make_request(options: Options) -> AdviceRequest:
     )
 
 
+def _framework(name: str | None, assumptions: list[str]) -> str:
+    """Return the published framework that is meant, or nearest.
+
+    ValueError for one that is near none.
+    """
+    if name is None:
+        return GENERIC
+    framework = find_framework(name)
+    if framework is None:
+        known = ", ".join(sorted(load_ground().frameworks))
+        raise ValueError(
+            f"expected --framework among {known}; got {name[:40]!r}: leave it out, or name the one"
+            " whose code is nearest"
+        )
+    if framework != name.lower():
+        assumptions.append(f"{name[:40]} is like {framework}")
+    return framework
+
+
 def _hardware(options: Options) -> tuple[Hardware, int]:
     """Return hardware and number of GPUs.
 
@@ -203,7 +201,9 @@ def _hardware(options: Options) -> tuple[Hardware, int]:
     if options.gpu is None or options.gpus is None:
         raise ValueError("expected --gpu and --gpus: which GPUs, and how many")
     hardware = find_hardware(options.gpu).with_network(
-        network_gbps=options.network_gbps, gpus_per_node=options.gpus_per_node
+        network_gbps=options.network_gbps,
+        gpus_per_node=options.gpus_per_node,
+        bus_gb_s=options.measured_bus_bandwidth,
     )
     hardware.check_precision(options.precision or "bf16")
     if (options.memory_reserve or 0.0) >= hardware.memory_gib:

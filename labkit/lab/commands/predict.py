@@ -25,6 +25,14 @@ def predict(
     output: Annotated[
         Path | None, typer.Option(help="File of the predictions.", show_default="printed")
     ] = None,
+    measured_bus_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            help="GB/s of an all-reduce over all nodes (busbw of nccl-tests), of rows without it.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
     ] = False,
@@ -34,7 +42,12 @@ def predict(
     from labkit.scaling.table import read_rows
 
     try:
-        table = read_rows(rows)
+        defaults = (
+            {}
+            if measured_bus_bandwidth is None
+            else {"measured_bus_bandwidth": f"{measured_bus_bandwidth:g}"}
+        )
+        table = read_rows(rows, defaults)
         predicted = predict_rows(table)
         if as_json:
             print_json(
