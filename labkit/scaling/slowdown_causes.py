@@ -1,4 +1,4 @@
-"""Why a training is slower than predicted: conventions, and the six likeliest causes.
+"""Why a training is slow: against its prediction and the nearest measured runs, and likely causes.
 
 The causes are those that public threads name most.
 """
@@ -6,9 +6,12 @@ The causes are those that public threads name most.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from labkit.scaling.communication import Group
+from labkit.scaling.intervals import peak_s
 from labkit.scaling.models import step_flops
 from labkit.scaling.prediction import Prediction, predict
-from labkit.scaling.runs import Layout
+from labkit.scaling.published import Neighbor, nearest
+from labkit.scaling.runs import Layout, Runs
 from labkit.scaling.search import Request, rank
 
 SAME = 0.1
@@ -18,6 +21,12 @@ FLOAT32_SLOWER = 16.0
 PCIE_GB_S = 25.0
 SHORT_SEQUENCE = 512
 """Tokens per sequence that a program may have as its default."""
+LIKE_YOURS = 4.0
+"""Distance up to which a published run is like the user's."""
+BELOW = 0.95
+"""Share of the least MFU of runs like the user's below which a run is slow."""
+FASTER = 1.1
+"""Another layout is worth a word from this factor up."""
 MATTERS = 0.97
 """Share of the predicted MFU; what leaves more is no cause."""
 
@@ -43,6 +52,10 @@ class Diagnosis:
     conventions: Mapping[str, float]
     """Ways to count MFU, labkit's first, and this throughput by each."""
     reported_mfu: float | None
+    neighbors: Sequence[Neighbor]
+    """The nearest published runs."""
+    other_layout: Prediction | None
+    """A layout that is clearly faster than the one that the user fixed."""
     causes: Sequence[Cause] = ()
     """Causes that could explain everything first, then by the share that they explain."""
 
@@ -52,6 +65,22 @@ class Diagnosis:
         low_s, high_s = self.expected.interval_90
         flops = self.expected.mfu * self.expected.step_s
         return flops / high_s, flops / low_s
+
+    @property
+    def neighbor_mfu(self) -> tuple[float, float] | None:
+        """Least and largest MFU of the published runs like this one, by labkit's convention."""
+        alike = [row.run for row in self.neighbors if row.distance <= LIKE_YOURS]
+        if not alike:
+            return None
+        runs = Runs(alike)
+        reached = peak_s(runs) / runs.step_s
+        return float(reached.min()), float(reached.max())
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the step is longer than predicted, or than in runs like this one."""
+        least = self.neighbor_mfu[0] if self.neighbor_mfu else 0.0
+        return self.step_s > self.expected.interval_90[1] or self.mfu < BELOW * least
 
     @property
     def convention(self) -> str | None:
@@ -87,7 +116,8 @@ def explain(
     """
     if not any(value is not None and 0 < value < float("inf") for value in (tokens_per_s, mfu)):
         raise ValueError("expected the tokens per second or the MFU that was measured, above zero")
-    expected = rank(request).first()
+    unmeasured = replace(request, hardware=replace(request.hardware, bus_gb_s=0.0))
+    expected = rank(unmeasured).first()
     step_s = (
         request.tokens / tokens_per_s
         if tokens_per_s
@@ -96,29 +126,47 @@ def explain(
     measured = expected.mfu * expected.step_s / step_s
     conventions = _conventions(request, expected.layout, measured)
     reported = mfu if tokens_per_s else None
-    diagnosis = Diagnosis(request, expected, step_s, measured, conventions, reported)
+    neighbors = nearest(request.run(expected.layout))
+    other = _faster_layout(unmeasured, expected)
+    diagnosis = Diagnosis(
+        request, expected, step_s, measured, conventions, reported, neighbors, other
+    )
     if measured >= expected.mfu:
         return diagnosis
     causes = [
         cause
-        for cause in _causes(request, expected, unspecified)
+        for cause in _causes(unmeasured, expected, unspecified, request.hardware.bus_gb_s)
         if cause.mfu < MATTERS * expected.mfu
     ]
     return replace(diagnosis, causes=sorted(causes, key=lambda cause: -diagnosis.share(cause)))
+
+
+def _faster_layout(request: Request, expected: Prediction) -> Prediction | None:
+    """The best layout with no field fixed, if it is clearly faster than the best with them."""
+    if not request.fixed:
+        return None
+    best = rank(replace(request, fixed={})).first()
+    return best if best.may_fit and expected.step_s > FASTER * best.step_s else None
+
+
+def causal_share(request: Request) -> float:
+    """FLOPs of a step with the causal half of attention's scores, over those with all."""
+    half, whole = (
+        step_flops(request.model, seq_len=request.seq_len, sequences=1, causal=causal)
+        for causal in (True, False)
+    )
+    return float(half / whole)
 
 
 def _conventions(request: Request, layout: Layout, measured: float) -> dict[str, float]:
     """MFU from 0 to 1 by each way to count it."""
     model = request.model
     seq_len = request.seq_len
-    whole, causal = (
-        step_flops(model, seq_len=seq_len, sequences=1, causal=half) / seq_len
-        for half in (False, True)
-    )
+    whole = step_flops(model, seq_len=seq_len, sequences=1) / seq_len
     again = 2 * model.layers * (model.layer_parameters + 2 * model.hidden * seq_len)
     shares = {
         "6 FLOPs per parameter and all attention scores, dense peak": 1.0,
-        "only the causal half of the scores": causal / whole,
+        "only the causal half of the scores": causal_share(request),
         "6 FLOPs per parameter, no attention": 6 * model.parameters / whole,
         **(
             {"recomputation counted (hardware FLOPs)": 1 + again / whole}
@@ -131,7 +179,7 @@ def _conventions(request: Request, layout: Layout, measured: float) -> dict[str,
 
 
 def _causes(
-    request: Request, expected: Prediction, unspecified: Collection[str]
+    request: Request, expected: Prediction, unspecified: Collection[str], bus_gb_s: float
 ) -> Iterator[Cause]:
     layout = expected.layout
     hardware = request.hardware
@@ -173,10 +221,25 @@ def _causes(
     unfused = replace(request, constants=constants, framework="unfused")
     yield cause("attention that writes its scores to memory", "labkit report attention", unfused)
     if request.gpus > 1:
-        name = "GPUs that talk over PCIe instead of NVLink"
-        slower = {"link_gb_s": min(hardware.link_gb_s, PCIE_GB_S)}
-        if request.gpus > hardware.gpus_per_node:
-            name = f"{name}, a network down to a tenth"
-            slower["network_gbps"] = hardware.network_gbps / 10
-        linked = replace(request, hardware=replace(hardware, **slower))  # type: ignore[arg-type]
-        yield cause(name, "labkit report all_reduce", linked)
+        name, slower = _slow_network(request, layout, bus_gb_s)
+        yield cause(name, "labkit report all_reduce; nccl-tests between nodes", slower)
+
+
+def _slow_network(request: Request, layout: Layout, bus_gb_s: float) -> tuple[str, Request]:
+    """A cause's name, and the request with the measured bandwidth, or with a tenth of the network.
+
+    Links inside a node may be at fault as well, if nobody measured.
+    """
+    hardware = request.hardware
+    if bus_gb_s:
+        runs = Runs([request.run(layout)], request.constants)
+        expected_gb_s = Group(runs, runs.gpus, 1).bytes_per_s[0] / 1e9
+        name = f"an all-reduce at {bus_gb_s:.0f} GB/s, {expected_gb_s:.0f} expected"
+        return name, replace(request, hardware=replace(hardware, bus_gb_s=bus_gb_s))
+    link_gb_s = min(hardware.link_gb_s, PCIE_GB_S)
+    name = "GPUs that talk over PCIe instead of NVLink"
+    if request.gpus <= hardware.gpus_per_node:
+        return name, replace(request, hardware=replace(hardware, link_gb_s=link_gb_s))
+    network_gbps = hardware.network_gbps / 10
+    slow = replace(hardware, link_gb_s=link_gb_s, network_gbps=network_gbps)
+    return f"{name}, a network down to a tenth", replace(request, hardware=slow)

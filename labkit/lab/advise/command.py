@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,20 +18,81 @@ if TYPE_CHECKING:
     from labkit.scaling.prediction import Prediction
 
 
+def _option(help_text: str) -> Any:
+    return typer.Option(help=help_text, show_default=False)
+
+
+Text = str | None
+"""An option as it is written; `read_options` reads 4M, 15T and 8GiB, and says what is wrong."""
+
+
 def advise(
+    context: typer.Context,
     *,
-    output: str | None = None,
-    apply: bool = False,
-    explain: bool = False,
-    as_json: bool = False,
-    **texts: str | None,
+    model: Annotated[
+        Text, _option("A name (llama-3-8b, qwen-2.5-7b, gpt-3-175b, mini) or a config.json.")
+    ] = None,
+    gpus: Annotated[Text, _option("Number of GPUs.")] = None,
+    gpu: Annotated[Text, _option("GPU: h100, a100-40gb, h200, b200, mi300x, 4090, ...")] = None,
+    gpus_per_node: Annotated[Text, _option("GPUs that share a node; default 8.")] = None,
+    network_gbps: Annotated[
+        Text, _option("Gbit/s of all links of a node, in one direction.")
+    ] = None,
+    measured_bus_bandwidth: Annotated[
+        Text, _option("GB/s of an all-reduce over all nodes, as nccl-tests print it (busbw).")
+    ] = None,
+    tokens_per_step: Annotated[
+        Text, _option("Tokens per step of all GPUs together; default 4M.")
+    ] = None,
+    sequence: Annotated[Text, _option("Tokens per sequence; default 4096.")] = None,
+    precision: Annotated[Text, _option("bf16, fp16 or fp8; default bf16.")] = None,
+    memory_reserve: Annotated[
+        Text, _option("Memory of each GPU to leave free, such as 8GiB.")
+    ] = None,
+    tokens: Annotated[
+        Text, _option("Tokens to train on, such as 15T; default 20 per parameter.")
+    ] = None,
+    framework: Annotated[
+        Text, _option("Framework: nemo, megatron-bridge, torchtitan, fsdp2, nanotron, mosaic, ...")
+    ] = None,
+    calibrate: Annotated[Text, _option("A CSV of three or more of your runs, with step_s.")] = None,
+    tokens_per_second: Annotated[
+        Text, _option("With --explain: measured rate of all GPUs.")
+    ] = None,
+    mfu: Annotated[Text, _option("With --explain: measured MFU in percent.")] = None,
+    tp: Annotated[
+        Text, _option("Tensor-parallel ranks. This and the following are searched unless set.")
+    ] = None,
+    pp: Annotated[Text, _option("Pipeline stages.")] = None,
+    vp: Annotated[Text, _option("Chunks per stage.")] = None,
+    cp: Annotated[Text, _option("Context-parallel ranks.")] = None,
+    dp: Annotated[Text, _option("Data-parallel ranks.")] = None,
+    shard: Annotated[Text, _option("Sharding: none, zero1, zero2, zero3 or hsdp.")] = None,
+    micro_batch: Annotated[Text, _option("Sequences per micro-batch of a rank.")] = None,
+    recompute: Annotated[Text, _option("none, selective or full.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", hidden=True)] = False,
+    output: Annotated[Text, _option("Also write a page, one HTML file.")] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Print this machine's best configuration as Python.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why a run may be slower than predicted.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document (docs/for-scripts.md).")
+    ] = False,
 ) -> None:
     """Recommend layouts for a training on many GPUs; with --apply, a configuration for this
     machine."""
     page = None if output is None else Path(output)
     predictions = list["Prediction"]()
     try:
-        options = read_options(texts)
+        if lora:
+            raise ValueError(
+                "LoRA is not modeled: the nearest is training all parameters, which takes as long"
+                " per step or longer, and more memory; leave --lora out"
+            )
+        options = read_options({name: context.params[name] for name in Options.model_fields})
         if apply:
             lines = [_apply(options, page, explain)]
         else:
@@ -53,31 +113,12 @@ def advise(
         print("\n".join(lines))
 
 
-def _parameter(name: str, help_text: str | None, *names: str) -> Parameter:
-    """Make an option of the command line: text, or a flag of these names."""
-    kind, default = (bool, False) if names else (str | None, None)
-    option = typer.Option(*names, help=help_text, show_default=False)
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
-
-
-advise.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        *(_parameter(name, field.description) for name, field in Options.model_fields.items()),
-        _parameter("output", "Also write a page, one HTML file."),
-        _parameter("apply", "Print this machine's best configuration as Python.", "--apply"),
-        _parameter("explain", "Say why a run may be slower than predicted.", "--explain"),
-        _parameter("as_json", "Print one JSON document (docs/for-scripts.md).", "--json"),
-    ]
-)
-
-
 def _advise(
     options: Options, explain: bool, page: Path | None
 ) -> tuple["Report", list["Prediction"]]:
     """Answer the question, after every refusal."""
-    from labkit.lab.advise.report import report_advice, report_diagnosis
+    from labkit.lab.advise.diagnosis import report_diagnosis
+    from labkit.lab.advise.report import report_advice
     from labkit.scaling import advice, slowdown_causes
     from labkit.scaling.published import nearest
 
@@ -95,8 +136,7 @@ def _advise(
         causes = slowdown_causes.explain(
             request, tokens_per_s=speed, mfu=mfu, unspecified=question.unspecified
         )
-        rows = nearest(request.run(causes.expected.layout))
-        return report_diagnosis(question, causes, rows), [causes.expected]
+        return report_diagnosis(question, causes), [causes.expected]
     best = advice.advise(request)
     report = report_advice(question, best, nearest(request.run(best.first.layout)))
     return report, list(best.best or [best.first])

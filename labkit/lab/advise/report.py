@@ -1,4 +1,4 @@
-"""Advice on a training, and why one is slow: a verdict, a sentence, tables.
+"""Advice on a training: a verdict, a sentence, tables.
 
 `text.py` has the parts of a report and its numbers in words.
 """
@@ -21,14 +21,15 @@ from labkit.lab.advise.text import (
     format_count,
     format_percent,
     memory_text,
+    peak_text,
     with_interval,
 )
 from labkit.lab.units import counted, format_bytes, format_seconds, join_words
-from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes, sums_s
+from labkit.scaling.advice import Advice, Change, RunnerUp, bucket_bytes
 from labkit.scaling.prediction import FITS_SHARE, Prediction
 from labkit.scaling.published import Neighbor
 from labkit.scaling.runs import RECOMPUTE
-from labkit.scaling.slowdown_causes import Cause, Diagnosis
+from labkit.scaling.slowdown_causes import causal_share
 
 
 def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbor]) -> Report:
@@ -49,31 +50,14 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbo
         headings = ("strategy", "its best", "against the best")
         sections += [Section("Why the others lose", PREDICTED, headings, losers)] if losers else []
         sections.append(_changes(advice, advice.changes, "What would change the answer", "if"))
-    notes = list(_notes(request, rows, advice.first.warnings))
+    remarks = list(notes(request, rows, advice.first.warnings))
     return Report(
-        verdict, headline, describe_request(request.request), [*sections, _nearest(rows)], notes
+        verdict,
+        headline,
+        describe_request(request.request),
+        [*sections, nearest_section(rows)],
+        remarks,
     )
-
-
-def report_diagnosis(
-    request: AdviceRequest, diagnosis: Diagnosis, rows: Sequence[Neighbor]
-) -> Report:
-    """Report the verdict, then possible causes, published runs, and the predicted parts."""
-    verdict, headline = _diagnosis_verdict(diagnosis)
-    headings = ("cause", "MFU it leaves", "share of the gap", "check")
-    causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
-    sections = (
-        [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)]
-        if causes
-        else []
-    )
-    counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
-    peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
-    title = f"The same throughput by every convention; the dense peak is {peak}"
-    sections += [_nearest(rows), Section(title, YOURS, ("counted as", "MFU"), counted_as)]
-    sections.append(_step_parts(diagnosis.expected))
-    about = f"{describe_request(request.request)}; {diagnosis.expected.layout}"
-    return Report(verdict, headline, about, sections, list(_notes(request, rows, ())))
 
 
 def number_steps(advice: Advice) -> dict[str, Prediction]:
@@ -90,40 +74,21 @@ def _advice_verdict(advice: Advice) -> tuple[str, str]:
     memory = advice.request.usable.memory_gib
     remedy = advice.remedies[0].name if advice.remedies else None
     if not advice.best:
-        least = f"{first.peak_gib:.0f} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
+        least = f"{peak_text(first)} GiB per GPU at least, {FITS_SHARE * memory:.0f} can be used"
         change = f" Change first: {remedy}." if remedy else ""
         return f"No, it does not fit: {least}.", f"Least memory: {first.layout}.{change}"
     step = with_interval(first, float, format_seconds)
     headline = (
         f"Use {first.layout}: {step} per step, {format_percent(first.mfu)} MFU ({PREDICTED})."
     )
-    fit = f"{first.peak_gib:.0f} of {memory:.0f} GiB per GPU"
+    fit = f"{peak_text(first)} of {memory:.0f} GiB per GPU"
     if first.has_room:
         return f"Yes, it fits: {fit}.", headline
+    safer = f" Safer: {remedy}." if remedy else ""
+    if first.fits:
+        return f"Only just: {fit}, and steps may become slow.", headline + safer
     risk = format_percent(first.out_of_memory)
-    return f"Only just: {fit}, {risk} risk of running out.", headline + (
-        f" Safer: {remedy}." if remedy else ""
-    )
-
-
-def _diagnosis_verdict(diagnosis: Diagnosis) -> tuple[str, str]:
-    expected = diagnosis.expected
-    measured = f"{100 * diagnosis.mfu:.1f}%"
-    (low_s, high_s), (low, high) = expected.interval_90, diagnosis.interval_mfu
-    headline = (
-        f"You reach {measured} MFU ({format_seconds(diagnosis.step_s)} per step); predicted are"
-        f" {100 * expected.mfu:.1f}% [{100 * low:.0f}, {100 * high:.0f}]"
-        f" ({format_seconds(expected.step_s)})."
-    )
-    if diagnosis.step_s > high_s:
-        verdict = f"Slower than predicted: {diagnosis.step_s / expected.step_s:.1f} times the step."
-    elif diagnosis.step_s < low_s:
-        verdict = f"Faster than predicted: {diagnosis.step_s / expected.step_s:.2f} of the step."
-    elif diagnosis.convention not in (None, next(iter(diagnosis.conventions))):
-        verdict = f"Only the convention differs: {diagnosis.convention}."
-    else:
-        verdict = "As predicted: nothing unusual in this step."
-    return verdict, headline
+    return f"It may fit: {fit}, {risk} risk of running out.", headline + safer
 
 
 def _memory(first: Prediction) -> Section:
@@ -157,8 +122,9 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
     budget = advice_request.budget
     bucket = bucket_bytes(request.run(layout), request.constants)
     tokens = request.tokens
-    gpu_hours = budget / tokens * request.gpus / 3600
-    hours_text = with_interval(one, lambda step_s: gpu_hours * step_s, format_count)
+    days = budget / tokens / 86400
+    days_text = with_interval(one, lambda step_s: days * step_s, "{:.3g}".format)
+    hours_text = format_count(24 * days * request.gpus * one.step_s)
     return {
         "arrangement": str(layout),
         "micro-batch x accumulated": f"{layout.micro_batch} x {layout.micro_batches:.0f}",
@@ -166,10 +132,14 @@ def _column(advice_request: AdviceRequest, one: Prediction) -> dict[str, str]:
         "bucket": "none" if bucket is None else format_bytes(bucket),
         "memory": memory_text(one, request.usable.memory_gib),
         "step": with_interval(one, float, format_seconds),
-        "MFU": with_interval(one, lambda step_s: one.mfu * one.step_s / step_s, format_percent),
+        "MFU, all scores counted": with_interval(
+            one, lambda step_s: one.mfu * one.step_s / step_s, format_percent
+        ),
+        "MFU, causal half": format_percent(one.mfu * causal_share(request)),
         "tokens per second": with_interval(one, lambda step_s: tokens / step_s, format_count),
         "tokens per day": with_interval(one, lambda step_s: 86400 * tokens / step_s, format_count),
-        f"GPU-hours, {format_count(budget)} tokens": hours_text,
+        f"days, {format_count(budget)} tokens": days_text,
+        "GPU-hours": hours_text,
     }
 
 
@@ -225,31 +195,7 @@ def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str
     )
 
 
-def _cause_row(diagnosis: Diagnosis, cause: Cause) -> tuple[str, ...]:
-    left = f"{format_percent(cause.mfu)} or more" if cause.mfu else "any"
-    share = diagnosis.share(cause)
-    return (
-        cause.name,
-        left,
-        "up to all" if share == 1 else f"up to {format_percent(share)}",
-        cause.check,
-    )
-
-
-def _step_parts(expected: Prediction) -> Section:
-    parts = sorted(sums_s(expected).items(), key=lambda part: -part[1])
-    rows = [
-        (name, format_seconds(value), format_percent(value / expected.step_s))
-        for name, value in parts
-        if value
-    ]
-    headings = ("part", "seconds", "share")
-    return Section(
-        "Parts of the predicted step", PREDICTED, headings, rows, 5, {PREDICTED: expected}
-    )
-
-
-def _nearest(rows: Sequence[Neighbor]) -> Section:
+def nearest_section(rows: Sequence[Neighbor]) -> Section:
     """Return the published rows nearest to the request, and how wrong the prediction of each is."""
     cells = [
         (
@@ -269,11 +215,10 @@ def _nearest(rows: Sequence[Neighbor]) -> Section:
         PUBLISHED,
         headings,
         cells,
-        3,
     )
 
 
-def _notes(
+def notes(
     request: AdviceRequest, rows: Sequence[Neighbor], warnings: Sequence[str]
 ) -> Iterator[str]:
     """Return how wrong this may be, its assumptions, and where it extrapolates."""

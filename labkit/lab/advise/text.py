@@ -13,8 +13,8 @@ PREDICTED = "predicted"
 PUBLISHED = "published"
 YOURS = "measured by you"
 RECOMPUTED = {"none": "nothing", "selective": "attention", "full": "every layer"}
-CLEAR = 0.01
-"""A predicted difference below this is none."""
+CLEAR = 0.03
+"""A predicted difference below this is a tie."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def format_percent(share: float) -> str:
 def format_change(share: float) -> str:
     """Return a difference: "+12%"."""
     return (
-        "no clear difference"
+        "about the same"
         if abs(share) < CLEAR
         else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
     )
@@ -110,7 +110,13 @@ def with_interval(
     return f"{text(value(one.step_s))} [{text(low)}, {text(high)}]"
 
 
+def peak_text(one: Prediction) -> str:
+    """The peak of the fullest GPU in GiB, and the ends of its interval."""
+    low, high = one.peak_90
+    return f"{one.peak_gib:.0f} [{low:.0f}, {high:.0f}]"
+
+
 def memory_text(one: Prediction, memory_gib: float) -> str:
     """Memory of the fullest GPU, with the risk of running out if there is one."""
-    risk = "" if one.has_room else f", {format_percent(one.out_of_memory)} risk"
-    return f"{one.peak_gib:.0f} of {memory_gib:.0f} GiB{risk}"
+    risk = "" if one.fits else f", {format_percent(one.out_of_memory)} risk"
+    return f"{peak_text(one)} of {memory_gib:.0f} GiB{risk}"
