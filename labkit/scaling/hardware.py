@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from labkit.scaling import read_table, validate
 
@@ -75,8 +76,10 @@ class Hardware:
 HARDWARE: Mapping[str, Hardware] = {
     row["name"]: validate(Hardware, row) for row in read_table("hardware")
 }
+_BY_NAME = {declared.lower(): card for declared, card in HARDWARE.items()}
 
 
+@cache
 def find_hardware(name: str) -> Hardware:
     """Find a declared GPU by its name, a shorter one, or as `nvidia-smi` prints it.
 
@@ -86,19 +89,20 @@ def find_hardware(name: str) -> Hardware:
     no declared peak.
     """
     words = _normalize(name)
-    by_name = {declared.lower(): card for declared, card in HARDWARE.items()}
-    if exact := by_name.get(words) or by_name.get(name.lower()):
+    exact = _BY_NAME.get(words) or _BY_NAME.get(name.lower())
+    if exact:
         return exact
     memory = re.search(r"-(\d+)gb$", words)
     stem = words[: memory.start()] if memory else words
     family = [
         card
-        for declared, card in by_name.items()
+        for declared, card in _BY_NAME.items()
         if declared.startswith((f"{stem}-", f"rtx-{stem}-"))
     ]
     if not family:
         near = [
-            by_name[one].name for one in difflib.get_close_matches(words, by_name, n=3, cutoff=0.4)
+            _BY_NAME[one].name
+            for one in difflib.get_close_matches(words, _BY_NAME, n=3, cutoff=0.4)
         ]
         names = (
             f"the nearest declared are {', '.join(near)}"

@@ -176,6 +176,8 @@ def extrapolations(
     framework = str(runs.framework[row])
     if framework not in ground.frameworks:
         yield "framework without published runs: calibrate with three runs of it"
+    if not any(away[row] for away in distances.values()):
+        return
     everything = ground.limits[GENERIC]
     limits = ground.find_limits(framework)
     where = f" with {framework}" if framework in ground.frameworks else ""

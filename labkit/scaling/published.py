@@ -15,6 +15,8 @@ GENERIC = "generic"
 """Framework of runs that do not name a published one."""
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
+CHUNK = 500
+"""Runs whose distances are computed at once, so that they need little memory."""
 DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
 DIFFERENCE = {
     "architecture": 2.0,
@@ -163,13 +165,17 @@ def held_out_s(fold: str) -> Numbers:
     return np.array([predicted.get(key, np.nan) for key in load_published().key.tolist()])
 
 
-def distances(runs: Runs, row: int, others: Runs) -> Numbers:
-    """Distance of run `row` from each of `others`, (m,); 1 is a doubling of the parameters."""
-    away: Numbers = np.zeros(len(others))
+def distances(runs: Runs, others: Runs) -> Numbers:
+    """Distance of each run from each of `others`, (n, m); 1 is a doubling of the parameters."""
+    away: Numbers = np.zeros((len(runs), len(others)))
     for name, weight in DOUBLING.items():
-        away = away + weight * np.abs(np.log2(getattr(others, name) / getattr(runs, name)[row]))
+        ours = np.log2(getattr(runs, name))
+        theirs = np.log2(getattr(others, name))
+        away += weight * np.abs(np.subtract.outer(ours, theirs))
     for name, weight in DIFFERENCE.items():
-        away = away + weight * (getattr(others, name) != getattr(runs, name)[row])
+        both = np.concatenate([getattr(runs, name), getattr(others, name)])
+        codes = np.unique(both, return_inverse=True)[1]
+        away += weight * np.not_equal.outer(codes[: len(runs)], codes[len(runs) :])
     return away
 
 
@@ -182,7 +188,7 @@ def nearest(run: Run, count: int = NEAREST) -> list[Neighbor]:
     predicted = held_out_s(
         WITHOUT_MODEL if run.framework in load_ground().frameworks else WITHOUT_FRAMEWORK
     )
-    away = distances(Runs([run]), 0, published)
+    away = distances(Runs([run]), published)[0]
     away = np.where(is_timed(published) & np.isfinite(predicted), away, np.inf)
     order = np.argsort(away, kind="stable")[: np.isfinite(away).sum()].tolist()
     rows = distinct(
@@ -203,6 +209,10 @@ def distinct(rows: Iterable[int], key: Callable[[int], object], count: int) -> l
 
 def nearest_keys(runs: Runs) -> list[tuple[str, float]]:
     """File and line of the timed published run most like each of these, and its distance."""
-    timed = load_published().take(is_timed(load_published()))
-    away = [distances(runs, row, timed) for row in range(len(runs))]
-    return [(str(timed.key[one.argmin()]), float(one.min())) for one in away]
+    timed = load_ground().runs
+    keys: list[tuple[str, float]] = []
+    for start in range(0, len(runs), CHUNK):
+        away = distances(runs.take(slice(start, start + CHUNK)), timed)
+        nearest_rows = away.argmin(axis=1)
+        keys += zip(timed.key[nearest_rows].tolist(), away.min(axis=1).tolist(), strict=True)
+    return keys

@@ -204,8 +204,13 @@ class Runs:
         return len(self.origin)
 
     def take(self, rows: Any) -> "Runs":
-        """The rows that a mask or indices select."""
-        return Runs([self.origin[row] for row in np.arange(len(self))[rows]], self.constants)
+        """The rows that a mask, indices or a slice select, with their columns so far."""
+        chosen = np.arange(len(self))[rows]
+        runs = Runs([self.origin[row] for row in chosen], self.constants)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray) and column.ndim == 1:
+                runs.__dict__[name] = column[chosen]
+        return runs
 
     def has(self, option: str) -> Flags:
         """Return whether each run's layout has this option."""
