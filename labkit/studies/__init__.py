@@ -28,6 +28,7 @@ LABS = (
     "tuned_step",
     "model_parallel",
     "context_parallel",
+    "your_training",
 )
 
 

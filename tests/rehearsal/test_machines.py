@@ -16,8 +16,8 @@ from tests.cases import thinned
 from tests.rehearsal.machines import KINDS, MACHINES, with_gpus
 from tests.rehearsal.pages import carry_out, kind_of_point, recorded
 
-# Labs whose points are about the ranks of a CPU wherever they run.
-ON_THE_CPU = {"all_reduce"}
+# Labs whose points run on the CPU, or on a device of the reader's choice, wherever they run.
+ON_THE_CPU = {"all_reduce", "your_training"}
 
 
 def _plan(study, machine, profile):

@@ -14,12 +14,17 @@ from labkit.studies.your_training.lines import line_rows
 from labkit.studies.your_training.loop import Loop
 from labkit.studies.your_training.setup import SetupError, build, check_first_step, load_setup
 from labkit.studies.your_training.worker import (
-    CHANGED,
     TOGETHER,
     YOURS,
     YourTrainingPoint,
     measure,
 )
+
+
+@pytest.fixture(autouse=True)
+def _sampled_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.studies.your_training.worker.LINES_S", 0.1)
+
 
 FOLDER = Path(__file__).parent / "setups"
 RIGHT = (
@@ -30,7 +35,7 @@ RIGHT = (
 
 def rows_of(name: str, **values: Any) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"warmup": 1, "repeats": 6, "rounds_s": 0.1}
-    point = YourTrainingPoint(setup=f"{FOLDER / name}.py", **options | values)
+    point = YourTrainingPoint(file=f"{FOLDER / name}.py", **options | values)
     return list(measure(point))
 
 
@@ -57,10 +62,32 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in RIGHT if name n
 def test_every_change_is_right_or_refused(name: str) -> None:
     names = tuple(one for one in CHANGES if one != "torch.compile")
     rows = rows_of(name, sweep="changes", changes=names)
-    assert {row["change"] for row in rows} - {TOGETHER} == set(names)
+    assert {row["change"] for row in rows} - {TOGETHER, YOURS} == set(names)
     assert {row["status"] for row in rows} <= {"ok", "refused"}
-    by_variant = [row.get("variant") for row in rows if row["status"] == "ok"]
-    assert by_variant == [YOURS, CHANGED] * (len(by_variant) // 2)
+    timed = [row["change"] for row in rows if "seconds" in row]
+    assert timed[::2] == [YOURS] * (len(timed) // 2)
+    assert set(timed[1::2]) == {row["change"] for row in rows if row["status"] == "ok"} - {YOURS}
+
+
+def test_lines_memory_and_flops_of_a_step_are_those_of_the_file() -> None:
+    rows = rows_of("gpt", sweep="step")
+    (found,) = [row for row in rows if row["kind"] == "found"]
+    # Forward, and twice that backward: qkv, scores, mixing, output, head of 2 x 16 tokens.
+    macs = 32 * (32 * 96 + 2 * 16 * 32 + 32 * 32 + 32 * 64)
+    assert found["flops"] == 6 * macs
+    holders = {row["holder"]: row["held_bytes"] for row in rows if row["kind"] == "memory"}
+    assert holders["parameters"] == 4 * found["n_parameters"]
+    assert holders["optimizer states"] >= 8 * found["n_parameters"]
+    assert [name for name in holders if name.startswith("gpt.py:")]
+    lines = [row for row in rows if row["kind"] == "line"]
+    assert sum(row["backward_share"] for row in lines) <= 1 + 1e-9
+
+
+def test_a_notebooks_function_is_measured_and_without_one_it_says_what_is_missing() -> None:
+    point = YourTrainingPoint(sweep="step", warmup=0, repeats=1)
+    assert {row["kind"] for row in measure(point, setup=linear)} >= {"found", "part", "memory"}
+    (row,) = measure(point)
+    assert row["status"] == "refused"
 
 
 def test_two_optimizers_are_refused() -> None:
@@ -140,7 +167,7 @@ def test_a_change_of_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.training.loss = lambda model, batch: 1.1 * loss(model, batch)
 
     change = CHANGES["one thread"]
-    wrong = type(change)(scale_loss, lambda training: None, "")
+    wrong = type(change)(scale_loss, lambda training: None, "", "")
     monkeypatch.setitem(CHANGES, "one thread", wrong)  # type: ignore[arg-type]
     rows = rows_of("lstm", sweep="changes", changes=("one thread",))
     assert rows[-1]["status"] == "wrong"
@@ -164,10 +191,10 @@ def slow_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_the_slowest_line_is_named_with_its_time() -> None:
     loop = Loop(build(lambda: linear(loss=slow_loss)))
-    loop.begin()
-    rows = {row["line"]: row for row in line_rows(loop, 10)}
+    with loop.turn():
+        rows = {row["line"]: row for row in line_rows(loop, 10)}
     line = f"{Path(__file__).name}:{slow_loss.__code__.co_firstlineno + 1}"
-    assert max(rows, key=lambda name: rows[name]["line_s"]) == line
+    assert max(rows, key=lambda name: rows[name]["share"]) == line
 
 
 def twice(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -177,7 +204,7 @@ def twice(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_a_forward_pass_that_trains_nothing_is_named() -> None:
     loop = Loop(build(lambda: linear(loss=twice)))
-    loop.begin()
-    unused = {row["line"] for row in line_rows(loop, 3) if row["unused_s"]}
+    with loop.turn():
+        unused = {row["line"] for row in line_rows(loop, 3) if row["unused_share"]}
     first = twice.__code__.co_firstlineno
     assert unused <= {f"{Path(__file__).name}:{first + 1}"}

@@ -38,21 +38,21 @@ PIPED_WIDTH = 10_000
 """Columns of a table that is not printed in a terminal: one line per row, which `grep` finds."""
 
 
-def print_table(rows: Iterable[Iterable[Any]], *names: str) -> None:
+def print_table(rows: Iterable[Iterable[Any]], *names: str, console: Console = out) -> None:
     """Print rows under these names as an aligned table; without names the first column is bold."""
     table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
     if not names:
         table.add_column(style="bold")
     for row in rows:
         table.add_row(*row)
-    if out.is_terminal:
-        out.print(table, soft_wrap=False)
+    if console.is_terminal:
+        console.print(table, soft_wrap=False)
         return
     wide = Console(width=PIPED_WIDTH, **AS_IT_IS)
     with wide.capture() as text:
         wide.print(table, soft_wrap=False)
     for line in text.get().splitlines():
-        out.print(line.rstrip())
+        console.print(line.rstrip())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ torch | torch, sequence parallel | shared | shared, sequence parallel | one rank
 ring, zigzag | ring, contiguous | gathered, zigzag | gathered, contiguous | one rank
 data parallel | sharded | tensor parallel | pipeline | context parallel
 all_reduce | reduce_scatter | all_gather
+input | forward | backward | optimizer
 inference | forward | backward | optimizer | forward and backward | step | waiting | all-reduce
 parameters | gradients | activations | optimizer | temporaries | inputs
 inference, float32 | inference, bfloat16 | forward, float32 | forward, bfloat16

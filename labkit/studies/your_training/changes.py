@@ -35,10 +35,10 @@ class Change:
     """Why it does not apply to a training, or None."""
     code: str
     """Python that makes the change in the reader's script."""
+    title: str
+    """What it is, in a sentence: "a fused optimizer"."""
     precision: str = "float32"
     """Arithmetic of its passes, whose rounding bounds the differences of gradients."""
-    changes_input: bool = False
-    """Whether batches come in another way: the loader is changed, and not the step."""
 
 
 def _workers() -> int:
@@ -67,6 +67,7 @@ def _use_workers(loop: Loop) -> None:
         loader.dataset,
         batch_sampler=loader.batch_sampler,
         num_workers=_workers(),
+        persistent_workers=True,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or on_gpu,
         timeout=loader.timeout,
@@ -191,23 +192,32 @@ CHANGES: Mapping[str, Change] = {
     "loader workers": Change(
         _use_workers,
         _loader_refusal,
-        f"loader = DataLoader(..., num_workers={_workers()})",
-        changes_input=True,
+        f"loader = DataLoader(..., num_workers={_workers()}, persistent_workers=True)",
+        "a loader with workers",
     ),
-    "torch.compile": Change(_compile, _compile_refusal, "model = torch.compile(model)"),
+    "torch.compile": Change(
+        _compile, _compile_refusal, "model = torch.compile(model)", "torch.compile"
+    ),
     "fused optimizer": Change(
-        _use_fused_optimizer, _fused_refusal, "optimizer = type(optimizer)(..., fused=True)"
+        _use_fused_optimizer,
+        _fused_refusal,
+        "optimizer = type(optimizer)(..., fused=True)",
+        "a fused optimizer",
     ),
-    "one thread": Change(_use_one_thread, _one_thread_refusal, "torch.set_num_threads(1)"),
+    "one thread": Change(
+        _use_one_thread, _one_thread_refusal, "torch.set_num_threads(1)", "one thread"
+    ),
     "channels_last": Change(
         _use_channels_last,
         _layout_refusal,
         "model = model.to(memory_format=torch.channels_last)",
+        "the layout channels_last",
     ),
     "TF32 matmuls": Change(
         _use_tf32,
         _precision_refusal,
         'torch.set_float32_matmul_precision("high")',
+        "TF32, which changes results,",
         precision="bfloat16",
     ),
     "autocast to bfloat16": Change(
@@ -215,6 +225,7 @@ CHANGES: Mapping[str, Change] = {
         _autocast_refusal,
         "with torch.autocast(device.type, dtype=torch.bfloat16):\n"
         "    loss = loss_function(model, batch)",
+        "autocast, which changes results,",
         precision="bfloat16",
     ),
 }

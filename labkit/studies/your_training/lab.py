@@ -1,13 +1,31 @@
 """Your own training: what its step costs, where its time goes, and what each change would gain."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
-from labkit.lab.config import ParameterError, TimedConfig, one_of
+import numpy as np
+import pandas as pd
+
+from labkit.lab.answers import Compare, Report
+from labkit.lab.config import Seconds, TimedConfig, one_of
 from labkit.lab.declaration import Lab
+from labkit.lab.figures import Bars
+from labkit.lab.metric import Metric, Results
 from labkit.machine.description import Machine
+from labkit.studies.shared.tables import in_order
 from labkit.studies.your_training.changes import CHANGES
-from labkit.studies.your_training.worker import YourTrainingPoint, measure
+from labkit.studies.your_training.loop import BACKWARD, PARTS
+from labkit.studies.your_training.setup import absolute_target
+from labkit.studies.your_training.worker import (
+    STEP,
+    TOGETHER,
+    YOURS,
+    YourTrainingPoint,
+    measure,
+)
 
 ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 
@@ -15,33 +33,243 @@ ChangeName = Annotated[str, one_of(lambda: CHANGES)]
 class YourTrainingConfig(TimedConfig):
     """The parameters of this lab."""
 
-    setup: str = ""
-    """ "train.py:setup": a file, and its function (`labkit.studies.your_training.setup`)."""
+    file: str | None = None
+    """ "train.py:setup": a file and its function. None: the notebook's function."""
     arguments: dict[str, Any] = {}
     """Arguments of the setup, for example {"batch": 16}."""
     changes: list[ChangeName] = list(CHANGES)
     """Changes to try, each in turns with the training as it is."""
-    rounds_s: float | None = 5.0
-    warmup: int = 1
+    rounds_s: Seconds | None = 5.0
 
 
 def points(config: YourTrainingConfig, machine: Machine) -> Iterator[YourTrainingPoint]:
     """Plan the step as it is, then all changes in one process, which knows what pays together."""
-    if not config.setup:
-        raise ParameterError("your_training: expected setup, such as 'train.py:setup'")
-    arguments = tuple(sorted(config.arguments.items()))
-    yield YourTrainingPoint.of(config, sweep="step", arguments=arguments, changes=())
+    shared: dict[str, Any] = {
+        "file": absolute_target(config.file) if config.file else "",
+        "arguments": tuple(sorted(config.arguments.items())),
+    }
+    yield YourTrainingPoint.of(config, sweep="step", changes=(), **shared)
     if config.changes:
-        yield YourTrainingPoint.of(config, sweep="changes", arguments=arguments)
+        yield YourTrainingPoint.of(config, sweep="changes", **shared)
+
+
+PART = Metric("seconds", "part", (), where={"kind": "part"})
+CHANGE = Metric("seconds", "change", (), where={"sweep": "changes"})
+MIN_LINE_SHARE = 0.03
+"""Share of a step below which a line is not worth a row."""
+MAX_LINES = 5
+MAX_HOLDERS = 8
+
+
+FOUND = (
+    *("model", "n_parameters", "dtype", "device", "batch_shape", "optimizer", "has_own_optimizer"),
+    *("batches", "loader_workers", "without_gradient", "flops", "threads"),
+)
+
+
+def found(results: Results) -> pd.DataFrame:
+    """What the setup returned, in one row; none if it was refused.
+
+    `without_gradient`: parameters that the loss does not depend on, by name. `flops`: of matmuls,
+    convolutions and attention, in a forward and a backward pass.
+    """
+    return results.rows(FOUND, kind="found")
+
+
+def parts(results: Results) -> pd.DataFrame:
+    """Medians and shares of the parts of a step, in the order of a step, and of the whole."""
+    table = in_order(PART.medians(results.frame), "part", (*PARTS, STEP))
+    step_s = table.loc[table["part"] == STEP, "seconds"].sum()
+    return table.assign(of_step_percent=100 * table["seconds"] / step_s)
+
+
+def parts_alone(results: Results) -> pd.DataFrame:
+    """Return the parts of a step without the whole."""
+    table = parts(results)
+    return table[table["part"] != STEP]
+
+
+def lines(results: Results) -> pd.DataFrame:
+    """The reader's lines that take most of a step, the slowest first.
+
+    `seconds` has the line itself and its operators' backward pass (`backward_s`). `calls` are
+    operators per step. `unused_s`: of a line from which no gradient comes, with all that it calls.
+    """
+    columns = ["line", "seconds", "backward_s", "of_step_percent", "calls", "unused_s"]
+    rows = results.rows(["line", "share", "backward_share", "calls", "unused_share"], kind="line")
+    seconds = parts(results).set_index("part")["seconds"].reindex([BACKWARD, STEP])
+    rows["backward_s"] = rows["backward_share"] * seconds[BACKWARD]
+    rows["unused_s"] = rows["unused_share"] * seconds[STEP]
+    rows["seconds"] = rows["share"] * seconds[STEP] + rows["backward_s"]
+    rows["of_step_percent"] = 100 * rows["seconds"] / seconds[STEP]
+    is_large = rows[["seconds", "unused_s"]].max(axis=1) > MIN_LINE_SHARE * seconds[STEP]
+    rows = rows.loc[is_large, columns].sort_values("seconds", ascending=False)
+    return rows.head(MAX_LINES).reset_index(drop=True)
+
+
+def speed(results: Results) -> pd.DataFrame:
+    """FLOPs of a step, and its share of the rate that matmuls reach on this machine.
+
+    Empty without matmuls, convolutions and attention, and without a calibration.
+    """
+    columns = ["flops", "seconds", "flops_per_s", "matmul_flops_per_s", "mfu_percent"]
+    rows = found(results)[["flops", "device", "dtype"]]
+    steps = parts(results).query("part == @STEP")["seconds"]
+    calibration = results.calibration
+    if rows.empty or steps.empty or calibration is None or not rows["flops"].iloc[0]:
+        return pd.DataFrame(columns=columns)
+    flops, device, dtype = rows.iloc[0]
+    rates = calibration.rates_on(device.partition(":")[0])
+    curve = rates.products.get(dtype, ()) if rates else ()
+    peak = max((one / seconds for one, seconds in curve), default=math.nan)
+    rate = flops / steps.iloc[0]
+    row = (flops, steps.iloc[0], rate, peak, 100 * rate / peak)
+    return pd.DataFrame([row], columns=columns).dropna()
+
+
+def memory(results: Results) -> pd.DataFrame:
+    """What holds memory at the peak of a step: parameters, states, and lines; largest first."""
+    rows = results.rows(["holder", "held_bytes", "peak_bytes"], kind="memory")
+    rows = rows.assign(of_peak_percent=100 * rows["held_bytes"] / rows["peak_bytes"])
+    rows = rows.sort_values("held_bytes", ascending=False, ignore_index=True)
+    return rows.head(MAX_HOLDERS)
+
+
+def gains(results: Results) -> pd.DataFrame:
+    """What each change saves, the largest gain first.
+
+    `less_percent`, with its interval: time that it saves. `pays_after_steps`: after which a
+    compiled model has earned its compilation. `gradient_error` and `loss_change` are relative to
+    yours; an `is_exact` change differs by rounding alone.
+    """
+    about = results.rows(
+        ["change", "session", "error", "loss_change", "first_s", "is_exact", "made_of"],
+        sweep="changes",
+        status="ok",
+    )
+    about = about[about["change"] != YOURS].drop_duplicates("change")
+    # Verdicts allow for the number of comparisons, so each question has its own rows.
+    ratios_by_question = [
+        CHANGE.ratios_to(YOURS, results.frame, among) for among in ([*CHANGES], [TOGETHER])
+    ]
+    table = pd.concat(ratios_by_question).merge(about, on="change")
+    samples = CHANGE.samples(results.frame)
+    yours_s = samples[samples["change"] == YOURS].groupby("session")["seconds"].median()
+    ratios = table[["ratio", "high", "low"]].astype(float)
+    saved_s = table["session"].map(yours_s).astype(float) * (1 - ratios["ratio"])
+    is_compiled = table["made_of"].astype(str).str.contains("torch.compile")
+    pays_after = np.ceil(table["first_s"].astype(float) / saved_s)
+    is_faster = table["verdict"] == "faster"
+    columns = {
+        "less_percent": 100 * (1 - ratios["ratio"]),
+        "less_low_percent": 100 * (1 - ratios["high"]),
+        "less_high_percent": 100 * (1 - ratios["low"]),
+        "verdict": table["verdict"],
+        "saved_s": saved_s,
+        "pays_after_steps": pays_after.where(is_compiled & is_faster),
+        "gradient_error": table["error"],
+        "loss_change": table["loss_change"],
+        "is_exact": table["is_exact"],
+    }
+    table = table[["change"]].assign(**columns)
+    return table.sort_values("less_percent", ascending=False, ignore_index=True)
+
+
+def code(results: Results) -> str:
+    """The changes that pay, as Python to paste, each with what it gains."""
+    table = gains(results)
+    table = table[(table["verdict"] == "faster") & (table["change"] != TOGETHER)]
+    blocks = []
+    for row in table.to_dict("records"):
+        about = f"# {describe_gain(row)}"
+        if not row["is_exact"]:
+            about += f"; changes results: gradients by {row['gradient_error']:.1e}"
+        blocks.append(f"{about}\n{CHANGES[row['change']].code}\n")
+    return "\n".join(blocks) or "# nothing that was tried makes this training faster\n"
+
+
+def describe_gain(row: Any) -> str:
+    """What a row of `gains` says: "31 to 36% less time", "no difference shown: 4% less [-1, 9]"."""
+    low = round(row["less_low_percent"])
+    high = round(row["less_high_percent"])
+    if row["verdict"] == "faster":
+        text = f"{low}% less time" if low == high else f"{low} to {high}% less time"
+        if not math.isnan(row["pays_after_steps"]):
+            text += f"; pays after {row['pays_after_steps']:,.0f} steps"
+        return text
+    if row["verdict"] == "slower":
+        return f"{-high} to {-low}% more time"
+    return f"no difference shown: {row['less_percent']:.0f}% less [{low}, {high}]"
 
 
 LAB = Lab(
     name="your_training",
     title="Your own training",
-    summary="What a step of your training costs, and what each change to it would gain.",
+    summary="What a step of your own training costs, and what each change to it would gain.",
     config=YourTrainingConfig,
+    smoke={"changes": ["fused optimizer", "autocast to bfloat16"], "rounds_s": 0.5},
     preload=("torch._inductor.compile_fx",),
     worker=measure,
     points=points,
-    questions=[],
+    alternatives=("change",),
+    names={
+        YOURS: "your training",
+        **{name: change.title for name, change in CHANGES.items()},
+    },
+    questions=[
+        Report(
+            id="step",
+            text="What does a step cost, and which part takes most of it?",
+            table=parts,
+            pick=lambda table: table[table["part"] != STEP]["seconds"].idxmax(),
+            says="{part} takes most of a step: {seconds}, {of_step_percent}%.",
+            figure=Bars(source=parts_alone, x="part", y="seconds"),
+        ),
+        Report(
+            id="lines",
+            text="Which lines of the file take most of a step?",
+            table=lines,
+            pick=lambda table: table.index[0],
+            says="`{line}` takes {seconds} of a step, {of_step_percent}%.",
+            figure=Bars(x="line", y="seconds"),
+        ),
+        Compare(
+            id="changes",
+            text="Which change makes a step faster?",
+            metric=CHANGE,
+            baseline=YOURS,
+            among=[*CHANGES],
+            noun="change",
+            advice="Use {name}.",
+            figure=Bars(x="change", y="ratio"),
+        ),
+        Compare(
+            id="together",
+            text="How much faster is a step with all changes that pay?",
+            metric=CHANGE,
+            baseline=YOURS,
+            among=[TOGETHER],
+        ),
+        Report(
+            id="memory",
+            text="What holds the memory at the peak of a step?",
+            table=memory,
+            pick=lambda table: table.index[0],
+            verdict="counted",
+            says="Most of the peak is {holder}: {held_bytes} of {peak_bytes}.",
+            figure=Bars(x="holder", y="held_bytes"),
+        ),
+        Report(
+            id="speed",
+            text="How near is a step to the rate that matmuls reach on this machine?",
+            table=speed,
+            says="{flops} per step are {flops_per_s}, {mfu_percent}% of this machine's matmuls.",
+            needs_calibration=True,
+        ),
+    ],
 )
+
+
+def lab_on(setup: Callable[..., Any]) -> Lab:
+    """Return this lab on a setup of a notebook, which is sent to the rank."""
+    return replace(LAB, worker=partial(measure, setup=setup))

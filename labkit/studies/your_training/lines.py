@@ -149,28 +149,30 @@ def nodes_below(loss: Tensor) -> set[int]:
 
 
 def line_rows(loop: Loop, n_steps: int) -> Iterator[dict[str, Any]]:
-    """Run some steps of a loop whose turn it is; yield a row per line of the reader's.
+    """Run some steps of a loop in its turn; yield a row per line of the reader's.
 
-    `line_s`: seconds of a step at which the line runs, without what other lines of the reader's do
-    for it; `backward_s`: of its operators in the backward pass; `calls`: operators per step.
-    `unused_s`: of a line of the loss, with all that it calls, if nothing of it reaches the loss.
+    `share`: of a step's time at which the line runs, without what other lines of the reader's do
+    for it. `backward_share`: of the backward pass, by its operators. `calls`: operators per step.
+    `unused_share`: of a step, by a line of the loss with all that it calls, if nothing of it
+    reaches the loss. Shares, and not seconds: looking at a training slows it down.
     """
+    start = time.perf_counter()
     with sampled_stacks() as samples:
         for _ in range(n_steps):
             loop.step()
+    sampled_s = time.perf_counter() - start
     loop.take_batch()
     with OperatorClock() as clock:
         reached = nodes_below(loop.forward())
         loop.backward()
     loop.training.optimizer.zero_grad()
+    backward_s = sum(clock.backward_s.values()) or 1.0
     unused = clock.unused_lines(reached)
-    lines = {*samples.innermost, *clock.backward_s, *unused} - {""}
-    for line in lines:
-        unused_s = samples.outermost[line] / n_steps if line in unused else 0.0
+    for line in {*samples.innermost, *clock.backward_s, *unused} - {""}:
         yield {
             "line": line,
-            "line_s": samples.innermost[line] / n_steps,
-            "backward_s": clock.backward_s[line],
+            "share": samples.innermost[line] / sampled_s,
+            "backward_share": clock.backward_s[line] / backward_s,
             "calls": clock.calls[line],
-            "unused_s": unused_s,
+            "unused_share": samples.outermost[line] / sampled_s if line in unused else 0.0,
         }

@@ -1,12 +1,12 @@
 """A training that is run step by step, as its loop would: take a batch, forward, backward, update.
 
 loop = Loop(training)
-loop.begin()
-loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
+with loop.turn():
+    loop.take_batch(); loop.forward(); loop.backward(); loop.update()     # or loop.step()
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,6 @@ class Loop:
     _batches: Iterator[Any] | None = None
     _batch: Any = None
     _loss: Tensor | None = None
-    _turn: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         if self.call is None:
@@ -51,29 +50,41 @@ class Loop:
             return 0
         return loader.num_workers * (loader.prefetch_factor or 2)
 
-    def begin(self) -> None:
-        """Begin a turn: enter its settings, and bring the loader into the middle of an epoch.
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Run a turn, in which the loop's settings hold.
 
-        Workers prepare batches while other loops have their turn. These batches would cost nothing,
-        so they are taken before the clock starts.
+        The loader's workers end with it: they would work during the turns of others.
         """
-        for context in self.turn_contexts:
-            self._turn.enter_context(context())
-        if self._batches is None:
-            self._batches = self.training.forever()
-        for _ in range(self.prefetched):
-            self.take_batch()
+        with ExitStack() as settings:
+            for context in self.turn_contexts:
+                settings.enter_context(context())
+            if self._batches is None:
+                self._batches = self.training.forever()
+            try:
+                yield
+            finally:
+                if self.prefetched:
+                    self._stop_workers()
+                self._batch = None
 
-    def end(self) -> None:
-        """End a turn. A loader's workers stop: they would work during the turns of others."""
-        if self.prefetched:
-            self._batches = None
-        self._batch = None
-        self._turn.close()
+    def reach_steady_state(self) -> None:
+        """Run steps until the loader's workers are in the middle of an epoch.
+
+        Their first batches are late, or were prepared while nobody needed them. And the first step
+        after a fork copies the pages that it writes.
+        """
+        for _ in range(self.prefetched):
+            self.step()
+
+    def _stop_workers(self) -> None:
+        self._batches = None
+        loader: Any = self.training.batches
+        loader._iterator = None  # of persistent workers, which only end with it
 
     def take_batch(self) -> Any:
         """Wait for the next batch; return it."""
-        assert self._batches is not None, "begin comes first"
+        assert self._batches is not None, "a batch is taken in a turn"
         with errors_in_one_line("taking a batch"):
             self._batch = next(self._batches)
         return self._batch

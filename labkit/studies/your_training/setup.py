@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,15 @@ def _no_batches(n_epochs: int) -> str:
     )
 
 
+def absolute_target(target: str) -> str:
+    """Name a setup with the absolute path of its file: ranks run in other folders."""
+    path, _, name = target.partition(":")
+    file = Path(path)
+    with suppress(RuntimeError):  # a home folder of nobody: the file will be missing
+        file = file.expanduser()
+    return f"{file.absolute()}:{name or FUNCTION}"
+
+
 def load_setup(target: str) -> Callable[..., Any]:
     """Import the function that "train.py:setup" names; "train.py" is short for that.
 
@@ -84,7 +93,7 @@ def load_setup(target: str) -> Callable[..., Any]:
     function.
     """
     path_text, _, name = target.partition(":")
-    path = Path(path_text).expanduser()
+    path = Path(path_text)
     if not path.is_file():
         raise SetupError(f"expected FILE.py:FUNCTION, and there is no file {path_text[-80:]!r}")
     module = _import(path.resolve())

@@ -1,0 +1,132 @@
+"""Whether a change keeps the results: loss, gradients, and the loss after some steps."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.bench.check import describe_error, largest, status_columns
+from labkit.studies.shared.checks import TOLERANCES
+from labkit.studies.your_training.loop import Loop
+from labkit.studies.your_training.setup import Training, seed_everything
+from labkit.torch_private import tree_leaves
+
+FLOOR = 1e-3
+"""Smallest scale of a gradient's error, as a share of the model's largest gradient.
+
+Some gradients are rounding alone, such as that of a bias before batch norm: their exact value is 0.
+"""
+TRAINED_STEPS = 10
+"""Steps after which the losses of yours and of an inexact change are compared."""
+
+
+def compare_results(yours: Loop, changed: Loop, *, precision: str, seed: int) -> dict[str, Any]:
+    """Compare a changed training with yours; return columns of its row, `status` among them.
+
+    `error`: of the gradients on the same batch, within the tolerance of `precision` or "wrong".
+    `loss_change`: of the loss after `TRAINED_STEPS`, relative to yours. `first_s`: seconds of the
+    first pass, with compilation. `is_exact`: whether all differences are rounding.
+    """
+    batch, other_batch = (first_batch(loop.training, seed) for loop in (yours, changed))
+    draws_differently = largest_batch_difference(batch, other_batch) > 0
+    models = [loop.training.model for loop in (yours, changed)]
+    modes = [model.training for model in models]
+    if is_random(yours, batch, seed):
+        # Compilers and workers draw other random numbers: compared without dropout.
+        for model in models:
+            model.eval()
+    _, expected = yours.gradients(batch)
+    with changed.turn():
+        start = time.perf_counter()
+        _, actual = changed.gradients(batch)
+        first_s = time.perf_counter() - start
+        error = gradient_error(actual, expected, is_exact=precision == "float32")
+        wrong = describe_error(error, TOLERANCES[precision])
+        loss = trained_loss(changed, batch) if wrong is None else math.nan
+    loss_of_yours = trained_loss(yours, batch)
+    for model, mode in zip(models, modes, strict=True):
+        model.train(mode)
+    return {
+        **status_columns(wrong),
+        "error": error,
+        "loss_change": (loss - loss_of_yours) / max(abs(loss_of_yours), 1e-12),
+        "first_s": first_s,
+        "is_exact": precision == "float32" and not draws_differently,
+    }
+
+
+def first_batch(training: Training, seed: int) -> Any:
+    """The first batch of an epoch, drawn with seeded random numbers."""
+    seed_everything(seed)
+    return next(training.forever())
+
+
+def trained_loss(loop: Loop, batch: Any) -> float:
+    """The loss after some steps on one batch. The parameters are those from before, afterwards."""
+    state = loop.training.model.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    for _ in range(TRAINED_STEPS):
+        loop.use(batch)
+        loop.forward()
+        loop.backward()
+        loop.update()
+    loop.use(batch)
+    with torch.no_grad():
+        loss = float(loop.forward())
+    loop.training.model.load_state_dict(before)
+    return loss
+
+
+def gradient_error(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool
+) -> float:
+    """Error of gradients, by parameter name; infinite for NaN or for other names.
+
+    Exact changes: the largest error of an element, relative to the largest of its tensor. In 16
+    bits single elements may be off by much (a ReLU that rounds to the other side): the norm of all
+    errors, relative to the norm of all gradients.
+    """
+    if actual.keys() != expected.keys():
+        return math.inf
+    differences = {name: actual[name] - one for name, one in expected.items()}
+    if is_exact:
+        least = FLOOR * max((largest(one) for one in expected.values()), default=0.0)
+        errors = [
+            largest(differences[name]) / max(largest(one), least, 1e-30)
+            for name, one in expected.items()
+        ]
+        error = math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
+    else:
+        off = math.hypot(*(float(one.norm()) for one in differences.values()))
+        error = off / max(math.hypot(*(float(one.norm()) for one in expected.values())), 1e-30)
+    return math.inf if math.isnan(error) else error
+
+
+def is_random(loop: Loop, batch: Any, seed: int) -> bool:
+    """Whether the loss depends on the state of the random numbers, as under dropout."""
+    losses = []
+    for number in (seed, seed + 1):
+        seed_everything(number)
+        loop.use(batch)
+        with torch.no_grad():
+            losses.append(float(loop.forward()))
+    return losses[0] != losses[1]
+
+
+def largest_batch_difference(one: Any, other: Any) -> float:
+    """The largest difference of two batches' tensors; infinite if they are of other kinds."""
+    leaves = tree_leaves(one)
+    others = tree_leaves(other)
+    if len(leaves) != len(others):
+        return math.inf
+    differences = [0.0]
+    for a, b in zip(leaves, others, strict=True):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            continue
+        if a.shape != b.shape:
+            return math.inf
+        differences.append(largest(a.double() - b.double()) if a.numel() else 0.0)
+    return max(differences)

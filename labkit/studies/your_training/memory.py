@@ -1,0 +1,48 @@
+"""Memory of one step of a training, by what holds it at the peak: states, and lines of the file."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from labkit.bench.ledger import AllocationLedger, peak_between
+from labkit.lab.user_models import user_file
+from labkit.studies.your_training.loop import Loop
+from labkit.torch_private import tree_leaves
+
+ELSEWHERE = "other code"
+GRADIENTS = "gradients"
+
+
+def memory_rows(loop: Loop) -> Iterator[dict[str, Any]]:
+    """Run one step of a loop in its turn; yield a row per holder of memory at the step's peak.
+
+    `holder`: "parameters", "optimizer states", "gradients", or the line of the reader's that
+    allocated it, in the backward pass the line that is differentiated. Bytes are counted from what
+    operators return, without a kernel's scratch and the allocator's rounding.
+    The batch does not count: it is the loader's.
+    """
+    training = loop.training
+    loop.take_batch()
+    with AllocationLedger(device=str(training.device), source=user_file) as ledger:
+        loop.forward()
+        loop.backward()
+        gradients = [one.grad for one in training.model.parameters() if one.grad is not None]
+        ledger.label(GRADIENTS, gradients)
+        loop.update()
+    peak = peak_between(ledger.allocations, 0, ledger.moment)
+    held: Counter[str] = Counter()
+    for allocation in peak.live:
+        held[allocation.category or allocation.line or ELSEWHERE] += allocation.n_bytes
+    held["parameters"] = count_bytes([*training.model.parameters(), *training.model.buffers()])
+    held["optimizer states"] = count_bytes(tree_leaves([*training.optimizer.state.values()]))
+    for holder, n_bytes in held.most_common():
+        if n_bytes:
+            yield {"holder": holder, "held_bytes": n_bytes, "peak_bytes": held.total()}
+
+
+def count_bytes(values: list[Any]) -> int:
+    """Bytes of the distinct tensors in a list."""
+    tensors = {id(one): one for one in values if isinstance(one, Tensor)}
+    return sum(one.numel() * one.element_size() for one in tensors.values())
