@@ -117,7 +117,7 @@ $(VENV)/bin/python: $(MOVED)
 # What `make test` needs has all of what the labs need: one installation, not two, where there is neither.
 INSTALLED_BY = pyproject.toml $(wildcard $(CONSTRAINTS)) $(MOVED)
 $(VENV)/installed: $(INSTALLED_BY) | $(VENV)/bin/python
-	@echo "installing labkit into $(VENV) (once; a few minutes)"
+	@echo "installing labkit into $(VENV) (once; a few minutes; to use a GPU, NVIDIA's driver 580 or newer is needed)"
 	$(INSTALL) --editable .
 	$(COMPILE)
 	@touch $@

@@ -27,6 +27,10 @@ TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU"
     " driver"
 )
+UNKNOWN = (
+    "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env"
+    " variable CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."
+)
 GIB = 2**30
 
 
@@ -82,7 +86,7 @@ def cuda(monkeypatch, tmp_path):
             )
 
         def smi(command, **_):
-            if command[0] != "nvidia-smi":  # git
+            if command[0] != "nvidia-smi" or "compute_mode" in command[1]:  # git
                 return SimpleNamespace(stdout="")
             if command[1] == "topo":
                 return SimpleNamespace(stdout=TOPOLOGY)
@@ -134,7 +138,8 @@ GPU-u1, 3, 1980, 1980, 60, 650.00, 0x0000000000000004
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"nvml": 2, "error": TOO_OLD}, "driver 580.65.06"),
+        ({"nvml": 2, "error": TOO_OLD}, "needs 580 or newer"),
+        ({"nvml": 2, "error": UNKNOWN}, "incorrectly set up environment (driver 580.65.06)"),
         ({"nvml": 8, "error": "No CUDA GPUs are available"}, "No CUDA GPUs are available"),
         (
             {"nvml": 8, "devices": [H100, ("off the bus",)]},
@@ -155,6 +160,7 @@ def test_gpus_that_cannot_be_used_leave_the_cpu_with_a_reason(
     machine = description.describe_machine()
     assert (machine.gpus, machine.device("auto"), machine.backend("cuda", 1)) == ([], "cpu", "gloo")
     assert reason in machine.no_gpu_reason
+    assert len(machine.no_gpu_reason) <= gpus.MAX_REASON or "capability" in reason
     assert reason in dict(doctor.machine_rows())["gpu"]
     assert reason in cards.machine_card(machine).data
     status, _, complaints = command(
@@ -258,6 +264,16 @@ def test_doctor_mentions_a_small_shared_memory(n_bytes, is_small, tmp_path, monk
     assert (f"{tmp_path} has only 64 MiB" in dict(doctor.machine_rows())["shared memory"]) == (
         is_small
     )
+
+
+@pytest.mark.parametrize(("ranks", "is_refused"), [(1, False), (2, True)])
+def test_ranks_do_not_share_a_gpu_in_exclusive_mode(cuda, monkeypatch, ranks, is_refused):
+    cuda(nvml=1, devices=[H100])
+    monkeypatch.setattr(gpus, "_query", lambda fields: [["u0", "Exclusive_Process"]])
+    reason = Large(n_bytes=2**20, world_size=ranks, backend="gloo").skip_reason(
+        description.describe_machine()
+    )
+    assert ("exclusive" in (reason or "")) == is_refused
 
 
 @pytest.mark.parametrize("is_tf32", [False, True])

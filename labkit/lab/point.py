@@ -132,6 +132,8 @@ class Point:
             return reason
         if self.backend == "nccl" and ranks > len(machine.gpus) > 0:
             return f"NCCL needs one GPU per rank, and there are {len(machine.gpus)}"
+        if device == "cuda" and ranks > len(machine.gpus) and machine.exclusive_gpus:
+            return "ranks would share a GPU in exclusive mode (`nvidia-smi -c 0` ends it)"
         # one per rank, as far as there are enough
         gpus = [gpu.available_bytes for gpu in machine.gpus[:ranks]]
         available = len(gpus) * min(gpus) if device == "cuda" else available_memory_bytes()

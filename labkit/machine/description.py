@@ -24,7 +24,7 @@ from labkit.machine.source import Source, describe_source
 GIB = 2**30
 
 VERSIONED_PACKAGES = ("torch", "triton", "numpy", "pandas", "papermill", "nbconvert")
-NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9}
+NVLINK_BYTES_PER_S = {"8.0": 25e9, "9.0": 25e9, "10.0": 50e9, "10.3": 50e9}
 """One direction of one NVLink by compute capability, from the data sheets: 600 GB/s are 12 links in
 both directions."""
 
@@ -59,6 +59,8 @@ class Machine(BaseModel, frozen=True):
     """The GPUs that labs can use: all, or none."""
     gpu_links: str | None = None
     """Their connection by `nvidia-smi topo`, such as "NV18"."""
+    exclusive_gpus: bool = False
+    """Whether a GPU takes one process at a time."""
     no_gpu_reason: str | None = None
     """Why present GPUs are not used (driver too old, no kernels for them), or None."""
     system: str
@@ -150,6 +152,7 @@ def describe_machine() -> Machine:
         memory_bytes=min(filter(None, (psutil.virtual_memory().total, memory_limit_bytes()))),
         gpus=gpus,
         gpu_links=cuda_gpus.link_types() if len(gpus) > 1 else None,
+        exclusive_gpus=bool(gpus) and cuda_gpus.is_exclusive(),
         no_gpu_reason=no_gpu_reason,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),

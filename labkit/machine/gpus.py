@@ -7,6 +7,7 @@ by MIG. So CUDA is initialized and counts again.
 import os
 import re
 import subprocess
+import textwrap
 import time
 import warnings
 from collections.abc import Iterable
@@ -20,6 +21,10 @@ import torch
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 HIDDEN_BY = "CUDA_VISIBLE_DEVICES"
+NEEDED_DRIVERS = {"12": "525", "13": "580"}
+"""The oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version
+compatibility)."""
+MAX_REASON = 120
 NEARLY_FULL_BYTES = 2**30
 """With less free memory than this, libraries cannot make their work areas."""
 
@@ -50,17 +55,25 @@ def no_gpu_reason() -> str | None:
             count = count_gpus()
             reason = next(filter(None, map(_no_kernels_reason, range(count))), None)
         except Exception as error:  # of several types, by what fails
-            message = re.split(r"(?<=\w)\. |\n", str(error), maxsplit=1)[0]
-            return (
-                f"CUDA does not start: {message or type(error).__name__} (driver"
-                f" {driver_version() or 'unknown'})"
-            )
+            return _start_failure(error)
     if count == 0 and has_driver:
         hidden = "a container without GPUs?"
         if HIDDEN_BY in os.environ:
             hidden = f"{HIDDEN_BY} is {os.environ[HIDDEN_BY]!r}"
         return f"an NVIDIA driver is loaded, but CUDA sees no GPU ({hidden})"
     return reason
+
+
+def _start_failure(error: Exception) -> str:
+    """Return why CUDA does not start, in at most `MAX_REASON` characters."""
+    driver = driver_version() or "unknown"
+    cuda = torch.version.cuda or ""
+    needed = NEEDED_DRIVERS.get(cuda.partition(".")[0])
+    if "too old" in str(error) and needed is not None:
+        return f"driver {driver} is too old: this torch, for CUDA {cuda}, needs {needed} or newer"
+    message = re.split(r"(?<=\w\w)\. |\n|, e\.g\. ", str(error), maxsplit=1)[0]
+    reason = f"CUDA does not start: {message or type(error).__name__} (driver {driver})"
+    return textwrap.shorten(reason, MAX_REASON, placeholder="...")
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
@@ -126,6 +139,11 @@ def library_versions() -> dict[str, str | None]:
 def free_memory_bytes() -> dict[str, int]:
     """Return free bytes of each GPU by UUID, without a CUDA context; empty without `nvidia-smi`."""
     return {uuid: int(free) * 2**20 for uuid, free in _query("uuid,memory.free") if free.isdigit()}
+
+
+def is_exclusive() -> bool:
+    """Return whether a GPU takes one process at a time (`nvidia-smi -c EXCLUSIVE_PROCESS`)."""
+    return any(mode.startswith("Exclusive") for _, mode in _query("uuid,compute_mode"))
 
 
 @dataclass(frozen=True)
