@@ -30,13 +30,14 @@ _RULES = (
         r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|^triton_tem|^aten::(mm|bmm|addmm|addmv|mv|dot|baddbmm)$|"
         r"mkldnn_linear|convol|conv_?(transpose|depthwise)?_?\dd|winograd|rnn_layer",
     ),
-    ("norm", r"(layer|rms|batch|group)_?norm"),
+    # "bn_fw_tr_1C11" is cuDNN's batch norm; the next two are PyTorch's layer norm, backward
+    ("norm", r"(layer|rms|batch|group)_?norm|cudnn::bn_|gammabetabackward|cucomputegradinput"),
     ("embedding", r"embedding|compute_grad_weight|krn_partial|partial_segment|sum_and_scatter"),
     ("elementwise", r"^triton_poi"),
     ("reduction", r"^triton_(red|per)"),
     (
         "copy",
-        r"copy|memcpy|memset|(?<!masked_)fill|zero|clone|^aten::(cat|stack|tril|triu|arange)$|catarray|index|gather|scatter",
+        r"nchwtonhwc|nhwctonchw|copy|memcpy|memset|(?<!masked_)fill|zero|clone|^aten::(cat|stack|tril|triu|arange)$|catarray|index|gather|scatter",
     ),
     ("reduction", r"reduce|pool|^aten::(sum|mean|max|min|amax|amin|prod|norm|logsumexp)$"),
     (

@@ -107,7 +107,12 @@ CUDA_NAMES = {
             "sum_and_scatter<x>",
         )
     ],
-    "copy": ["Memset (Device)", ELEMENTWISE + "FillFunctor<float>>"],
+    "norm": ["cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>(...)"],
+    "copy": [
+        "void cudnn::ops::nchwToNhwcKernel<float>(...)",
+        "Memset (Device)",
+        ELEMENTWISE + "FillFunctor<float>>",
+    ],
     "communication": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
     "optimizer": [NATIVE + "multi_tensor_apply_kernel<FusedAdamMathFunctor>"],
     "dispatch": [
