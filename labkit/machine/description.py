@@ -40,7 +40,9 @@ class Gpu(BaseModel, frozen=True):
 
     @property
     def available_bytes(self) -> int:
-        return self.memory_bytes if self.free_bytes is None else self.free_bytes
+        if self.free_bytes is None:
+            return self.memory_bytes
+        return self.free_bytes
 
 
 class Machine(BaseModel, frozen=True):
@@ -80,8 +82,11 @@ class Machine(BaseModel, frozen=True):
     @property
     def label(self) -> str:
         """Return a short name for figures and tables: "2x NVIDIA H200", "2-core AMD EPYC"."""
-        names = [gpu.name for gpu in self.gpus[:1]] or [f"{self.cores}-core {self.cpu}"]
-        return f"{len(self.gpus)}x {names[0]}" if len(self.gpus) > 1 else names[0]
+        if not self.gpus:
+            return f"{self.cores}-core {self.cpu}"
+        # One kind stands for all: labs spread their ranks over equal GPUs.
+        name = self.gpus[0].name
+        return f"{len(self.gpus)}x {name}" if len(self.gpus) > 1 else name
 
     def device(self, wanted: str) -> str:
         """Return "cpu" or "cuda"; "auto" is CUDA if there is a GPU."""
@@ -119,7 +124,9 @@ class Machine(BaseModel, frozen=True):
 
     def memory_of(self, device: str) -> int:
         """Return bytes of the machine's memory, or of the free memory of its first GPU."""
-        return self.gpus[0].available_bytes if device == "cuda" and self.gpus else self.memory_bytes
+        if device == "cuda" and self.gpus:
+            return self.gpus[0].available_bytes
+        return self.memory_bytes
 
     def backend(self, device: str, world_size: int) -> str:
         """Return "nccl" if every rank has a GPU to itself, else "gloo"."""
@@ -142,7 +149,16 @@ def describe_machine() -> Machine:
     """Describe this machine. Cached: `free_bytes` of its GPUs is that of the first call."""
     # All GPUs or none: with some of them unusable, the plan of a lab would fail halfway.
     no_gpu_reason = cuda_gpus.no_gpu_reason()
-    gpus = [] if no_gpu_reason else _gpus()
+    gpus: list[Gpu] = []
+    versions = {name: _version(name) for name in VERSIONED_PACKAGES}
+    gpu_links = None
+    if not no_gpu_reason:
+        gpus = _gpus()
+    if gpus:
+        versions |= cuda_gpus.library_versions()
+    if len(gpus) > 1:
+        # A single GPU has no links, and `nvidia-smi` takes half a second.
+        gpu_links = cuda_gpus.link_types()
     return Machine(
         host=platform.node(),
         cpu=_cpu_model(),
@@ -151,21 +167,24 @@ def describe_machine() -> Machine:
         cpu_quota=quota_cores(),
         memory_bytes=min(filter(None, (psutil.virtual_memory().total, memory_limit_bytes()))),
         gpus=gpus,
-        gpu_links=cuda_gpus.link_types() if len(gpus) > 1 else None,
+        gpu_links=gpu_links,
         exclusive_gpus=bool(gpus) and cuda_gpus.is_exclusive(),
         no_gpu_reason=no_gpu_reason,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        versions={name: _version(name) for name in VERSIONED_PACKAGES}
-        | (cuda_gpus.library_versions() if gpus else {}),
+        versions=versions,
         source=describe_source(),
     )
 
 
 def _gpus() -> list[Gpu]:
     gpus = []
-    free = cuda_gpus.free_memory_bytes() if torch.cuda.device_count() else {}
-    for index in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if count == 0:
+        return []
+    # By UUID: `nvidia-smi` counts in the order of the bus, CUDA as CUDA_VISIBLE_DEVICES says.
+    free = cuda_gpus.free_memory_bytes()
+    for index in range(count):
         one: Any = torch.cuda.get_device_properties(index)
         free_bytes = free.get(str(getattr(one, "uuid", "")))
         about = {"name": one.name, "compute_capability": f"{one.major}.{one.minor}"}

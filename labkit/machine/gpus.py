@@ -128,12 +128,10 @@ def library_versions() -> dict[str, str | None]:
     }
     # TF32 is faster and less exact; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 of some images asks for it.
     matmul: Any = torch.backends.cuda.matmul
-    is_tf32 = matmul.fp32_precision == "tf32"
-    return versions | {
-        "NCCL": nccl,
-        "driver": driver_version(),
-        "float32 matmuls": "TF32" if is_tf32 else None,
-    }
+    arithmetic = None
+    if matmul.fp32_precision == "tf32":
+        arithmetic = "TF32"
+    return versions | {"NCCL": nccl, "driver": driver_version(), "float32 matmuls": arithmetic}
 
 
 def free_memory_bytes() -> dict[str, int]:
@@ -178,23 +176,22 @@ def gpu_load() -> GpuLoad | None:
     states = [[_number(text) for text in row[1:]] for row in rows if row[0] in visible]
     if not states:
         return None
-    utilizations, clocks, highest, temperatures, limits, reasons = zip(*states, strict=True)
+    percents, clocks, highest, temperatures, limits, reasons = zip(*states, strict=True)
     # A clock counts relative to the highest of the same GPU: they may be of several kinds.
     shares = [
-        clock / most
+        round(clock / most, 2)
         for clock, most in zip(clocks, highest, strict=True)
         if clock is not None and most
     ]
-    utilization = max(_known(utilizations), default=None)
     slowed_by = [
         name
         for name, mask in SLOWED_BY.items()
         if any(int(reason) & mask for reason in _known(reasons))
     ]
     return GpuLoad(
-        utilization=None if utilization is None else utilization / 100,
+        utilization=max((percent / 100 for percent in _known(percents)), default=None),
         slowed_by="".join(slowed_by[:1]),
-        clock_share=round(min(shares), 2) if shares else None,
+        clock_share=min(shares, default=None),
         temperature=max(_known(temperatures), default=None),
         power_limit_w=min(_known(limits), default=None),
     )
@@ -210,7 +207,9 @@ def utilization_by_others() -> float | None:
     if load is not None and (load.utilization or 0.0) >= MIN_UTILIZATION:
         time.sleep(UTILIZATION_SPAN_S)
         load = gpu_load()
-    return None if load is None else load.utilization
+    if load is None:
+        return None
+    return load.utilization
 
 
 def count_gpus() -> int:
@@ -242,7 +241,9 @@ def is_nearly_full() -> bool:
 def _reasons_field() -> str:
     """Return what this driver calls the reasons of its clocks; before 535 it was another name."""
     name = "clocks_event_reasons.active"
-    return name if _query(f"uuid,{name}") else "clocks_throttle_reasons.active"
+    if _query(f"uuid,{name}"):
+        return name
+    return "clocks_throttle_reasons.active"
 
 
 def _query(fields: str) -> list[list[str]]:
@@ -257,7 +258,9 @@ def _query(fields: str) -> list[list[str]]:
 def _number(text: str) -> float | None:
     """Return a decimal or hexadecimal number; None for "[N/A]", of what this GPU does not have."""
     with suppress(ValueError):
-        return int(text, 16) if text.startswith("0x") else float(text)
+        if text.startswith("0x"):
+            return int(text, 16)
+        return float(text)
     return None
 
 

@@ -73,7 +73,9 @@ class LoadMeter:
         """`owns_all_ranks`: False if other processes have ranks here, as in a torchrun job."""
         self._owns_all_ranks = owns_all_ranks
         self._has_gpus = bool(describe_machine().gpus)
-        self._gpu_utilization = utilization_by_others() if self._has_gpus else None
+        self._gpu_utilization = None
+        if self._has_gpus:
+            self._gpu_utilization = utilization_by_others()
         self._before = _read_times()
 
     def load(self, *, at_least_s: float = MIN_SPAN_S) -> Load:
@@ -84,10 +86,13 @@ class LoadMeter:
         before = self._before
         self._before = _read_times()
         at_s, busy_s, stolen_s, own_s, throttled, periods = (self._before - before).tolist()
-        load = Load(
-            throttled_share=round(throttled / periods, 3) if periods > 0 else None,
-            gpu=self._gpu_load() if self._has_gpus else None,
-        )
+        gpu = None
+        throttled_share = None
+        if self._has_gpus:
+            gpu = self._gpu_load()
+        if periods > 0:  # there is a quota
+            throttled_share = round(throttled / periods, 3)
+        load = Load(throttled_share=throttled_share, gpu=gpu)
         # Ranks of other processes of a job would count as other programs.
         if at_s < at_least_s or not self._owns_all_ranks:
             return load
@@ -153,7 +158,9 @@ def busy_reason(load: Load, cores: int) -> str:
     if load.gpu and (load.gpu.utilization or 0.0) >= MIN_UTILIZATION:
         return "another program used a GPU"
     if load.gpu and load.gpu.slowed_by:
-        at = "" if load.gpu.temperature is None else f", at {load.gpu.temperature:.0f} °C"
+        at = ""
+        if load.gpu.temperature is not None:
+            at = f", at {load.gpu.temperature:.0f} °C"
         return f"{load.gpu.slowed_by} slowed a GPU down{at}"
     if taken >= max(0.5, MIN_BUSY_SHARE * cores):
         others = "other virtual machines of the host"
