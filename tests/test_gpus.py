@@ -15,6 +15,7 @@ from labkit.lab.pages import cards
 from labkit.lab.point import Point
 from labkit.machine import description, gpus
 from labkit.machine.load import Load, LoadMeter, busy_points, busy_reason
+from labkit.parallel.ranks import worker
 from labkit.parallel.ranks.results import is_out_of_memory
 from labkit.parallel.ranks.worker import use_device
 from tests.rehearsal.pretended_cuda import float32_matmuls_in_tf32
@@ -264,6 +265,25 @@ def test_doctor_mentions_a_small_shared_memory(n_bytes, is_small, tmp_path, monk
     assert (f"{tmp_path} has only 64 MiB" in dict(doctor.machine_rows())["shared memory"]) == (
         is_small
     )
+
+
+def test_a_rank_runs_on_the_cores_beside_its_gpu(monkeypatch, tmp_path):
+    place = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**place))
+    assert gpus.cores_beside(0, tmp_path) == set()
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-2,8\n")
+    assert gpus.cores_beside(0, tmp_path) == {0, 1, 2, 8}
+    bound = []
+    monkeypatch.setattr(worker.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    monkeypatch.setattr(worker, "ALL_CORES", {1, 2, 3})
+    monkeypatch.setattr(worker, "cores_beside", lambda index: {0, 1, 2, 8})
+    monkeypatch.setattr(worker, "count_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [use_device("cuda", 0), use_device("cpu")] == ["cuda:0", "cpu"]
+    assert bound == [{1, 2}, {1, 2, 3}], "and on all of them again for points on the CPU"
 
 
 @pytest.mark.parametrize(("ranks", "is_refused"), [(1, False), (2, True)])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 HIDDEN_BY = "CUDA_VISIBLE_DEVICES"
 NEEDED_DRIVERS = {"12": "525", "13": "580"}
 """The oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version
@@ -217,6 +218,20 @@ def count_gpus() -> int:
     if torch.cuda.device_count() > 0:
         torch.cuda.init()
     return torch.cuda.device_count()
+
+
+def cores_beside(index: int, devices: Path = PCI_DEVICES) -> set[int]:
+    """Return the cores of the NUMA node that a GPU hangs on; empty if unknown."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    cores: set[int] = set()
+    with suppress(AttributeError, OSError, ValueError):  # an older torch, no sysfs
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        folder = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+        text = (devices / folder / "local_cpulist").read_text()
+        for part in filter(None, text.strip().split(",")):  # "0-47,96-143"
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def link_types() -> str | None:

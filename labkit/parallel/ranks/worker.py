@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.machine.cgroups import available_cores
-from labkit.machine.gpus import count_gpus
+from labkit.machine.gpus import cores_beside, count_gpus
 from labkit.parallel.ranks import torchrun
 from labkit.parallel.ranks.debugger import break_here
 from labkit.parallel.ranks.results import current_alternative, exception_failure, plain_row
@@ -42,6 +42,8 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # variable by which torch finds what 
 LOOPBACK = dict.fromkeys(
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
 )
+ALL_CORES = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+"""The cores that this process may use, before it takes a GPU."""
 START_TIMEOUT_S = 120.0
 MARGIN_S = 5.0  # from the caller's deadline to that of the process group
 
@@ -108,13 +110,25 @@ def use_device(kind: str, rank: int | None = None) -> str:
     that has no process group yet.
     """
     if kind == "cpu":
+        if torch.cuda.is_initialized():  # an earlier point took a GPU
+            _bind(ALL_CORES)
         return kind
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     number = torchrun.read_variable("LOCAL_RANK") if torchrun.is_job_rank() else rank
-    device = f"cuda:{number % count_gpus()}"
+    index = number % count_gpus()
+    device = f"cuda:{index}"
     torch.cuda.set_device(device)
+    # From another socket every launch and copy crosses the link between them.
+    _bind(ALL_CORES & cores_beside(index))
     return device
+
+
+def _bind(cores: set[int]) -> None:
+    """Let this thread, and those that it will start, run on these cores only, if there are any."""
+    if cores:
+        with contextlib.suppress(OSError, AttributeError):  # refused, or not Linux
+            os.sched_setaffinity(0, cores)
 
 
 def use_scheduling(scheduling: str) -> str:
