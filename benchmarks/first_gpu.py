@@ -37,11 +37,11 @@ class Step(NamedTuple):
 
 STEPS = (
     Step("doctor", [*LABKIT, "doctor"], 0.5),
-    Step("check", [*LABKIT, "check", "--bundle", str(BUNDLE)], 5),
+    Step("check", [*LABKIT, "check", "--bundle", str(BUNDLE)], 4),
     # Before the tests, which find what it has compiled.
     Step("tiles", [sys.executable, "-m", "benchmarks.launch_tiles"], 5),
     Step("tests", [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests"], 3),
-    Step("report", [*LABKIT, "report", "--profile", "quick", "--output", str(PAGES)], 11),
+    Step("report", [*LABKIT, "report", "--profile", "quick", "--output", str(PAGES)], 12.5),
 )
 
 
