@@ -15,8 +15,8 @@ GENERIC = "generic"
 """Framework of runs that do not name a published one."""
 FILES = ("training_runs", "more_training_runs")
 NEAREST = 5
-CHUNK = 500
-"""Runs whose distances are computed at once, so that they need little memory."""
+CHUNK = 1000
+"""Runs whose distances are computed at once, so that they need 100 MB at most."""
 DOUBLING = {"parameters": 1.0, "gpus": 0.5, "seq_len": 0.5, "tp": 0.3, "pp": 0.3, "cp": 0.5}
 DIFFERENCE = {
     "architecture": 2.0,
@@ -167,11 +167,12 @@ def held_out_s(fold: str) -> Numbers:
 
 def distances(runs: Runs, others: Runs) -> Numbers:
     """Distance of each run from each of `others`, (n, m); 1 is a doubling of the parameters."""
-    away: Numbers = np.zeros((len(runs), len(others)))
+    away = np.zeros((len(runs), len(others)))
     for name, weight in DOUBLING.items():
-        ours = np.log2(getattr(runs, name))
-        theirs = np.log2(getattr(others, name))
-        away += weight * np.abs(np.subtract.outer(ours, theirs))
+        ours = weight * np.log2(getattr(runs, name))
+        theirs = weight * np.log2(getattr(others, name))
+        apart = np.subtract.outer(ours, theirs)
+        away += np.abs(apart, out=apart)
     for name, weight in DIFFERENCE.items():
         both = np.concatenate([getattr(runs, name), getattr(others, name)])
         codes = np.unique(both, return_inverse=True)[1]

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -147,7 +147,7 @@ def _row(
     return Row(line, texts, run, assumptions=assumptions, step_s=step_s)
 
 
-@lru_cache(maxsize=2**14)  # most cells of a table repeat
+@cache  # most cells of a table repeat
 def _plain(name: str, text: str, separator: str) -> str:
     """Return a spreadsheet's number plainly: 4,000,000 or 4 000 000, 4.0, 4E+06.
 

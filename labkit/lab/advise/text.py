@@ -6,6 +6,7 @@ Every table says where its numbers come from.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from labkit.lab.commands.console import table_lines
 from labkit.scaling.prediction import Prediction
 from labkit.scaling.search import Request
 
@@ -34,15 +35,7 @@ class Section:
     def lines(self) -> Iterator[str]:
         """Yield the title, the headings and the rows that fit on a screen."""
         yield f"{self.title} ({self.mark})"
-        rows = [self.headings, *self.rows[: self.max_rows]]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield (
-                "  "
-                + "  ".join(
-                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-                ).rstrip()
-            )
+        yield from (f"  {line}" for line in table_lines(self.rows[: self.max_rows], *self.headings))
 
 
 @dataclass(frozen=True)

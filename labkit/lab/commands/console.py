@@ -40,19 +40,29 @@ PIPED_WIDTH = 10_000
 
 def print_table(rows: Iterable[Iterable[Any]], *names: str, console: Console = out) -> None:
     """Print rows under these names as an aligned table; without names the first column is bold."""
+    if console.is_terminal:
+        console.print(_table(rows, *names), soft_wrap=False)
+        return
+    for line in table_lines(rows, *names):
+        console.print(line)
+
+
+def table_lines(rows: Iterable[Iterable[Any]], *names: str) -> list[str]:
+    """Lines of an aligned table, each row in one line, however wide."""
+    # plain text also in a terminal and in a notebook, for which rich would add colors or HTML
+    wide = Console(width=PIPED_WIDTH, force_terminal=False, force_jupyter=False, **AS_IT_IS)
+    with wide.capture() as text:
+        wide.print(_table(rows, *names), soft_wrap=False)
+    return [line.rstrip() for line in text.get().splitlines()]
+
+
+def _table(rows: Iterable[Iterable[Any]], *names: str) -> Table:
     table = Table(*names, box=None, show_header=bool(names), pad_edge=False)
     if not names:
         table.add_column(style="bold")
     for row in rows:
         table.add_row(*row)
-    if console.is_terminal:
-        console.print(table, soft_wrap=False)
-        return
-    wide = Console(width=PIPED_WIDTH, **AS_IT_IS)
-    with wide.capture() as text:
-        wide.print(table, soft_wrap=False)
-    for line in text.get().splitlines():
-        console.print(line.rstrip())
+    return table
 
 
 @contextmanager
