@@ -105,13 +105,15 @@ def advise(request: Request) -> Advice:
     ranking = rank(request)
     best = ranking.proposed()
     first = ranking.first()
+    if not best:
+        return Advice(request, best, first, [], _helpful(request), [])
     return Advice(
         request=request,
         best=best,
         first=first,
-        runners_up=list(_runners_up(ranking, best)) if best else [],
-        remedies=[] if best and first.has_room else _helpful(request),
-        changes=[_answer(*variation) for variation in _variations(request)] if best else [],
+        runners_up=list(_runners_up(ranking, best)),
+        remedies=[] if first.has_room else _helpful(request),
+        changes=[_answer(*variation) for variation in _variations(request)],
     )
 
 
@@ -160,9 +162,12 @@ def _runners_up(ranking: Ranking, best: Sequence[Prediction]) -> Iterator[Runner
         prediction = ranking.predictions.prediction(row)
         if prediction.layout not in proposed:
             lost = {part: seconds - best_s[part] for part, seconds in sums_s(prediction).items()}
-            cause = max(lost, key=lost.__getitem__) if row in fits else "memory"
-            is_unstable = row in fits and prediction.is_unstable and not best[0].is_unstable
-            yield RunnerUp(name, prediction, "unstable" if is_unstable else cause)
+            cause = max(lost, key=lost.__getitem__)
+            if row not in fits:
+                cause = "memory"
+            elif prediction.is_unstable and not best[0].is_unstable:
+                cause = "unstable"
+            yield RunnerUp(name, prediction, cause)
 
 
 def _answer(name: str, request: Request, *, with_room: bool = False) -> Change:
@@ -198,7 +203,7 @@ def _helpful(request: Request) -> list[Change]:
 def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
     """Yield kinds of changes to try.
 
-    Fixed values, more GPUs, GPUs with more memory, 16-bit states, shorter sequences.
+    Another layout, fixed values, more or larger GPUs, 16-bit states, shorter sequences.
     """
     fixed = request.fixed
     present = request.hardware
@@ -208,6 +213,7 @@ def _remedies(request: Request) -> Iterator[list[tuple[str, Request]]]:
             request, fixed={other: value for other, value in fixed.items() if other != name}
         )
 
+    yield [("a layout that needs less memory", request)]
     yield from (
         [(f"not {name.replace('_', '-')} {value}", without(name))] for name, value in fixed.items()
     )

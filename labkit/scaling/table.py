@@ -77,11 +77,15 @@ def read_rows(path: Path, defaults: Mapping[str, str] = MappingProxyType({})) ->
 
     ValueError for another kind of file or a missing column.
     """
-    name = "standard input" if str(path) == "-" else str(path)[-80:]
-    text = _decode(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes(), name)
-    lines = text.splitlines()
-    stated = re.fullmatch(r"sep=(.)", lines[0].strip("\n")) if lines else None
-    header = lines[1 if stated else 0] if len(lines) > bool(stated) else ""
+    if str(path) == "-":
+        name = "standard input"
+        text = _decode(sys.stdin.buffer.read(), name)
+    else:
+        name = str(path)[-80:]
+        text = _decode(path.read_bytes(), name)
+    lines = [*text.splitlines(), "", ""]
+    stated = re.fullmatch(r"sep=(.)", lines[0])
+    header = lines[int(bool(stated))]
     separator = stated[1] if stated else max(SEPARATORS, key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
@@ -263,11 +267,9 @@ def _recompute(texts: Mapping[str, str], assumptions: list[str]) -> tuple[str, s
         return "none", set()
     # its remat policies: minimal keeps every matmul, full none, save_qkv_proj three of them
     if "maxtext" in words:
-        return (
-            ("none", set())
-            if "minimal" in words
-            else ("full", set() if "full" in words else {"save_qkv"})
-        )
+        if "minimal" in words:
+            return "none", set()
+        return "full", set() if "full" in words else {"save_qkv"}
     if words == "per-op selective" or (
         words == "selective" and group in ("torchtitan", "titan_blog")
     ):

@@ -21,11 +21,10 @@ def report_diagnosis(request: AdviceRequest, diagnosis: Diagnosis) -> Report:
     rows = diagnosis.neighbors
     headings = ("cause", "MFU it leaves", "share of the gap", "check")
     causes = [_cause_row(diagnosis, cause) for cause in diagnosis.causes]
-    sections = (
-        [Section("Possible causes, each alone and at its worst", PREDICTED, headings, causes)]
-        if causes
-        else []
-    )
+    sections = []
+    if causes:
+        title = "Possible causes, each alone and at its worst"
+        sections.append(Section(title, PREDICTED, headings, causes))
     counted_as = [(name, f"{100 * mfu:.1f}%") for name, mfu in diagnosis.conventions.items()]
     peak = f"{request.request.hardware.peak_tflops:g} TFLOP/s"
     title = f"The same throughput by every convention; the dense peak is {peak}"

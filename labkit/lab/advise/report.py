@@ -47,8 +47,9 @@ def report_advice(request: AdviceRequest, advice: Advice, rows: Sequence[Neighbo
             (one.strategy, str(one.prediction.layout), _why(one, advice))
             for one in advice.runners_up
         ]
-        headings = ("strategy", "its best", "against the best")
-        sections += [Section("Why the others lose", PREDICTED, headings, losers)] if losers else []
+        if losers:
+            headings = ("strategy", "its best", "against the best")
+            sections.append(Section("Why the others lose", PREDICTED, headings, losers))
         sections.append(_changes(advice, advice.changes, "What would change the answer", "if"))
     remarks = list(notes(request, rows, advice.first.warnings))
     return Report(
@@ -149,23 +150,21 @@ def _why(runner_up: RunnerUp, advice: Advice) -> str:
     best = advice.first
     cause = runner_up.cause
     memory = memory_text(one, advice.request.usable.memory_gib)
-    if cause in ("memory", "unstable"):
-        return (
-            f"does not fit: {memory}"
-            if cause == "memory"
-            else f"{memory}: steps become slow so near the limit"
-        )
+    if cause == "memory":
+        return f"does not fit: {memory}"
+    if cause == "unstable":
+        return f"{memory}: steps become slow so near the limit"
     slower = one.step_s / best.step_s - 1
     change = format_change(slower)
     if abs(slower) < CLEAR:
         return change
     if slower < 0:
         return f"{change}, but {'further from published runs' if one.has_room else memory}"
-    if cause == "compute" and RECOMPUTE.index(one.layout.recompute) > RECOMPUTE.index(
-        best.layout.recompute
-    ):
+    if cause != "compute":
+        return f"{change}: {cause}"
+    if RECOMPUTE.index(one.layout.recompute) > RECOMPUTE.index(best.layout.recompute):
         return f"{change}: to fit, it recomputes {RECOMPUTED[one.layout.recompute]}"
-    return f"{change}: {'smaller matmuls are slower' if cause == 'compute' else cause}"
+    return f"{change}: smaller matmuls are slower"
 
 
 def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str) -> Section:
@@ -173,23 +172,17 @@ def _changes(advice: Advice, changes: Sequence[Change], title: str, heading: str
     usual = str(advice.first.layout)
     rows = []
     for change in changes:
-        if (one := change.prediction) is None:
+        one = change.prediction
+        if one is None:
             rows.append((change.name, "does not fit", "", ""))
             continue
-        speed = (
-            format_change(change.tokens_per_s / base - 1)
-            if base
-            else format_count(change.tokens_per_s)
-        )
+        speed = format_count(change.tokens_per_s)
+        if base:
+            speed = format_change(change.tokens_per_s / base - 1)
         layout = str(one.layout)
-        rows.append(
-            (
-                change.name,
-                speed,
-                f"{one.peak_gib:.0f} GiB",
-                "the same" if layout == usual else layout,
-            )
-        )
+        if layout == usual:
+            layout = "the same"
+        rows.append((change.name, speed, f"{one.peak_gib:.0f} GiB", layout))
     return Section(
         title, PREDICTED, (heading, "tokens per second", "memory", "best layout then"), rows
     )

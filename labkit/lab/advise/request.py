@@ -167,11 +167,9 @@ def make_request(options: Options) -> AdviceRequest:
     budget = options.tokens or float(TOKENS_PER_PARAMETER * model.parameters)
     unspecified = frozenset({"sequence", "tokens_per_step"} - set(options.named()))
     advice_request = AdviceRequest(request, budget, assumptions, unspecified)
-    return (
-        advice_request
-        if options.calibrate is None
-        else _calibrate(advice_request, Path(options.calibrate))
-    )
+    if options.calibrate is None:
+        return advice_request
+    return _calibrate(advice_request, Path(options.calibrate))
 
 
 def _framework(name: str | None, assumptions: list[str]) -> str:

@@ -88,11 +88,10 @@ def format_percent(share: float) -> str:
 
 def format_change(share: float) -> str:
     """Return a difference: "+12%"."""
-    return (
-        "about the same"
-        if abs(share) < CLEAR
-        else f"{'+' if share > 0 else '-'}{format_percent(abs(share))}"
-    )
+    if abs(share) < CLEAR:
+        return "about the same"
+    sign = "+" if share > 0 else "-"
+    return sign + format_percent(abs(share))
 
 
 def with_interval(
